@@ -1,0 +1,130 @@
+"""A block of C tokens is one affine map of the state it starts from:
+
+    S' = P S0 + D          O = F S0 + E
+
+The four parts need no state, so all blocks of a sequence find theirs at once; only S' = P S0 + D is serial. Let
+`R_i = b_iᵀ Diag(exp g_i) S_{i-1}` be what the erase of token i sees, and Γ what is left of a write (decay.py). Then
+
+    (I + tril(B Aᵀ ⊙ Γ, -1)) R = (B ⊙ e^G) S0 + Σ_l tril(B K_lᵀ ⊙ Γ, -1) W_l          one solve, whatever L is
+    O  = (Q ⊙ e^G) S0 - tril(Q Aᵀ ⊙ Γ) R + Σ_l tril(Q K_lᵀ ⊙ Γ) W_l
+    S' = e^{G_C} S0 + Σ_j e^{G_C - G_j} ( - a_j R_jᵀ + Σ_l k_{l,j} w_{l,j}ᵀ )
+
+and R = R₀ + R₁ S0 with the solve applied to both parts of its right-hand side. The solve is forward substitution: with
+correlated keys an inverse by repeated squaring is wrong by orders of magnitude.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prism.engine.decay import ChannelDecay, Documents, HeadDecay
+from prism.engine.steps import Steps
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Steps laid out in blocks: `…` stands for `B, H, N`."""
+
+    q: Tensor  # [..., C, K]
+    k: Tensor  # [..., L, C, K]
+    w: Tensor  # [..., L, C, V]
+    log_decay: Tensor | None  # [..., C] or [..., C, K]
+    a: Tensor | None  # [..., C, K]
+    b: Tensor | None  # [..., C, K]
+    reset: Tensor | None  # [B, 1, N, C]
+    erase_decayed: bool
+    read_after: bool
+
+    def decay(self) -> HeadDecay | ChannelDecay:
+        documents = None if self.reset is None else Documents(self.reset)
+        if self.log_decay is None:
+            return HeadDecay(self.q.new_zeros(self.q.shape[:-1]), documents)
+        if self.log_decay.ndim == self.q.ndim:
+            return ChannelDecay(self.log_decay, documents)
+        return HeadDecay(self.log_decay, documents)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """S' = P S0 + D, O = F S0 + E. Without an erase P is diagonal and only its diagonal is kept."""
+
+    P: Tensor | None  # [..., K, K]
+    diagonal: Tensor  # [..., K] or [..., 1]: the decay alone
+    D: Tensor  # [..., K, V]
+    F: Tensor  # [..., C, K]
+    E: Tensor  # [..., C, V]
+
+    def advance(self, n: int, S: Tensor) -> Tensor:
+        """The state after block n, `[B, H, K, V]`."""
+        if self.P is None:
+            return self.diagonal[:, :, n].unsqueeze(-1) * S + self.D[:, :, n]
+        return self.P[:, :, n] @ S + self.D[:, :, n]
+
+
+def affine(rows: Rows) -> Affine:
+    decay = rows.decay()
+    before = not rows.read_after
+    # Extra writes are extra columns of the same products.
+    values = rows.w.flatten(-3, -2)  # [..., L·C, V]
+    attention = _wide(decay.gram(rows.q, rows.k, strict=before, before=before))
+    left_at_end = decay.to_end(rows.k).flatten(-3, -2)
+    F, E = decay.from_start(rows.q, before), attention @ values
+    D, diagonal = left_at_end.transpose(-1, -2) @ values, decay.carry()
+    if rows.a is None or rows.b is None:
+        return Affine(None, diagonal, D, F, E)
+
+    look_before = not rows.erase_decayed
+    lookup = decay.gram(rows.b, torch.cat([rows.a.unsqueeze(-3), rows.k], -3), strict=True, before=look_before)
+    V = values.shape[-1]
+    seen = torch.linalg.solve_triangular(  # [R₀ | R₁]
+        lookup[..., 0, :, :],
+        torch.cat([_wide(lookup[..., 1:, :, :]) @ values, decay.from_start(rows.b, look_before)], -1),
+        upper=False,
+        unitriangular=True,
+    )
+    erased = decay.to_end(rows.a.unsqueeze(-3)).squeeze(-3).transpose(-1, -2) @ seen  # [..., K, V + K]
+    unread = decay.gram(rows.q, rows.a.unsqueeze(-3), strict=before, before=before).squeeze(-3) @ seen
+    K = rows.q.shape[-1]
+    P = torch.diag_embed(diagonal.expand(*diagonal.shape[:-1], K)) - erased[..., V:]
+    return Affine(P, diagonal, D - erased[..., :V], F - unread[..., V:], E - unread[..., :V])
+
+
+def blocks(steps: Steps, size: int) -> Rows:
+    """`[B, R, H, …]` → `[B, H, N, size, …]`, padded at the end with rows that are identities."""
+    short = -steps.rows % size
+
+    def lay(x: Tensor | None, writes: bool = False) -> Tensor | None:
+        if x is None:
+            return None
+        if short:
+            x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
+        x = x.unflatten(1, (-1, size)).movedim(3, 1)  # [B, H, N, C, ...]
+        return x.movedim(-2, -3) if writes else x
+
+    q, k, w = lay(steps.q), lay(steps.k, writes=True), lay(steps.w, writes=True)
+    assert q is not None and k is not None and w is not None
+    reset = lay(None if steps.reset is None else steps.reset.unsqueeze(2))
+    return Rows(
+        q,
+        k,
+        w,
+        lay(steps.log_decay),
+        lay(steps.erase_write),
+        lay(steps.erase_key),
+        reset,
+        steps.erase_decayed,
+        steps.read_after,
+    )
+
+
+def unblocks(o: Tensor, rows: int) -> Tensor:
+    """`[B, H, N, C, V]` → `[B, R, H, V]`."""
+    return o.flatten(2, 3)[:, :, :rows].transpose(1, 2)
+
+
+def _wide(gram: Tensor) -> Tensor:
+    """`[…, J, C, C]` → `[…, C, J·C]`: the J grams side by side."""
+    return gram.transpose(-3, -2).flatten(-2, -1)

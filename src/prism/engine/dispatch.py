@@ -1,0 +1,127 @@
+"""`memory`: the one call through which every rule, model and benchmark computes a memory.
+
+An *engine* serves one type of update: it lists its forms and says, per backend, what it cannot serve. The linear memory
+(`Update`) is registered at the bottom; memories of another kind (a cache, a network) register their own update type and
+every caller of `memory` then has them too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prism.engine.chunkwise import chunkwise
+from prism.engine.parallel import parallel
+from prism.engine.recurrent import recurrent
+from prism.engine.scan import scan
+from prism.engine.update import Update, check_state
+
+FORMS = ("recurrent", "parallel", "chunkwise", "scan")
+BACKENDS = ("torch", "triton", "fla")
+
+Form = Callable[[Any, Any], tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way to compute a form. `refuses` says in one clause why it cannot serve an update, or returns None."""
+
+    run: Form
+    refuses: Callable[[Any], str | None] = lambda update: None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What computes one type of update: paths by (form, backend), best backend first."""
+
+    paths: Mapping[tuple[str, str], Path]
+    choose: Callable[[Any], str]
+    """The form that `"auto"` stands for."""
+    check_state: Callable[[Any, Any], None] = lambda update, state: None
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(form for form, _ in self.paths))
+
+
+_engines: dict[type, Engine] = {}
+
+
+def register(update_type: type, engine: Engine) -> None:
+    _engines[update_type] = engine
+
+
+def engine_of(update_type: type) -> Engine:
+    for kind in update_type.__mro__:
+        if kind in _engines:
+            return _engines[kind]
+    known = ", ".join(kind.__name__ for kind in _engines)
+    raise ValueError(f"update must be one of {known}; got {update_type.__name__}")
+
+
+def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "auto") -> tuple[Any, Any]:
+    """Run T tokens through a memory.
+
+    Args:
+        update: what is forgotten, erased, written and asked (`prism.Update` for the linear family).
+        state: the memory before the first token, `[B, H, K, V]`; None is an empty one.
+        form: `"recurrent"`, `"parallel"`, `"chunkwise"`, `"scan"`, or `"auto"`.
+        backend: `"torch"`, `"triton"`, `"fla"`, or `"auto"`.
+
+    Returns:
+        The outputs `[B, T, H, V]` and the memory after the last token. Passing that memory on with the next tokens gives
+        what one call over all tokens would have given.
+
+    >>> import torch
+    >>> q, k, w = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 1, 8), torch.randn(1, 5, 2, 1, 4)
+    >>> o, state = memory(Update(q, k, w))
+    >>> tuple(o.shape), tuple(state.shape)
+    ((1, 5, 2, 4), (1, 2, 8, 4))
+    """
+    engine = engine_of(type(update))
+    if form != "auto" and form not in FORMS:
+        raise ValueError(f"unknown form {form!r}: choose from auto, {', '.join(FORMS)}")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: choose from auto, {', '.join(BACKENDS)}")
+    engine.check_state(update, state)
+    return choose_path(engine, update, form, backend).run(update, state)
+
+
+def choose_path(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> Path:
+    """The first path that serves; otherwise one sentence that says why none does and what would."""
+    wanted = engine.choose(update) if form == "auto" else form
+    if wanted not in engine.forms:
+        raise ValueError(
+            f"form {wanted!r} cannot serve a {type(update).__name__}: it has the forms {', '.join(engine.forms)}"
+        )
+    reasons = []
+    for (name, kind), path in engine.paths.items():
+        if name != wanted or backend not in ("auto", kind):
+            continue
+        reason = path.refuses(update)
+        if reason is None:
+            return path
+        reasons.append(f"backend {kind!r} {reason}")
+    serving = [kind for (name, kind), path in engine.paths.items() if name == wanted and path.refuses(update) is None]
+    why = "; ".join(reasons) or f"backend {backend!r} has no form {wanted!r}"
+    raise ValueError(f"{why}: form {wanted!r} is served here by backend {' or '.join(map(repr, serving)) or 'none'}")
+
+
+def _choose_linear(update: Update) -> str:
+    return "recurrent" if update.tokens * update.substeps == 1 else "chunkwise"
+
+
+register(
+    Update,
+    Engine(
+        paths={
+            ("recurrent", "torch"): Path(recurrent),
+            ("parallel", "torch"): Path(parallel),
+            ("chunkwise", "torch"): Path(chunkwise),
+            ("scan", "torch"): Path(scan),
+        },
+        choose=_choose_linear,
+        check_state=check_state,
+    ),
+)

@@ -1,0 +1,77 @@
+"""The definition: one token after the other. Slow, short, and the oracle of every test.
+
+    S_t = (I - a_t b_tᵀ) · Diag(exp g_t) · S_{t-1}  +  Σ_l k_{t,l} w_{t,l}ᵀ          o_t = S_tᵀ q_t
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prism.engine.steps import Steps, resolve
+from prism.engine.update import Update
+
+
+def recurrent(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns the outputs `[B, T, H, V]` and the memory after the last token `[B, H, K, V]`."""
+    steps = resolve(update)
+    S = steps.initial(state)
+    outputs = []
+    for row in _rows(steps):
+        o, S = _step(S, steps, *row)
+        outputs.append(o)
+    return steps.read(torch.stack(outputs, 1)), S
+
+
+def step(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One token (T = 1): what decoding calls. The same arithmetic as `recurrent`."""
+    if update.tokens != 1:
+        raise ValueError(f"step takes one token, q has {update.tokens}: shape {list(update.q.shape)}")
+    return recurrent(update, state)
+
+
+def _step(
+    S: Tensor,
+    steps: Steps,
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    g: Tensor | None,
+    b: Tensor | None,
+    a: Tensor | None,
+    reset: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if reset is not None:
+        S = torch.where(reset[:, None, None, None], 0.0, S)
+    if not steps.read_after:
+        o = _read(S, q)
+    kept = S
+    if g is not None:
+        kept = S * (g.exp()[..., None] if g.ndim == 3 else g.exp()[..., None, None])
+    new = kept
+    if a is not None and b is not None:
+        seen = _read(kept if steps.erase_decayed else S, b)  # bᵀS, [B, H, V]
+        new = kept - a[..., :, None] * seen[..., None, :]
+    new = new + k.transpose(-1, -2) @ w  # Σ_l k_l w_lᵀ
+    if steps.read_after:
+        o = _read(new, q)
+    return o, new
+
+
+def _read(S: Tensor, q: Tensor) -> Tensor:
+    """Sᵀq: `[B, H, K, V]`, `[B, H, K]` → `[B, H, V]`."""
+    return (q.unsqueeze(-2) @ S).squeeze(-2)
+
+
+def _rows(steps: Steps):  # type: ignore[no-untyped-def]
+    """The rows of every tensor. `unbind` has one backward; indexing in the loop would fill a full tensor per row."""
+    fields = (
+        steps.q,
+        steps.k,
+        steps.w,
+        steps.log_decay,
+        steps.erase_key,
+        steps.erase_write,
+        steps.reset,
+    )
+    return zip(*[[None] * steps.rows if x is None else x.unbind(1) for x in fields], strict=True)

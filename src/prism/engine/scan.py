@@ -1,0 +1,76 @@
+"""Every token is an affine map of the state, S ↦ P S + D; composing maps is associative, so a prefix scan gives all states.
+
+Work is linear and depth logarithmic in T, but every state is materialised and, for rules that erase, a composition is a
+K×K product: a form to reason with (and to span devices with), not the fast one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prism.engine.steps import Steps, resolve
+from prism.engine.update import Update
+
+
+def scan(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    steps = resolve(update)
+    S0 = steps.initial(state)
+    P, D = _maps(steps)
+    D = torch.cat([(_apply(P[:, :1], S0.unsqueeze(1)) + D[:, :1]), D[:, 1:]], 1)  # the first map starts from S0
+    states = _prefixes(P, D)[1]  # [B, R, H, K, V]
+    seen = states
+    if not steps.read_after:
+        seen = torch.cat([S0.unsqueeze(1), states[:, :-1]], 1)
+        if steps.reset is not None:
+            seen = torch.where(steps.reset[:, :, None, None, None], 0.0, seen)
+    return steps.read((steps.q.unsqueeze(-2) @ seen).squeeze(-2)), states[:, -1]
+
+
+def _maps(steps: Steps) -> tuple[Tensor, Tensor]:
+    """P `[B, R, H, K, K]`, or its diagonal `[B, R, H, K, 1]` (one for all channels: `[B, R, H, 1, 1]`) if no rule erases."""
+    D = steps.k.transpose(-1, -2) @ steps.w
+    if steps.log_decay is None:
+        decay = D.new_ones(*D.shape[:3], 1, 1)
+    elif steps.log_decay.ndim == 3:
+        decay = steps.log_decay.exp()[..., None, None]
+    else:
+        decay = steps.log_decay.exp().unsqueeze(-1)
+    P = decay
+    if steps.erase_write is not None and steps.erase_key is not None:
+        row = steps.erase_key.unsqueeze(-2)  # bᵀ, [B, R, H, 1, K]
+        if steps.erase_decayed:
+            row = row * decay.transpose(-1, -2)
+        K = row.shape[-1]
+        P = torch.diag_embed(decay.squeeze(-1).expand(*decay.shape[:3], K)) - steps.erase_write.unsqueeze(-1) * row
+    if steps.reset is not None:
+        P = torch.where(steps.reset[:, :, None, None, None], 0.0, P)
+    return P, D
+
+
+def _apply(P: Tensor, X: Tensor) -> Tensor:
+    return P * X if P.shape[-1] == 1 and P.shape[-2] in (1, X.shape[-2]) else P @ X
+
+
+def _compose(first: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return _apply(then[0], first[0]), _apply(then[0], first[1]) + then[1]
+
+
+def _prefixes(P: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
+    """All prefix compositions along dimension 1: pair up neighbours, scan the pairs, fill in the rest."""
+    rows = D.shape[1]
+    if rows == 1:
+        return P, D
+    even, odd = (P[:, 0::2], D[:, 0::2]), (P[:, 1::2], D[:, 1::2])
+    pairs = odd[0].shape[1]
+    at_odd = _prefixes(*_compose((even[0][:, :pairs], even[1][:, :pairs]), odd))
+    later = even[0].shape[1] - 1
+    at_even = _compose((at_odd[0][:, :later], at_odd[1][:, :later]), (even[0][:, 1:], even[1][:, 1:]))
+    return _interleave(even[0], at_even[0], at_odd[0], rows), _interleave(even[1], at_even[1], at_odd[1], rows)
+
+
+def _interleave(even: Tensor, later: Tensor, at_odd: Tensor, rows: int) -> Tensor:
+    at_even = torch.cat([even[:, :1], later], 1)
+    if at_even.shape[1] > at_odd.shape[1]:
+        at_odd = torch.cat([at_odd, at_odd[:, -1:]], 1)
+    return torch.stack([at_even, at_odd], 2).flatten(1, 2)[:, :rows]

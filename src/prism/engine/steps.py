@@ -1,0 +1,91 @@
+"""An update made plain: one row per (sub-)step, every tensor with all H heads, padding turned into identities.
+
+Every form starts here, so that none of them has to know about masks, groups, sub-steps or low precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prism.engine.update import Update
+
+
+@dataclass(frozen=True)
+class Steps:
+    """R = T·n rows. Shapes as in `Update`, with `[B, R, H, …]` throughout and the state's dtype."""
+
+    q: Tensor  # [B, R, H, K]
+    k: Tensor  # [B, R, H, L, K]
+    w: Tensor  # [B, R, H, L, V]
+    log_decay: Tensor | None  # [B, R, H] or [B, R, H, K]
+    erase_key: Tensor | None  # b, [B, R, H, K]
+    erase_write: Tensor | None  # a, [B, R, H, K]
+    reset: Tensor | None  # [B, R]
+    erase_decayed: bool
+    read_after: bool
+    substeps: int
+    out_dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.q.shape[1]
+
+    def read(self, o: Tensor) -> Tensor:
+        """`[B, R, H, V]` → `[B, T, H, V]`: the row at which each token reads, in the caller's dtype."""
+        if self.substeps > 1:
+            o = o[:, self.substeps - 1 if self.read_after else 0 :: self.substeps]
+        return o.to(self.out_dtype)
+
+    def initial(self, state: Tensor | None) -> Tensor:
+        """The incoming memory `[B, H, K, V]`, zeros if there is none."""
+        if state is not None:
+            return state.to(self.q.dtype)
+        B, _, H, K = self.q.shape
+        return self.q.new_zeros(B, H, K, self.w.shape[-1])
+
+
+def resolve(u: Update) -> Steps:
+    n, H, dtype = u.substeps, u.heads, u.state_dtype
+    per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
+
+    def prepare(x: Tensor | None, mask: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = x.to(dtype)
+        if mask is not None:  # `where`, because NaN · 0 is NaN
+            x = torch.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0.0)
+        return x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2)
+
+    q, g = prepare(u.q, u.mask), prepare(u.log_decay, u.mask)
+    k, w, b = prepare(u.k, per_row), prepare(u.w, per_row), prepare(u.erase_key, per_row)
+    a = prepare(u.erase_write, per_row)
+    beta = prepare(u.erase_strength, per_row)
+    if beta is not None and b is not None:
+        a = beta.unsqueeze(-1) * b
+    reset = u.reset if u.mask is None or u.reset is None else u.reset & u.mask
+    assert q is not None and k is not None and w is not None
+    first, last = 0, n - 1
+    return Steps(
+        q=_at_substep(q, n, last if u.read == "after" else first),
+        k=k,
+        w=w,
+        log_decay=None if g is None else _at_substep(g, n, first),
+        erase_key=b,
+        erase_write=a,
+        reset=None if reset is None else _at_substep(reset, n, first),
+        erase_decayed=u.erase_on == "decayed",
+        read_after=u.read == "after",
+        substeps=n,
+        out_dtype=u.w.dtype,
+    )
+
+
+def _at_substep(x: Tensor, n: int, position: int) -> Tensor:
+    """`[B, T, …]` → `[B, T·n, …]`: x at one sub-step of each token, zero (False) at the others."""
+    if n == 1:
+        return x
+    zero = torch.zeros_like(x)
+    return torch.stack([x if j == position else zero for j in range(n)], 2).flatten(1, 2)
