@@ -6,6 +6,9 @@ temporaries stay in cache and memory stays linear in T.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -36,16 +39,9 @@ def _run(rows: Rows, S: Tensor) -> tuple[Tensor, Tensor]:
     return maps.F @ torch.stack(incoming, 2) + maps.E, S
 
 
-def _segments(steps: Steps, size: int):  # type: ignore[no-untyped-def]
+def _segments(steps: Steps, size: int) -> Iterator[Steps]:
     """`split` has one backward for all segments; slices would fill a full-size zero tensor each."""
     names = ("q", "k", "w", "log_decay", "erase_key", "erase_write", "reset")
-    pieces = {name: None if getattr(steps, name) is None else getattr(steps, name).split(size, 1) for name in names}
-    for i in range(-(-steps.rows // size)):
-        fields = {name: None if piece is None else piece[i] for name, piece in pieces.items()}
-        yield Steps(
-            **fields,
-            erase_decayed=steps.erase_decayed,
-            read_after=steps.read_after,
-            substeps=steps.substeps,
-            out_dtype=steps.out_dtype,
-        )
+    present = [name for name in names if getattr(steps, name) is not None]
+    for pieces in zip(*[getattr(steps, name).split(size, 1) for name in present], strict=True):
+        yield replace(steps, **dict(zip(present, pieces, strict=True)))

@@ -1,6 +1,6 @@
 """The definition: one token after the other. Slow, short, and the oracle of every test.
 
-    S_t = (I - a_t b_tᵀ) · Diag(exp g_t) · S_{t-1}  +  Σ_l k_{t,l} w_{t,l}ᵀ          o_t = S_tᵀ q_t
+S_t = (I - a_t b_tᵀ) · Diag(exp g_t) · S_{t-1}  +  Σ_l k_{t,l} w_{t,l}ᵀ          o_t = S_tᵀ q_t
 """
 
 from __future__ import annotations

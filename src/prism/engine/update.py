@@ -16,7 +16,7 @@ Design choices
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -103,26 +103,6 @@ class Update:
     def state_dtype(self) -> torch.dtype:
         """Memories are float32, or float64 for float64 inputs."""
         return torch.float64 if self.w.dtype == torch.float64 else torch.float32
-
-    def narrow(self, start: int, length: int) -> Update:
-        """The same update for tokens start … start + length - 1."""
-        n = self.substeps
-
-        def rows(x: Tensor | None, per_token: int = 1) -> Tensor | None:
-            return None if x is None else x.narrow(1, start * per_token, length * per_token)
-
-        return replace(
-            self,
-            q=rows(self.q),
-            k=rows(self.k, n),
-            w=rows(self.w, n),
-            log_decay=rows(self.log_decay),
-            erase_key=rows(self.erase_key, n),
-            erase_strength=rows(self.erase_strength, n),
-            erase_write=rows(self.erase_write, n),
-            reset=rows(self.reset),
-            mask=rows(self.mask),
-        )
 
 
 def check_state(update: Update, state: Tensor | None) -> None:

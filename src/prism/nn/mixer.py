@@ -1,0 +1,105 @@
+"""One module for every rule: it lays out the tokens, asks the rule, lets the engine compute, and lets the rule answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prism import rules
+from prism.engine import memory
+from prism.nn.state import State
+from prism.rules.span import Span
+
+
+class Mixer(nn.Module):
+    """A layer that mixes tokens through a memory, used like `nn.GRU`.
+
+    Args:
+        rule: a name from `prism.rules.names()`.
+        width: of the tokens.
+        heads: how many memories run side by side.
+        options: the rule's own (`prism.rules.get(rule)` documents them).
+
+    >>> mixer = Mixer("prism", 32, 2, steps=2)
+    >>> x = torch.randn(1, 10, 32)
+    >>> y, state = mixer(x)
+    >>> first, state = mixer(x[:, :6])
+    >>> second, state = mixer(x[:, 6:], state)
+    >>> bool(torch.allclose(torch.cat([first, second], 1), y, atol=1e-5))
+    True
+    """
+
+    def __init__(self, rule: str, width: int, heads: int, **options: Any) -> None:
+        super().__init__()
+        self.rule = rules.get(rule).build(width, heads, **options)
+
+    @property
+    def state_size(self) -> int:
+        return self.rule.state_size
+
+    @property
+    def write_rank(self) -> int:
+        return self.rule.write_rank
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return self.rule.forms
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        mask: Tensor | None = None,
+        reset: Tensor | None = None,
+        form: str = "auto",
+        backend: str = "auto",
+    ) -> tuple[Tensor, State]:
+        """x `[B, T, width]` → `[B, T, width]` and the state after the last real token.
+
+        Args:
+            state: what an earlier call returned; None starts afresh.
+            mask: `[B, T]` bool, False is padding, left, right or between: it changes neither the other outputs nor the
+                state, and its own outputs are zero.
+            reset: `[B, T]` bool, a document starts here: nothing before it is seen. Ignored on padding.
+        """
+        self._check(x, mask, reset)
+        state = State() if state is None else state
+        order = None
+        if mask is not None:  # real tokens to the front, in order; rules then only ever meet padding at the end
+            x = torch.where(mask.unsqueeze(-1), x, 0.0)
+            order = torch.argsort(~mask, dim=1, stable=True)
+            x, mask = _reorder(x, order), mask.gather(1, order)
+            reset = None if reset is None else reset.gather(1, order) & mask
+        span = Span(mask, reset)
+        update, carry, extra = self.rule.update(x, state.carry, span)
+        o, new = memory(update, state.memory, form, backend)
+        y = self.rule.output(o, x, extra)
+        if order is not None:
+            y = _reorder(torch.where(span.mask.unsqueeze(-1), y, 0.0), order.argsort(1))  # type: ignore[union-attr]
+        return y, State(new, {name: value for name, value in carry.items() if value.numel()})
+
+    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """One token, x `[B, width]` → `[B, width]`."""
+        if x.ndim != 2:
+            raise ValueError(f"step takes one token a row: x must be [B, {self.rule.width}], got shape {list(x.shape)}")
+        y, state = self(x.unsqueeze(1), state)
+        return y.squeeze(1), state
+
+    def _check(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> None:
+        if x.ndim != 3 or x.shape[-1] != self.rule.width or x.shape[1] == 0:
+            raise ValueError(f"x has shape {list(x.shape)}, expected [B, T, {self.rule.width}] with T ≥ 1")
+        for name, flag in (("mask", mask), ("reset", reset)):
+            if flag is not None and (flag.shape != x.shape[:2] or flag.dtype != torch.bool):
+                raise ValueError(
+                    f"{name} must be bool of shape [B, T] = {list(x.shape[:2])}, got {flag.dtype} {list(flag.shape)}"
+                )
+
+    def extra_repr(self) -> str:
+        return f"rule={self.rule.name!r}, state_size={self.state_size}, write_rank={self.write_rank}"
+
+
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
+    """`[B, T, D]`: row b, place i takes token order[b, i]."""
+    return x.gather(1, order.unsqueeze(-1).expand_as(x))

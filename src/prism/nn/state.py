@@ -1,0 +1,61 @@
+"""What a mixer hands from one stretch of tokens to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class State:
+    """A memory (a tensor, or a nest of them) and a carry (windows, positions). The batch is every tensor's first dimension."""
+
+    memory: Any = None
+    carry: dict[str, Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by a flat name, for saving; `load` is the inverse."""
+        named = {f"carry.{name}": value for name, value in self.carry.items()}
+        if isinstance(self.memory, Tensor):
+            return {"memory": self.memory, **named}
+        return {**{f"memory.{name}": value for name, value in (self.memory or {}).items()}, **named}
+
+    @classmethod
+    def load(cls, tensors: dict[str, Tensor]) -> State:
+        carry = {name[6:]: value for name, value in tensors.items() if name.startswith("carry.")}
+        if "memory" in tensors:
+            return cls(tensors["memory"], carry)
+        memory = {name[7:]: value for name, value in tensors.items() if name.startswith("memory.")}
+        return cls(memory or None, carry)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors().values())
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> State:
+        return State(
+            pytree.tree_map_only(Tensor, function, self.memory),
+            {name: function(value) for name, value in self.carry.items()},
+        )
+
+    def to(self, device: torch.device | str) -> State:
+        """On another device; dtypes stay (a memory is float32 whatever the model is)."""
+        return self.map(lambda x: x.to(device))
+
+    def index_select(self, rows: Tensor) -> State:
+        """The states of these batch rows, in this order (beam search, users)."""
+        return self.map(lambda x: x.index_select(0, rows.to(x.device)))
+
+    def detach(self) -> State:
+        return self.map(lambda x: x.detach())
+
+
+def concatenate(states: list[State]) -> State:
+    """Join states along the batch, the inverse of picking rows."""
+    first = states[0].tensors()
+    return State.load({name: torch.cat([s.tensors()[name] for s in states]) for name in first})

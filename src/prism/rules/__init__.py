@@ -1,0 +1,36 @@
+"""What is forgotten and written. One small file a rule; no loops over time.
+
+Adding a rule is one file and its line in `_RULES`: tests, benchmarks, models and tables pick it up from here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from prism.rules.rule import Rule
+
+_RULES = {
+    "prism": "prism.rules.prism:Prism",
+    "linear": "prism.rules.linear:Linear",
+    "gated_delta": "prism.rules.delta:GatedDelta",
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names of all rules, PRISM first."""
+    return tuple(_RULES)
+
+
+def get(name: str) -> type[Rule]:
+    """The rule's class: `objective`, `forgetting`, `transition`, `forms`; its instances know `state_size`, `write_rank`."""
+    if name not in _RULES:
+        close = difflib.get_close_matches(str(name), _RULES, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"unknown rule {name!r}{hint}: choose from {', '.join(_RULES)}")
+    module, attribute = _RULES[name].split(":")
+    rule: type[Rule] = getattr(import_module(module), attribute)
+    return rule
+
+
+__all__ = ["Rule", "get", "names"]

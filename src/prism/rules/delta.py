@@ -1,0 +1,160 @@
+"""The delta family: a key first takes back what the memory answers it with, then writes the new value.
+
+    DeltaNet         S_t =     S_{t-1}(I - β k kᵀ) + β v kᵀ                        (Schlag 2021, Yang 2024)
+    Gated DeltaNet   S_t = α_t S_{t-1}(I - β k kᵀ) + β v kᵀ                        (Yang, Kautz, Hatamizadeh 2024)
+
+One gradient step of size β on ½‖Sk - v‖², after a decay. Queries and keys go through a short convolution, SiLU and L2
+normalisation, so the eigenvalue along k is 1 - β: in [0, 1], or with `negative_eigenvalues` (β = 2σ) in [-1, 1].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine import Update
+from prism.rules.objectives import DECAYED_REGRESSION, REGRESSION
+from prism.rules.parts import Carry, HeadNorm, ShortConv, SoftplusDecay, l2_normalize, split_heads
+from prism.rules.rule import Rule, per_head
+from prism.rules.span import Span
+
+
+class Projections(NamedTuple):
+    """What every delta rule reads off the input. n sub-steps of a token are n rows of k, v and β."""
+
+    q: Tensor  # [B, T, H, K], normalised and scaled by K^-½
+    k: Tensor  # [B, T·n, H, K], normalised
+    v: Tensor  # [B, T·n, H, V]
+    beta: Tensor  # [B, T·n, H]
+    carry: dict[str, Tensor]
+
+
+class DeltaFamily(Rule):
+    """Shared by all rules that erase along the key they write. Subclasses say how they forget."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        gate: bool,
+        conv_size: int = 4,
+        negative_eigenvalues: bool = False,
+        substeps: int = 1,
+    ) -> None:
+        super().__init__(width, heads, key_dim, value_dim, write_rank=substeps)
+        self.substeps = substeps
+        self.beta_scale = 2.0 if negative_eigenvalues else 1.0
+        keys, values = heads * key_dim, heads * value_dim
+        self.sizes = [keys, substeps * keys, substeps * values]
+        self.qkv = nn.Linear(width, sum(self.sizes), bias=False)
+        self.conv = ShortConv(sum(self.sizes), conv_size)
+        self.beta = nn.Linear(width, substeps * heads, bias=False)
+        self.norm = HeadNorm(value_dim)
+        self.gate = nn.Linear(width, values, bias=False) if gate else None
+        self.out = nn.Linear(values, width, bias=False)
+
+    def log_decay(self, x: Tensor) -> Tensor | None:
+        """`[B, T, H]`, `[B, T, H, K]` or None."""
+        return None
+
+    def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
+        mixed, window = self.conv(self.qkv(x), carry.get("conv"), span)
+        q, k, v = mixed.split(self.sizes, -1)
+
+        def rows(z: Tensor) -> Tensor:  # [B, T, n·H·D] -> [B, T·n, H, D]
+            return z.unflatten(-1, (self.substeps, self.heads, -1)).flatten(1, 2)
+
+        return Projections(
+            q=l2_normalize(split_heads(q, self.heads)) * self.key_dim**-0.5,
+            k=l2_normalize(rows(k)),
+            v=rows(v),
+            beta=self.beta_scale * rows(self.beta(x)).squeeze(-1).sigmoid(),
+            carry={"conv": window},
+        )
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
+        p = self.project(x, carry, span)
+        update = Update(
+            p.q,
+            p.k.unsqueeze(3),
+            (p.beta.unsqueeze(-1) * p.v).unsqueeze(3),
+            self.log_decay(x),
+            erase_key=p.k,
+            erase_strength=p.beta,
+            reset=span.reset,
+            mask=span.mask,
+            substeps=self.substeps,
+        )
+        return update, p.carry, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        return self.out(self.norm(o, None if self.gate is None else F.silu(self.gate(x))))
+
+
+class Delta(DeltaFamily):
+    name = "delta"
+    objective = REGRESSION
+    forgetting = "along the key"
+    transition = "Householder"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        gate: bool = False,
+        negative_eigenvalues: bool = False,
+    ) -> None:
+        super().__init__(
+            width,
+            heads,
+            per_head(width, heads, key_dim),
+            per_head(width, heads, value_dim),
+            gate=gate,
+            conv_size=conv_size,
+            negative_eigenvalues=negative_eigenvalues,
+        )
+
+
+class GatedDelta(DeltaFamily):
+    """Defaults as published: H·K = ¾ width and V = 2K (6 heads of 256 × 512 at width 2048)."""
+
+    name = "gated_delta"
+    objective = DECAYED_REGRESSION
+    forgetting = "per head, and along the key"
+    transition = "α · Householder"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        gate: bool = True,
+        negative_eigenvalues: bool = False,
+    ) -> None:
+        key_dim = per_head(width, heads, key_dim, ratio=0.75)
+        super().__init__(
+            width,
+            heads,
+            key_dim,
+            2 * key_dim if value_dim is None else value_dim,
+            gate=gate,
+            conv_size=conv_size,
+            negative_eigenvalues=negative_eigenvalues,
+        )
+        self.decay_in = nn.Linear(width, heads, bias=False)
+        self.decay = SoftplusDecay(heads)
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        return self.decay(self.decay_in(x))

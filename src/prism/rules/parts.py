@@ -1,0 +1,162 @@
+"""What rules are built from: short convolutions, token shift, norms, low-rank maps, decay gates, rotary positions.
+
+Parts that look back keep their window in the caller's `carry` under a name of their own, restart at documents and step
+over padding (see span.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.rules.span import Span
+
+Carry = Mapping[str, Tensor]
+
+
+def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(Σx² + eps) over the last dimension; in float32 for half precision."""
+    y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """`[B, T, H·K]` → `[B, T, H, K]`."""
+    return x.unflatten(-1, (heads, -1))
+
+
+def history(x: Tensor, window: Tensor | None, size: int) -> Tensor:
+    """`[B, size + T, …]`: what came before (zeros at the start of a sequence), then x."""
+    if window is None:
+        window = x.new_zeros(x.shape[0], size, *x.shape[2:])
+    return torch.cat([window.to(x.dtype), x], 1)
+
+
+class ShortConv(nn.Module):
+    """Causal depthwise convolution over the last `size` tokens, then SiLU (unless `activation=False`).
+
+    `[B, T, D]` → `[B, T, D]`, and the window of `size - 1` tokens that the next segment needs. Size 1 means no
+    convolution: the token itself, and a window of no tokens.
+    """
+
+    def __init__(self, width: int, size: int = 4, bias: bool = False, activation: bool = True) -> None:
+        super().__init__()
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"conv_size must be a whole number ≥ 1 (1: no convolution), got {size!r}")
+        bound = 1 / math.sqrt(size)
+        self.size = size
+        self.weight = nn.Parameter(torch.empty(size, width).uniform_(-bound, bound)) if size > 1 else None
+        self.bias = nn.Parameter(torch.empty(width).uniform_(-bound, bound)) if bias else None
+        self.activation = activation
+
+    def forward(self, x: Tensor, window: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
+        size, T = self.size, x.shape[1]
+        seen = history(x, window, size - 1)
+        documents = span.documents
+        y = x if self.weight is None else x * self.weight[-1]
+        for back in range(1, size):
+            assert self.weight is not None
+            past = seen[:, size - 1 - back : size - 1 - back + T]
+            if documents is not None:  # a tap that would reach into an earlier document sees nothing
+                age = F.pad(documents, (back, 0))[:, :T]
+                past = torch.where((age == documents).unsqueeze(-1), past, 0.0)
+            y = y + past * self.weight[-1 - back]
+        if self.bias is not None:
+            y = y + self.bias
+        return (F.silu(y) if self.activation else y), span.last(seen, size - 1)
+
+
+def shift(x: Tensor, last: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
+    """The token before each token (zero at the start of a document), and the last real one. `last` is `[B, 1, D]`."""
+    seen = history(x, last, 1)
+    previous = seen[:, :-1]
+    if span.reset is not None:
+        previous = torch.where(span.reset.unsqueeze(-1), 0.0, previous)
+    return previous, span.last(seen, 1)
+
+
+class LowRank(nn.Module):
+    """`[…, width]` → `[…, out]` through `rank` numbers, with an optional non-linearity between."""
+
+    def __init__(self, width: int, out: int, rank: int, bias: bool = False, tanh: bool = False) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, out, bias=bias)
+        self.tanh = tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(x)
+        return self.up(h.tanh() if self.tanh else h)
+
+
+def timescale_bias(size: int, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4) -> Tensor:
+    """softplus⁻¹ of step sizes drawn log-uniformly from [low, high] (Mamba's Δ bias)."""
+    step = torch.exp(torch.rand(size) * (math.log(high) - math.log(low)) + math.log(low)).clamp(min=floor)
+    return step + torch.log(-torch.expm1(-step))
+
+
+class SoftplusDecay(nn.Module):
+    """Log-decay -e^{A_log} · softplus(z + dt_bias), the gate of Mamba-2, Gated DeltaNet and KDA.
+
+    `A_log` `[H]`, `dt_bias` of z's last dimension. Kept in float32: a decay near 1 does not survive bfloat16.
+    """
+
+    def __init__(self, heads: int, channels: int = 1, a_range: tuple[float, float] = (0.0, 16.0)) -> None:
+        super().__init__()
+        a = torch.empty(heads).uniform_(*a_range).clamp(min=1e-4)  # U(0, 16) can draw a number whose log is -inf
+        self.A_log = nn.Parameter(a.log())
+        self.dt_bias = nn.Parameter(timescale_bias(heads * channels))
+        self.channels = channels
+
+    def step_size(self, z: Tensor) -> Tensor:
+        """Δ = softplus(z + dt_bias)."""
+        return F.softplus(z.to(self.dt_bias.dtype) + self.dt_bias)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """`[B, T, H]` → `[B, T, H]`, or `[B, T, H·K]` → `[B, T, H, K]` if there are several channels a head."""
+        step = self.step_size(z)
+        rate = self.A_log.exp()
+        if self.channels == 1:
+            return -rate * step
+        return -rate.unsqueeze(-1) * split_heads(step, len(rate))
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over each head's values `[B, T, H, V]`, optionally times an activated gate, flattened to `[B, T, H·V]`."""
+
+    def __init__(self, value_dim: int, affine: bool = True, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(value_dim, eps=eps, elementwise_affine=affine)
+
+    def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
+        o = self.norm(o).flatten(-2)
+        return o if gate is None else o * gate
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of key channels by position · frequency. `interleaved`: pairs (0,1), (2,3) …; else (i, i + K/2)."""
+
+    def __init__(self, key_dim: int, base: float = 10000.0, endpoint: bool = False, interleaved: bool = False) -> None:
+        super().__init__()
+        if key_dim % 2:
+            raise ValueError(f"key_dim must be even for rotary positions, got {key_dim}")
+        pairs = key_dim // 2
+        # RetNet spaces its angles over [0, 1] with the end point, RoPE without it.
+        exponent = torch.linspace(0, 1, pairs) if endpoint else torch.arange(pairs) / pairs
+        self.frequencies = [base ** -float(e) for e in exponent]
+        self.interleaved = interleaved
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """`[B, T, H, K]`, `[B, T]` → `[B, T, H, K]`. Angles in float64: position 1,000,000 must not lose its phase."""
+        frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=x.device)
+        angle = positions.double()[:, :, None, None] * frequencies
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        if self.interleaved:
+            a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+            return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)

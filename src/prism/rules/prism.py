@@ -1,0 +1,277 @@
+"""PRISM: forget like Gated DeltaNet, write a rank-L correction found by an unrolled residual solver.
+
+    S_t = α_t S_{t-1}(I - β₁ k₁ k₁ᵀ) + Σ_l β_l δ_l k_lᵀ
+
+The solver imitates L steps of test-time descent on ½‖σ(Sk) - v‖² without looking at S: a short convolution u of the input
+(the *anchor*) stands in for Sk, a linear map p_l of u for σ', and the residual is taken down step by step:
+
+    gelu     δ_l = GELU(p_l ⊙ r_l),             r_{l+1} = r_l - δ_l                        (the paper's loop, Eqs. 9-18)
+    closed   δ_l = P_l ⊙ Π_{j<l}(1 - P_j) ⊙ r,  P = σ(p)                                   (the same loop without GELU)
+
+Presets. `paper` is the paper's layer: everything is a full linear map of u, r₁ = v - u, all L writes come from the solver.
+`lm` (default) is Gated DeltaNet (same modules, same state-dict names, so that L = 1 *is* Gated DeltaNet) plus L - 1 solver
+writes through low-rank maps.
+
+Choices the paper leaves open, as this library makes them: SiLU on the anchor (Algorithm 1 has it, Eq. 9 not); β = σ(·),
+so that the transition never grows; q and every k_l L2-normalised and q scaled by K^-½; α per head, its bias spread so that
+α runs from .9 to .999 over the heads; RMSNorm per head before the output projection; u split over heads, which needs
+H·V = width (`paper`), or mapped to them by a low-rank W_u (`lm`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine import Update
+from prism.rules.delta import GatedDelta
+from prism.rules.objectives import RESIDUAL_PROXY
+from prism.rules.parts import Carry, HeadNorm, LowRank, ShortConv, l2_normalize, split_heads
+from prism.rules.rule import Rule, construct, per_head
+from prism.rules.solver import RESIDUALS, SOLVERS, solve
+from prism.rules.span import Span
+
+
+class Prism(Rule):
+    """The rule as users name it; `preset` picks which of the two layers below is built."""
+
+    name = "prism"
+    objective = RESIDUAL_PROXY
+    forgetting = "per head, and along k₁"
+    transition = "α · Householder"
+
+    @classmethod
+    def build(cls, width: int, heads: int, **options: Any) -> Rule:
+        preset = options.pop("preset", "lm")
+        if preset not in _PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(_PRESETS)}, got {preset!r}")
+        return construct(_PRESETS[preset], width, heads, options)
+
+
+class PaperPrism(Prism):
+    """The `paper` preset.
+
+    Args:
+        steps: L, the number of writes.
+        solver: `"gelu"` or `"closed"`.
+        residual: `"anchored"` starts from v - u, `"value"` from v (the ablation without anchor).
+        gain: False sets every p_l to 1 (`closed`: every P to ½).
+        nonlinearity: False leaves out GELU (`closed`: the sigmoid).
+        shared_key: True writes all L corrections along k₁.
+        negative_eigenvalues: β₁ = 2σ instead of σ.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        steps: int = 2,
+        solver: str = "gelu",
+        residual: str = "anchored",
+        gain: bool = True,
+        nonlinearity: bool = True,
+        shared_key: bool = False,
+        conv_size: int = 4,
+        negative_eigenvalues: bool = False,
+    ) -> None:
+        _check(steps, solver, residual)
+        super().__init__(width, heads, per_head(width, heads, key_dim), per_head(width, heads, value_dim), steps)
+        if residual == "anchored" and heads * self.value_dim != width:
+            raise ValueError(
+                f"preset 'paper' takes the residual v - u with u split over the heads: heads · value_dim must be width, "
+                f"got {heads} · {self.value_dim} ≠ {width} (or set residual='value')"
+            )
+        self.steps, self.solver, self.residual, self.nonlinearity = steps, solver, residual, nonlinearity
+        self.beta_scale = 2.0 if negative_eigenvalues else 1.0
+        keys, values = heads * self.key_dim, heads * self.value_dim
+        self.conv = ShortConv(width, conv_size)
+        self.query = nn.Linear(width, keys, bias=False)
+        self.value = nn.Linear(width, values, bias=False)
+        self.key = nn.Linear(width, keys * (1 if shared_key else steps), bias=False)
+        self.gain = nn.Linear(width, values * steps, bias=False) if gain else None
+        self.beta = nn.Linear(width, heads * steps, bias=False)
+        self.alpha = nn.Linear(width, heads)
+        self.norm = HeadNorm(self.value_dim)
+        self.out = nn.Linear(values, width, bias=False)
+        self.alpha_bias_()
+
+    @torch.no_grad()
+    def alpha_bias_(self) -> None:
+        """α from .9 to .999 over the heads, evenly in log(1 - α); one head gets the middle, .99."""
+        forgotten = torch.logspace(-1, -3, self.heads) if self.heads > 1 else torch.tensor([0.01])
+        self.alpha.bias.copy_(torch.logit(1 - forgotten))
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
+        u, window = self.conv(x, carry.get("conv"), span)
+        H, L = self.heads, self.steps
+        q = l2_normalize(split_heads(self.query(u), H)) * self.key_dim**-0.5
+        k = l2_normalize(self.key(u).unflatten(-1, (H, -1, self.key_dim)))  # [B, T, H, L or 1, K]
+        r = split_heads(self.value(u), H)
+        if self.residual == "anchored":
+            r = r - split_heads(u, H)
+        p = None if self.gain is None else self.gain(u).unflatten(-1, (H, L, -1))
+        beta = self.beta(u).unflatten(-1, (H, L)).sigmoid()
+        if self.beta_scale != 1.0:
+            beta = torch.cat([self.beta_scale * beta[..., :1], beta[..., 1:]], -1)
+        delta = solve(r, p, L, self.solver, self.nonlinearity)
+        update = Update(
+            q,
+            k.expand(-1, -1, -1, L, -1),
+            beta.unsqueeze(-1) * delta,
+            F.logsigmoid(self.alpha(u)),
+            erase_key=k[..., 0, :],
+            erase_strength=beta[..., 0],
+            reset=span.reset,
+            mask=span.mask,
+        )
+        return update, {"conv": window}, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        return self.out(self.norm(o))
+
+
+class ResidualWrites(nn.Module):
+    """Writes 2 … L of the `lm` preset: low-rank maps of an own anchor, and a learned scale γ that can start at zero."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        steps: int,
+        solver: str,
+        residual: str,
+        gain: bool,
+        nonlinearity: bool,
+        shared_key: bool,
+        rank: int,
+        step_scale: float,
+        conv_size: int,
+    ) -> None:
+        super().__init__()
+        self.heads, self.count = heads, steps - 1
+        self.solver, self.nonlinearity = solver, nonlinearity
+        keys, values = heads * key_dim, heads * value_dim
+        self.conv = ShortConv(width, conv_size)
+        self.key = None if shared_key else LowRank(width, keys * self.count, rank)
+        self.gain = LowRank(width, values * self.count, rank) if gain else None
+        self.expected = LowRank(width, values, rank) if residual == "anchored" else None
+        self.beta = nn.Linear(width, heads * self.count, bias=False)
+        self.scale = nn.Parameter(torch.full((self.count, heads, value_dim), step_scale))
+
+    def forward(self, x: Tensor, k1: Tensor, v: Tensor, window: Tensor | None, span: Span) -> tuple[Tensor, ...]:
+        """k₁ `[B, T, H, K]`, v `[B, T, H, V]` → keys `[B, T, H, L-1, K]`, writes `[B, T, H, L-1, V]`, the window."""
+        u, window = self.conv(x, window, span)
+        H, n = self.heads, self.count
+        if self.key is None:
+            k = k1.unsqueeze(3).expand(-1, -1, -1, n, -1)
+        else:
+            k = l2_normalize(self.key(u).unflatten(-1, (H, n, -1)))
+        r = v if self.expected is None else v - split_heads(self.expected(u), H)
+        p = None if self.gain is None else self.gain(u).unflatten(-1, (H, n, -1))
+        beta = self.beta(u).unflatten(-1, (H, n)).sigmoid()
+        delta = solve(r, p, n, self.solver, self.nonlinearity)
+        return k, self.scale.movedim(0, 1).to(v.dtype) * beta.unsqueeze(-1) * delta, window
+
+
+class LanguagePrism(GatedDelta):
+    """The `lm` preset: Gated DeltaNet and L - 1 solver writes.
+
+    Args:
+        steps: L; 1 is Gated DeltaNet itself.
+        solver: `"closed"` or `"gelu"`.
+        residual: `"anchored"` starts from v - W_u u, `"value"` from v.
+        rank: of the low-rank maps; max(8, width / 32) unless given, which keeps the extra under 10 % of the mixer.
+        step_scale: where γ starts; 0 makes a model that begins exactly as Gated DeltaNet (adapters).
+        gain, nonlinearity, shared_key: ablations, as in `PaperPrism`.
+    """
+
+    name = "prism"
+    objective = RESIDUAL_PROXY
+    forgetting = Prism.forgetting
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        steps: int = 2,
+        solver: str = "closed",
+        residual: str = "anchored",
+        gain: bool = True,
+        nonlinearity: bool = True,
+        shared_key: bool = False,
+        rank: int | None = None,
+        step_scale: float = 1.0,
+        conv_size: int = 4,
+        gate: bool = True,
+        negative_eigenvalues: bool = False,
+    ) -> None:
+        _check(steps, solver, residual)
+        super().__init__(
+            width,
+            heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv_size=conv_size,
+            gate=gate,
+            negative_eigenvalues=negative_eigenvalues,
+        )
+        self.write_rank = steps
+        self.writes = None
+        if steps > 1:
+            self.writes = ResidualWrites(
+                width,
+                heads,
+                self.key_dim,
+                self.value_dim,
+                steps=steps,
+                solver=solver,
+                residual=residual,
+                gain=gain,
+                nonlinearity=nonlinearity,
+                shared_key=shared_key,
+                rank=max(8, width // 32) if rank is None else rank,
+                step_scale=step_scale,
+                conv_size=conv_size,
+            )
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
+        if self.writes is None:
+            return super().update(x, carry, span)
+        p = self.project(x, carry, span)
+        keys, writes, window = self.writes(x, p.k, p.v, carry.get("anchor"), span)
+        update = Update(
+            p.q,
+            torch.cat([p.k.unsqueeze(3), keys], 3),
+            torch.cat([(p.beta.unsqueeze(-1) * p.v).unsqueeze(3), writes], 3),
+            self.log_decay(x),
+            erase_key=p.k,
+            erase_strength=p.beta,
+            reset=span.reset,
+            mask=span.mask,
+        )
+        return update, {**p.carry, "anchor": window}, None
+
+
+_PRESETS: dict[str, type[Rule]] = {"lm": LanguagePrism, "paper": PaperPrism}
+
+
+def _check(steps: int, solver: str, residual: str) -> None:
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a whole number ≥ 1, got {steps!r}")
+    if solver not in SOLVERS:
+        raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
+    if residual not in RESIDUALS:
+        raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")

@@ -1,0 +1,70 @@
+"""What a rule is: two functions around a memory.
+
+    update(x, carry, span) -> (update, carry, extra)     what is forgotten, erased, written and asked, from the input alone
+    output(o, x, extra)    -> y                          bonus, skip, norm, gate, projection
+
+A rule has no loop over time and knows no form: the engine computes its update. `extra` is whatever `output` needs that
+`update` already has. Windows and positions travel in `carry`, a dict of tensors whose first dimension is the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from prism.engine import FORMS
+from prism.rules.objectives import Objective
+from prism.rules.parts import Carry
+from prism.rules.span import Span
+
+
+class Rule(nn.Module):
+    """Base of every rule. Class attributes describe it (`prism rules` prints them); instances know their sizes."""
+
+    name: ClassVar[str]
+    objective: ClassVar[Objective]
+    forgetting: ClassVar[str]
+    transition: ClassVar[str]
+    """The class of matrices that carry the state from token to token."""
+    forms: ClassVar[tuple[str, ...]] = FORMS
+    constant_state: ClassVar[bool] = True
+    """False for caches, which grow with the context."""
+
+    def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, write_rank: int = 1) -> None:
+        super().__init__()
+        for name, value in {"width": width, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+        self.width, self.heads, self.key_dim, self.value_dim = width, heads, key_dim, value_dim
+        self.write_rank = write_rank
+        self.state_size = heads * key_dim * value_dim
+        """Numbers in the memory of one sequence (carries not counted)."""
+
+    @classmethod
+    def build(cls, width: int, heads: int, **options: Any) -> Rule:
+        """Construct the rule; an option it does not have is named, with those it has."""
+        return construct(cls, width, heads, options)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
+        """x `[B, T, width]` → the engine's update, the carry for the next segment, and `extra` for `output`."""
+        raise NotImplementedError
+
+    def output(self, o: Tensor, x: Tensor, extra: Any) -> Tensor:
+        """o `[B, T, H, V]`, x `[B, T, width]` → `[B, T, width]`."""
+        raise NotImplementedError
+
+
+def construct(cls: type[Rule], width: int, heads: int, options: dict[str, Any]) -> Rule:
+    accepted = inspect.signature(cls.__init__).parameters
+    known = [name for name in accepted if name not in ("self", "width", "heads")]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"rule {cls.name!r} has no option {name!r}; it takes {', '.join(known)}")
+    return cls(width, heads, **options)
+
+
+def per_head(width: int, heads: int, given: int | None, ratio: float = 1.0) -> int:
+    """A head's size: what was asked for, or its share of `ratio · width`."""
+    return max(1, int(width * ratio) // heads) if given is None else given
