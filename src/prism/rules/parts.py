@@ -67,6 +67,9 @@ class ShortConv(nn.Module):
             y = y + past * self.weight[-1 - back]
         if self.bias is not None:
             y = y + self.bias
+        if documents is not None:  # nor may the next segment's taps
+            alive = F.pad(documents, (size - 1, 0)) == documents[:, -1:]
+            seen = torch.where(alive.unsqueeze(-1), seen, 0.0)
         return (F.silu(y) if self.activation else y), span.last(seen, size - 1)
 
 

@@ -20,7 +20,6 @@ H·V = width (`paper`), or mapped to them by a low-rank W_u (`lm`).
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
