@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
+from prism.rules.decays import SoftplusDecay
+from prism.rules.norms import HeadNorm
 from prism.rules.objectives import DECAYED_REGRESSION, REGRESSION
-from prism.rules.parts import Carry, HeadNorm, ShortConv, SoftplusDecay, l2_normalize, split_heads
+from prism.rules.parts import Carry, ShortConv, l2_normalize, split_heads
 from prism.rules.rule import Rule, per_head
 from prism.rules.span import Span
 

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
+from prism.rules.norms import HeadNorm
 from prism.rules.objectives import CORRELATION
-from prism.rules.parts import Carry, HeadNorm, ShortConv, split_heads
+from prism.rules.parts import Carry, ShortConv, split_heads
 from prism.rules.rule import Rule, per_head
 from prism.rules.span import Span
 

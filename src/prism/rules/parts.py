@@ -1,13 +1,13 @@
-"""What rules are built from: short convolutions, token shift, norms, low-rank maps, decay gates, rotary positions.
+"""What rules are built from: short convolutions, token shift, low-rank maps, rotary positions.
 
-Parts that look back keep their window in the caller's `carry` under a name of their own, restart at documents and step
-over padding (see span.py).
+Norms are in norms.py, gates that forget in decays.py. Parts that look back keep their window in the caller's `carry`
+under a name of their own, restart at documents and step over padding (see span.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,14 @@ from prism.rules.span import Span
 Carry = Mapping[str, Tensor]
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half precision becomes float32, anything else stays."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(Σx² + eps) over the last dimension; in float32 for half precision."""
-    y = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    y = at_least_float32(x)
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -85,59 +90,24 @@ def shift(x: Tensor, last: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
 class LowRank(nn.Module):
     """`[…, width]` → `[…, out]` through `rank` numbers, with an optional non-linearity between."""
 
-    def __init__(self, width: int, out: int, rank: int, bias: bool = False, tanh: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        out: int,
+        rank: int,
+        bias: bool = False,
+        activation: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        if not isinstance(rank, int) or rank < 1:
+            raise ValueError(f"the rank of a low-rank map must be a whole number ≥ 1, got {rank!r}")
         self.down = nn.Linear(width, rank, bias=False)
         self.up = nn.Linear(rank, out, bias=bias)
-        self.tanh = tanh
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.down(x)
-        return self.up(h.tanh() if self.tanh else h)
-
-
-def timescale_bias(size: int, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4) -> Tensor:
-    """softplus⁻¹ of step sizes drawn log-uniformly from [low, high] (Mamba's Δ bias)."""
-    step = torch.exp(torch.rand(size) * (math.log(high) - math.log(low)) + math.log(low)).clamp(min=floor)
-    return step + torch.log(-torch.expm1(-step))
-
-
-class SoftplusDecay(nn.Module):
-    """Log-decay -e^{A_log} · softplus(z + dt_bias), the gate of Mamba-2, Gated DeltaNet and KDA.
-
-    `A_log` `[H]`, `dt_bias` of z's last dimension. Kept in float32: a decay near 1 does not survive bfloat16.
-    """
-
-    def __init__(self, heads: int, channels: int = 1, a_range: tuple[float, float] = (0.0, 16.0)) -> None:
-        super().__init__()
-        a = torch.empty(heads).uniform_(*a_range).clamp(min=1e-4)  # U(0, 16) can draw a number whose log is -inf
-        self.A_log = nn.Parameter(a.log())
-        self.dt_bias = nn.Parameter(timescale_bias(heads * channels))
-        self.channels = channels
-
-    def step_size(self, z: Tensor) -> Tensor:
-        """Δ = softplus(z + dt_bias)."""
-        return F.softplus(z.to(self.dt_bias.dtype) + self.dt_bias)
-
-    def forward(self, z: Tensor) -> Tensor:
-        """`[B, T, H]` → `[B, T, H]`, or `[B, T, H·K]` → `[B, T, H, K]` if there are several channels a head."""
-        step = self.step_size(z)
-        rate = self.A_log.exp()
-        if self.channels == 1:
-            return -rate * step
-        return -rate.unsqueeze(-1) * split_heads(step, len(rate))
-
-
-class HeadNorm(nn.Module):
-    """RMSNorm over each head's values `[B, T, H, V]`, optionally times an activated gate, flattened to `[B, T, H·V]`."""
-
-    def __init__(self, value_dim: int, affine: bool = True, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(value_dim, eps=eps, elementwise_affine=affine)
-
-    def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
-        o = self.norm(o).flatten(-2)
-        return o if gate is None else o * gate
+        return self.up(h if self.activation is None else self.activation(h))
 
 
 class Rotary(nn.Module):

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.rules.delta import GatedDelta
+from prism.rules.norms import HeadNorm
 from prism.rules.objectives import RESIDUAL_PROXY
-from prism.rules.parts import Carry, HeadNorm, LowRank, ShortConv, l2_normalize, split_heads
+from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, split_heads
 from prism.rules.rule import Rule, construct, per_head
 from prism.rules.solver import RESIDUALS, SOLVERS, solve
 from prism.rules.span import Span

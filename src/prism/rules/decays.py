@@ -1,0 +1,48 @@
+"""Gates that forget, in log space. Computed in float32 at least: a decay near 1 does not survive bfloat16."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.rules.parts import at_least_float32, split_heads
+
+
+def log_sigmoid_decay(z: Tensor, power: float = 16.0) -> Tensor:
+    """Log of σ(z)^{1/power}: the root keeps an untrained gate near 1 (GLA, Gated Retention)."""
+    return F.logsigmoid(at_least_float32(z)) / power
+
+
+def timescale_bias(size: int, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4) -> Tensor:
+    """softplus⁻¹ of step sizes drawn log-uniformly from [low, high] (Mamba's Δ bias)."""
+    step = torch.exp(torch.rand(size) * (math.log(high) - math.log(low)) + math.log(low)).clamp(min=floor)
+    return step + torch.log(-torch.expm1(-step))
+
+
+class SoftplusDecay(nn.Module):
+    """Log-decay -e^{A_log} · softplus(z + dt_bias), the gate of Mamba-2, Gated DeltaNet and KDA.
+
+    `A_log` `[H]`, `dt_bias` of z's last dimension. Kept in float32: a decay near 1 does not survive bfloat16.
+    """
+
+    def __init__(self, heads: int, channels: int = 1, a_range: tuple[float, float] = (0.0, 16.0)) -> None:
+        super().__init__()
+        a = torch.empty(heads).uniform_(*a_range).clamp(min=1e-4)  # U(0, 16) can draw a number whose log is -inf
+        self.A_log = nn.Parameter(a.log())
+        self.dt_bias = nn.Parameter(timescale_bias(heads * channels))
+        self.channels = channels
+
+    def step_size(self, z: Tensor) -> Tensor:
+        """Δ = softplus(z + dt_bias)."""
+        return F.softplus(z.to(self.dt_bias.dtype) + self.dt_bias)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """`[B, T, H]` → `[B, T, H]`, or `[B, T, H·K]` → `[B, T, H, K]` if there are several channels a head."""
+        step = self.step_size(z)
+        rate = self.A_log.exp()
+        if self.channels == 1:
+            return -rate * step
+        return -rate.unsqueeze(-1) * split_heads(step, len(rate))

@@ -1,0 +1,40 @@
+"""What a memory answers is normalised before it is projected. Every norm takes `[B, T, H, V]` and gives `[B, T, H·V]`."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over each head's values `[B, T, H, V]`, optionally times an activated gate, flattened to `[B, T, H·V]`."""
+
+    def __init__(self, value_dim: int, affine: bool = True, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(value_dim, eps=eps, elementwise_affine=affine)
+
+    def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
+        o = self.norm(o).flatten(-2)
+        return o if gate is None else o * gate
+
+
+class WidthNorm(nn.Module):
+    """RMSNorm over the values of all heads together, optionally times an activated gate."""
+
+    def __init__(self, heads: int, value_dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(heads * value_dim, eps=eps)
+
+    def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
+        o = self.norm(o.flatten(-2))
+        return o if gate is None else o * gate
+
+
+class HeadLayerNorm(nn.Module):
+    """LayerNorm over each head's values with one scale and shift per channel of the full width (RWKV's group norm)."""
+
+    def __init__(self, heads: int, value_dim: int, eps: float) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(heads, heads * value_dim, eps=eps)
+
+    def forward(self, o: Tensor) -> Tensor:
+        return self.norm(o.flatten(-2).flatten(0, 1)).unflatten(0, o.shape[:2])
