@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.block import Rows, affine, blocks, unblocks
+from prism.engine.head_chunks import head_chunks
 from prism.engine.steps import Steps, resolve
 from prism.engine.update import Update
 
@@ -23,8 +24,12 @@ SEGMENT = 1024
 def chunkwise(update: Update, state: Tensor | None = None, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
     steps = resolve(update)
     S = steps.initial(state)
+    size = max(1, SEGMENT // chunk) * chunk
+    if not update.per_channel:
+        o, S = head_chunks(steps, S, chunk, size)
+        return steps.read(o), S
     outputs = []
-    for segment in _segments(steps, max(chunk, SEGMENT // chunk * chunk)):
+    for segment in _segments(steps, size):
         o, S = _run(blocks(segment, min(chunk, segment.rows)), S)
         outputs.append(unblocks(o, segment.rows))
     return steps.read(torch.cat(outputs, 1)), S
