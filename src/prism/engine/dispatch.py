@@ -1,8 +1,8 @@
 """`memory`: the one call through which every rule, model and benchmark computes a memory.
 
 An *engine* serves one type of update: it lists its forms and says, per backend, what it cannot serve. The linear memory
-(`Update`) is registered at the bottom; memories of another kind (a cache, a network) register their own update type and
-every caller of `memory` then has them too.
+(`Update`) and attention (`Attend`) are registered at the bottom; memories of another kind register their own update type
+and every caller of `memory` then has them too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from prism.engine import attention
 from prism.engine.chunkwise import chunkwise
 from prism.engine.parallel import parallel
 from prism.engine.recurrent import recurrent
@@ -123,5 +124,17 @@ register(
         },
         choose=_choose_linear,
         check_state=check_state,
+    ),
+)
+
+register(
+    attention.Attend,
+    Engine(
+        paths={
+            ("recurrent", "torch"): Path(attention.recurrent),
+            ("parallel", "torch"): Path(attention.parallel),
+        },
+        choose=lambda update: "parallel",
+        check_state=attention.check_state,
     ),
 )

@@ -63,7 +63,7 @@ class Update:
 
     def __post_init__(self) -> None:
         _check_shapes(self)
-        if _values_may_be_read(self.w):
+        if values_may_be_read(self.w):
             _check_values(self)
 
     @property
@@ -178,7 +178,7 @@ def _expect(name: str, x: Tensor | None, shape: tuple[int | None, ...], letters:
         )
 
 
-def _values_may_be_read(x: Tensor) -> bool:
+def values_may_be_read(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.is_meta:
         return False
     return x.device.type == "cpu" or os.environ.get("PRISM_CHECK") == "1"

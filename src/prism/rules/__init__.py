@@ -14,6 +14,8 @@ _RULES = {
     "prism": "prism.rules.prism:Prism",
     "linear": "prism.rules.linear:Linear",
     "gated_delta": "prism.rules.delta:GatedDelta",
+    "softmax": "prism.rules.softmax:Softmax",
+    "sliding_window": "prism.rules.softmax:SlidingWindow",
 }
 
 

@@ -1,0 +1,102 @@
+"""Softmax attention, over everything or over a window: the rules whose memory is a cache of tokens.
+
+    o_t = Σ_j softmax_j(q_tᵀ k_j · K^-½) v_j                                                     (Vaswani et al., 2017)
+
+It answers a query with the weighted mean of all values: the minimiser o of Σ_j e^{qᵀk_j} ‖o - v_j‖², found anew for each
+query (Nadaraya-Watson regression), where a linear memory fits one map to all of them. Rotary positions count from the
+start of the document. Heads may share keys and values in groups (`kv_heads`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from prism.engine.attention import Attend
+from prism.rules.objectives import Objective
+from prism.rules.parts import Carry, Rotary, split_heads
+from prism.rules.rule import Rule, per_head
+from prism.rules.span import Span
+
+
+class Softmax(Rule):
+    """Sees the whole document; its state grows. `state_size` is what one token adds.
+
+    Args:
+        key_dim: of each head; width / heads unless given. Values have the same size.
+        kv_heads: how many heads of keys and values there are; a divisor of `heads` (all of them unless given).
+        rope_base: of the rotary positions; None leaves them out.
+    """
+
+    name = "softmax"
+    objective = Objective("min_o Σ e^{qᵀk}‖o - v‖²")
+    forgetting = "none"
+    transition = "grows"
+    forms = ("recurrent", "parallel")
+    constant_state = False
+    window: int | None = None
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        kv_heads: int | None = None,
+        rope_base: float | None = 10000.0,
+    ) -> None:
+        key_dim = per_head(width, heads, key_dim)
+        super().__init__(width, heads, key_dim, key_dim)
+        kv_heads = heads if kv_heads is None else kv_heads
+        if not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"kv_heads must be a divisor of the {heads} heads, got {kv_heads!r}")
+        self.kv_heads = kv_heads
+        self.state_size = 2 * kv_heads * key_dim
+        self.sizes = [heads * key_dim, kv_heads * key_dim, kv_heads * key_dim]
+        self.qkv = nn.Linear(width, sum(self.sizes), bias=False)
+        self.rotary = None if rope_base is None else Rotary(key_dim, rope_base)
+        self.out = nn.Linear(heads * key_dim, width, bias=False)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Attend, dict[str, Tensor], None]:
+        q, k, v = self.qkv(x).split(self.sizes, -1)
+        q, k, v = split_heads(q, self.heads), split_heads(k, self.kv_heads), split_heads(v, self.kv_heads)
+        following: dict[str, Tensor] = {}
+        if self.rotary is not None:
+            start = carry.get("position")
+            start = x.new_zeros(x.shape[0], dtype=torch.long) if start is None else start
+            positions, following["position"] = span.positions(x.shape[1], start)
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        return Attend(q, k, v, self.window, span.reset, span.mask), following, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        return self.out(o.flatten(-2))
+
+
+class SlidingWindow(Softmax):
+    """Sees the last `window` tokens, itself included; its state is a ring of window - 1 tokens.
+
+    Args:
+        window: how many tokens are seen.
+        key_dim, kv_heads, rope_base: as in `Softmax`.
+    """
+
+    name = "sliding_window"
+    forgetting = "after `window` tokens"
+    transition = "shift"
+    constant_state = True
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        window: int = 256,
+        key_dim: int | None = None,
+        kv_heads: int | None = None,
+        rope_base: float | None = 10000.0,
+    ) -> None:
+        super().__init__(width, heads, key_dim=key_dim, kv_heads=kv_heads, rope_base=rope_base)
+        if not isinstance(window, int) or window < 1:
+            raise ValueError(f"window must be a whole number ≥ 1, got {window!r}")
+        self.window = window
+        self.state_size *= window - 1
