@@ -1,0 +1,80 @@
+"""Files that are either complete or absent, whatever happens to the machine while they are written.
+
+The recipe is always the same: write under a temporary name, sync, rename, sync the folder. A reader therefore never meets
+half a file, and what a killed writer leaves behind has a name that nobody reads and the next writer removes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the list of names in a folder, is on the disk."""
+    if path.is_dir() and os.name != "posix":  # only POSIX systems can sync a folder
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """The file holds either what it held before or all of `content`."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The parsed file; a damaged one is refused by name."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def fresh_folder(path: Path) -> Path:
+    """An empty folder under this name; what a killed writer left there is removed."""
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+    return path
+
+
+def commit_folder(partial: Path, final: Path) -> None:
+    """Sync everything in `partial`, then give it its final name."""
+    for path in sorted(partial.rglob("*")):
+        sync(path)
+    sync(partial)
+    partial.rename(final)
+    sync(final.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Take the name away first: a removal cut short leaves nothing that looks whole."""
+    doomed = path.with_name(f".{path.name}.removed")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    shutil.rmtree(doomed)

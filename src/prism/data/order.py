@@ -1,0 +1,49 @@
+"""The order of training samples: a pure function of (seed, i), with no state to save.
+
+Sample i lies in epoch i // n at place i % n, and every epoch visits the n windows in an order of its own. That order is
+a keyed bijection of {0 … n-1} computed directly, element by element: a Feistel network on the smallest even number of
+bits that holds n, walked along its cycle until it lands below n (fewer than four turns on average). Nothing is shuffled
+in memory: any process can ask for any sample, and neither a resume nor the number of processes changes what sample i is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_ROUNDS = 6
+
+
+def windows_of(samples: np.ndarray, windows: int, seed: int) -> np.ndarray:
+    """Which window each sample shows: int `[N]` → int64 `[N]`, all in [0, windows)."""
+    if windows < 1:
+        raise ValueError(f"windows must be ≥ 1, got {windows}")
+    samples = np.asarray(samples, dtype=np.uint64)
+    epochs, places = np.divmod(samples, np.uint64(windows))
+    keys = _mix(epochs ^ _mix(np.uint64(seed % 2**64)))
+    return permute(places, windows, keys).astype(np.int64)
+
+
+def permute(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
+    """A bijection of {0 … size-1} for every key: uint64 `[N]`, uint64 `[N]` → uint64 `[N]`."""
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    result = _feistel(places, half, keys)
+    while (outside := result >= size).any():
+        result[outside] = _feistel(result[outside], half, keys[outside])
+    return result
+
+
+def _feistel(x: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:
+    low = np.uint64((1 << int(half)) - 1)
+    left, right = x >> half, x & low
+    for turn in range(_ROUNDS):
+        left, right = right, left ^ (_mix(right ^ _mix(keys + np.uint64(turn))) & low)
+    return (left << half) | right
+
+
+def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
+    """The output function of SplitMix64: every input bit reaches every output bit."""
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+        x = np.atleast_1d(x) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))

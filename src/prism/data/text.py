@@ -1,0 +1,145 @@
+"""Where text comes from: files, folders, a dataset hub, or this machine's own Python.
+
+A document is a sequence of pieces of text, read only when asked for: a text file is one document, handed out in pieces of
+about a megabyte cut after a line; a row of a jsonl or parquet file is one document of one piece. Everything comes in a
+fixed order (folders: sorted by name), so the same files always give the same tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import lzma
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+Document = Iterable[str]
+
+PIECE_BYTES = 1 << 20
+HUB = "hub:"
+_OPENERS: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open}
+_ROWS = (".jsonl", ".ndjson", ".parquet")
+_IN_FOLDERS = (".txt", ".text", ".md", *_ROWS)
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def standard_library() -> list[Path]:
+    """The source files of the Python that runs this, without tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = (path for path in root.rglob("*.py") if not _NOT_LIBRARY & set(path.relative_to(root).parts[:-1]))
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def find_files(sources: Iterable[str], pattern: str | None = None) -> list[Path]:
+    """Every file that the sources name; folders are searched for text, jsonl and parquet, or for `pattern` (a glob)."""
+    found: list[Path] = []
+    for source in sources:
+        path = Path(source).expanduser()
+        if not path.exists():
+            raise FileNotFoundError(f"there is no file or folder {source}")
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = path.rglob(pattern or "*")
+        files = [file for file in inside if file.is_file() and (pattern or _suffix(file) in _IN_FOLDERS)]
+        if not files:
+            wanted = f"file that matches {pattern!r}" if pattern else f"file that ends in {', '.join(_IN_FOLDERS)}"
+            raise ValueError(f"the folder {source} holds no {wanted} (or one of these with .gz or .xz)")
+        found += sorted(files, key=lambda file: file.relative_to(path).as_posix())
+    return found
+
+
+def documents(path: Path, field: str = "text") -> Iterator[Document]:
+    """The documents of one file; `field` is the column of a jsonl or parquet file that holds the text."""
+    if _suffix(path) == ".parquet":
+        return ([text] for text in _parquet(path, field))
+    if _suffix(path) in _ROWS:
+        return ([text] for text in _jsonl(path, field))
+    return iter([_TextFile(path)])
+
+
+def hub_documents(name: str, field: str = "text") -> Iterator[Document]:
+    """`hub:owner/dataset` or `hub:owner/dataset:configuration`: the rows of its training split."""
+    from datasets import load_dataset
+
+    repository, _, configuration = name.removeprefix(HUB).partition(":")
+    rows = load_dataset(repository, configuration or None, split="train", streaming=True)
+    return ([_text_of(row, field, name)] for row in rows)
+
+
+class _TextFile:
+    """One document: the whole file, in pieces that end with a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")("strict")
+        pending, position = "", 0
+        with _open(self.path) as file:
+            while True:
+                block = file.read(PIECE_BYTES)
+                waiting = len(decoder.getstate()[0])
+                try:
+                    pending += decoder.decode(block, final=not block)
+                except UnicodeDecodeError as error:
+                    raise ValueError(
+                        f"{self.path} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset "
+                        f"{position - waiting + error.start} does not decode"
+                    ) from error
+                position += len(block)
+                if not block:
+                    break
+                end = pending.rfind("\n") + 1
+                if end:
+                    yield pending[:end]
+                    pending = pending[end:]
+        if pending:
+            yield pending
+
+
+def _jsonl(path: Path, field: str) -> Iterator[str]:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:  # covers text that is not UTF-8
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            yield _text_of(row, field, f"{path}, line {number}")
+
+
+def _parquet(path: Path, field: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
+    if field not in file.schema_arrow.names:
+        raise ValueError(f"{path} has no column {field!r}; it has {', '.join(file.schema_arrow.names)}")
+    for batch in file.iter_batches(columns=[field]):
+        for row in batch.to_pylist():
+            yield _text_of(row, field, str(path))
+
+
+def _text_of(row: Any, field: str, where: str) -> str:
+    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+        has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"{where} has no text under {field!r} (it has {has})")
+    return str(row[field])
+
+
+def _suffix(path: Path) -> str:
+    """The ending that says what is inside: `.jsonl` for both `a.jsonl` and `a.jsonl.gz`."""
+    inner = path.with_suffix("") if path.suffix in _OPENERS else path
+    return inner.suffix.lower()
+
+
+def _open(path: Path) -> IO[bytes]:
+    return _OPENERS.get(path.suffix, open)(path, "rb")

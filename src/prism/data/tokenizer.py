@@ -1,0 +1,112 @@
+"""Text to numbers and back: bytes (the default), a BPE learned from the data, or any `tokenizer.json`.
+
+All three are written as a `tokenizer.json`, so that whatever reads a model reads its tokenizer as well. Markers such as
+`<|end|>` that happen to stand in the text are encoded as the characters they are: only the end of a document ends one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+END = "<|end|>"
+_KNOWN_ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+
+class Tokenizer:
+    """What `tokenizer.json` holds, and which of its tokens ends a document.
+
+    Args:
+        definition: the text of a `tokenizer.json`.
+        end_token: the token that ends a document; by default the first of the usual names that exists.
+    """
+
+    def __init__(self, definition: str, end_token: str | None = None) -> None:
+        from tokenizers import Tokenizer as Fast
+
+        self.definition = definition
+        try:
+            self._fast = Fast.from_str(definition)
+        except Exception as error:  # tokenizers raises bare Exceptions
+            raise ValueError(f"the tokenizer does not load: {error}") from error
+        self._fast.no_padding()
+        self._fast.no_truncation()
+        self._fast.encode_special_tokens = True
+        self.end_token, self.end = self._find_end(end_token)
+        self.size: int = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, pieces: list[str]) -> list[np.ndarray]:
+        """The tokens of each piece, without any that the tokenizer would add around a sentence."""
+        encodings = self._fast.encode_batch(pieces, add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        text: str = self._fast.decode([int(token) for token in tokens], skip_special_tokens=False)
+        return text
+
+    def _find_end(self, wanted: str | None) -> tuple[str, int]:
+        for name in (wanted,) if wanted else _KNOWN_ENDS:
+            if (number := self._fast.token_to_id(name)) is not None:
+                return name, number
+        if wanted:
+            raise ValueError(f"the tokenizer has no token {wanted!r} to end a document with")
+        raise ValueError(f"the tokenizer has none of {', '.join(_KNOWN_ENDS)}: name its end token with data.end_token")
+
+
+class ByteTokenizer(Tokenizer):
+    """Token b is the byte b of the UTF-8 text, 256 ends a document."""
+
+    def __init__(self) -> None:
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Fast
+
+        fast = Fast(models.BPE(vocab={character: byte for byte, character in enumerate(_byte_alphabet())}, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        fast.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+        super().__init__(fast.to_str(pretty=True))
+
+    def encode(self, pieces: list[str]) -> list[np.ndarray]:
+        """The same numbers as the definition gives, at the speed of a copy."""
+        return [np.frombuffer(piece.encode(), dtype=np.uint8) for piece in pieces]
+
+
+def load_tokenizer(path: Path, end_token: str | None = None) -> Tokenizer:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no tokenizer file {path}: data.tokenizer is 'bytes', 'bpe' or a tokenizer.json"
+        )
+    try:
+        definition = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+    return Tokenizer(definition, end_token)
+
+
+def train_bpe(pieces: Iterable[str], size: int) -> Tokenizer:
+    """A byte-level BPE of `size` tokens (fewer if the text has no more pairs): every text can be encoded."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer as Fast
+
+    if size < 257:
+        raise ValueError(f"data.bpe_size must be at least 257 (all bytes and the end of a document), got {size}")
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[AddedToken(END, special=True, normalized=False)],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator(pieces, trainer)
+    return Tokenizer(fast.to_str(pretty=True))
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte: itself, or one from 256 on."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in shown else next(others)) for byte in range(256)]

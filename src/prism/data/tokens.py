@@ -1,0 +1,165 @@
+"""Tokens on disk: raw little-endian integers in memory-mapped shards, and a manifest that says what they are.
+
+    tokens/
+      manifest.json            number type, vocabulary, shards with their SHA-256, the two splits
+      tokenizer.json
+      train-00000.bin …        one end token after every document
+
+A split is a stretch of one stream of shards, so a tail can be held out without copying anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from prism.data.files import read_json, sha256, write_json
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SHARD_TOKENS = 1 << 27
+
+
+@dataclass(frozen=True)
+class Shard:
+    file: str
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """Tokens `start` to `stop` of a stream, and how many documents and UTF-8 bytes of text they stand for."""
+
+    stream: str
+    start: int
+    stop: int
+    documents: int
+    text_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Manifest:
+    dtype: str
+    vocab_size: int
+    end: int
+    end_token: str
+    tokenizer_sha256: str
+    streams: dict[str, list[Shard]]
+    splits: dict[str, Split]
+
+    @property
+    def digest(self) -> str:
+        """One hash for all tokens and how they are split: what a resumed run must find unchanged."""
+        parts = [f"{name} {shard.tokens} {shard.sha256}" for name in self.streams for shard in self.streams[name]]
+        parts += [f"{name} {split}" for name, split in sorted(self.splits.items())]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / MANIFEST, {"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        path = folder / MANIFEST
+        fields = read_json(path)
+        if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+            raise ValueError(f"{path} is not a token manifest of format {FORMAT}")
+        streams = {name: [Shard(**shard) for shard in shards] for name, shards in fields.pop("streams").items()}
+        splits = {name: Split(**split) for name, split in fields.pop("splits").items()}
+        return cls(streams=streams, splits=splits, **fields)
+
+
+class StreamWriter:
+    """Appends tokens to `name-00000.bin`, `name-00001.bin` …, hashing as it goes."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS) -> None:
+        self.folder, self.name, self.dtype, self.shard_tokens = folder, name, dtype, shard_tokens
+        self.shards: list[Shard] = []
+        self.tokens = 0
+        self._file: BinaryIO | None = None
+
+    def append(self, tokens: np.ndarray) -> None:
+        while len(tokens):
+            if self._file is None:
+                self._path = self.folder / f"{self.name}-{len(self.shards):05d}.bin"
+                self._file, self._digest, self._filled = self._path.open("wb"), hashlib.sha256(), 0
+            now = tokens[: self.shard_tokens - self._filled]
+            data = now.astype(self.dtype).tobytes()
+            self._file.write(data)
+            self._digest.update(data)
+            self._filled += len(now)
+            self.tokens += len(now)
+            tokens = tokens[len(now) :]
+            if self._filled == self.shard_tokens:
+                self.close()
+
+    def close(self) -> list[Shard]:
+        if self._file is not None:
+            self._file.close()
+            self.shards.append(Shard(self._path.name, self._filled, self._digest.hexdigest()))
+            self._file = None
+        return self.shards
+
+
+class Stream:
+    """A split as one long array of token ids, read from memory-mapped shards."""
+
+    def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
+        self.split = manifest.splits[split]
+        shards = manifest.streams[self.split.stream]
+        dtype = np.dtype(manifest.dtype)
+        self._ends = np.cumsum([shard.tokens for shard in shards])
+        self._maps = [np.memmap(folder / shard.file, dtype, "r", shape=(shard.tokens,)) for shard in shards]
+
+    def __len__(self) -> int:
+        return self.split.tokens
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Token ids start … stop-1, int64."""
+        if not 0 <= start <= stop <= len(self):
+            raise ValueError(f"tokens {start} to {stop} are outside a split of {len(self)}")
+        begin, end = start + self.split.start, stop + self.split.start
+        parts = []
+        shard = int(np.searchsorted(self._ends, begin, "right"))
+        while begin < end:
+            first = int(self._ends[shard]) - len(self._maps[shard])
+            take = min(end, int(self._ends[shard]))
+            parts.append(self._maps[shard][begin - first : take - first])
+            begin, shard = take, shard + 1
+        return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)
+
+
+def check_tokens(folder: Path, manifest: Manifest, contents: bool) -> None:
+    """Refuse, by name, a shard that is missing, has another size, or (if `contents`) another SHA-256."""
+    width = np.dtype(manifest.dtype).itemsize
+    for shard in (shard for shards in manifest.streams.values() for shard in shards):
+        path = folder / shard.file
+        if not path.is_file():
+            raise ValueError(f"the token shard {path} is missing: remove {folder} and the tokens are made again")
+        size = path.stat().st_size
+        if size != shard.tokens * width or (contents and sha256(path) != shard.sha256):
+            raise ValueError(f"the token shard {path} is damaged: remove {folder} and the tokens are made again")
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+@contextmanager
+def writing(*writers: StreamWriter) -> Iterator[None]:
+    """Close the writers' files whatever happens."""
+    try:
+        yield
+    finally:
+        for writer in writers:
+            writer.close()

@@ -1,0 +1,60 @@
+"""Training samples: windows of a token stream, in the order that order.py computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prism.data.order import windows_of
+from prism.data.tokens import Stream
+
+
+@dataclass(frozen=True)
+class Batch:
+    """inputs and targets `[B, T]` int64 (targets are the next tokens); reset `[B, T]` bool or None: a document starts."""
+
+    inputs: Tensor
+    targets: Tensor
+    reset: Tensor | None
+
+    def to(self, device: torch.device) -> Batch:
+        reset = None if self.reset is None else self.reset.to(device, non_blocking=True)
+        return Batch(self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), reset)
+
+
+class Windows:
+    """A stream cut into windows of `context` tokens, each with the token after it.
+
+    Args:
+        end: the token that ends a document. Given one, batches tell where documents start.
+    """
+
+    def __init__(self, stream: Stream, context: int, end: int | None = None) -> None:
+        if context < 1:
+            raise ValueError(f"context must be at least 1 token, got {context}")
+        if len(stream) < context + 1:
+            raise ValueError(
+                f"the data has {len(stream)} tokens, too few for a context of {context} and the token after it"
+            )
+        self.stream, self.context, self.end = stream, context, end
+
+    def __len__(self) -> int:
+        return (len(self.stream) - 1) // self.context
+
+    def samples(self, samples: np.ndarray, seed: int) -> Batch:
+        """Samples i, j, … of the endless training order."""
+        return self.windows(windows_of(samples, len(self), seed))
+
+    def windows(self, windows: np.ndarray) -> Batch:
+        """These windows, in this order."""
+        starts = np.asarray(windows) * self.context
+        tokens = torch.from_numpy(np.stack([self.stream.read(s, s + self.context + 1) for s in starts.tolist()]))
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        reset = None
+        if self.end is not None:
+            reset = torch.zeros(inputs.shape, dtype=torch.bool)
+            reset[:, 1:] = inputs[:, :-1] == self.end
+        return Batch(inputs, targets, reset)
