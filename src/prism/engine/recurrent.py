@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.steps import Steps, resolve
-from prism.engine.update import Update
+from prism.engine.update import Update, check_state
 
 
 def recurrent(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -27,6 +27,7 @@ def step(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One token (T = 1): what decoding calls. The same arithmetic as `recurrent`."""
     if update.tokens != 1:
         raise ValueError(f"step takes one token, q has {update.tokens}: shape {list(update.q.shape)}")
+    check_state(update, state)
     return recurrent(update, state)
 
 

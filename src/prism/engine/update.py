@@ -114,6 +114,7 @@ def check_state(update: Update, state: Tensor | None) -> None:
         raise ValueError(f"state must be a tensor of shape {list(expected)}, got {type(state).__name__}")
     if tuple(state.shape) != expected:
         raise ValueError(f"state has shape {list(state.shape)}, expected [B, H, K, V] = {list(expected)}")
+    _expect_floating("state", state)
 
 
 def _check_shapes(u: Update) -> None:
@@ -123,8 +124,7 @@ def _check_shapes(u: Update) -> None:
             raise ValueError(f"{name} must be a tensor of shape {letters}, got {type(x).__name__}")
         if x.ndim != rank:
             raise ValueError(f"{name} must have {rank} dimensions {letters}, got shape {list(x.shape)}")
-        if not x.dtype.is_floating_point:
-            raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}")
+        _expect_floating(name, x)
     if u.erase_on not in ("decayed", "undecayed"):
         raise ValueError(f"erase_on must be 'decayed' or 'undecayed', got {u.erase_on!r}")
     if u.read not in ("after", "before"):
@@ -155,6 +155,8 @@ def _check_shapes(u: Update) -> None:
         _expect("log_decay", u.log_decay, (B, T, H), "[B, T, H]")
     else:
         _expect("log_decay", u.log_decay, (B, T, H, K), "[B, T, H] or [B, T, H, K]")
+    for name in ("log_decay", "erase_key", "erase_strength", "erase_write"):
+        _expect_floating(name, getattr(u, name))
     for name in ("reset", "mask"):
         x = getattr(u, name)
         _expect(name, x, (B, T), "[B, T]")
@@ -176,6 +178,11 @@ def _expect(name: str, x: Tensor | None, shape: tuple[int | None, ...], letters:
         raise ValueError(
             f"{name} has {x.shape[2]} heads, which does not divide w's {heads}: shape {list(x.shape)}, expected {wanted}"
         )
+
+
+def _expect_floating(name: str, x: Tensor | None) -> None:
+    if x is not None and not x.dtype.is_floating_point:
+        raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}")
 
 
 def values_may_be_read(x: Tensor) -> bool:
