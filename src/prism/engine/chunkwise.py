@@ -1,7 +1,8 @@
-"""Chunks of 64 tokens in matrix products, the state handed on from chunk to chunk: linear in T, and the fast form.
+"""Chunks of a few dozen tokens in matrix products, the state handed on from chunk to chunk: linear in T, the fast form.
 
-Within a segment of 1024 tokens all chunks find their affine maps at once; segments follow one another, so that the
-temporaries stay in cache and memory stays linear in T.
+Within a segment of 512 tokens all chunks find their affine maps at once; segments follow one another, so that the
+temporaries stay in cache and memory stays linear in T. One decay per head, or none, takes the path with the written-out
+backward (head_chunks.py); a decay per channel goes through the block equations and autograd.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from prism.engine.head_chunks import head_chunks
 from prism.engine.steps import Steps, resolve
 from prism.engine.update import Update
 
-CHUNK = 64
-SEGMENT = 1024
+SEGMENT = 512
 
 
-def chunkwise(update: Update, state: Tensor | None = None, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = None) -> tuple[Tensor, Tensor]:
+    """`chunk`: tokens in a chunk. What a chunk does inside grows with its length, what it hands on with the state."""
     steps = resolve(update)
     S = steps.initial(state)
+    if chunk is None:
+        chunk = 32 if max(update.key_dim, update.value_dim) <= 64 else 64
     size = max(1, SEGMENT // chunk) * chunk
     if not update.per_channel:
         o, S = head_chunks(steps, S, chunk, size)

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from prism.engine.decay import Documents, HeadDecay
 from prism.engine.steps import Steps
+from prism.engine.triangular import unit_lower_inverse
 
 
 class Kind(NamedTuple):
@@ -39,33 +40,27 @@ class Kind(NamedTuple):
     read_before: bool
 
 
-class Weights(NamedTuple):
-    """The decays of a segment's chunks. `z` counts the kinds of rows: the queries, preceded by the erase keys if any."""
-
-    gamma: Tensor  # [B, H, N, z, C, 1, C]
-    start: Tensor  # [B, H, N, z, C, 1]
-    end: Tensor  # [B, H, N, 1, C, 1]
-    carry: Tensor  # [B, H, N, 1, 1]
-
-
 class Segment(NamedTuple):
-    """A segment's tensors, laid out in chunks."""
+    """A segment's tensors. m = N·B·H chunks, the first chunk of every row and head first; z·C rows are the erase keys (if
+    any) above the queries, J·C columns the erase writes (if any) above the L write keys."""
 
-    z: Tensor  # [B, H, N, z·C, K]
-    x: Tensor  # [B, H, N, J·C, K]
-    w: Tensor  # [B, H, N, L·C, V]
-    weights: Weights
+    z: Tensor  # [m, z·C, K]
+    x: Tensor  # [m, J·C, K]
+    y: Tensor  # [m, J·C, V], the part above the L values not yet filled in
+    gamma: Tensor  # [m, z, C, 1, C]
+    start: Tensor  # [m, z·C, 1]
+    end: Tensor  # [m, 1, C, 1]
+    carry: Tensor  # [m, 1, 1]
 
 
 def head_chunks(steps: Steps, S: Tensor, chunk: int, segment: int) -> tuple[Tensor, Tensor]:
     """The outputs `[B, R, H, V]` and the memory after the last row."""
     kind = Kind(chunk, segment, not steps.erase_decayed, not steps.read_after)
     fields = (steps.q, steps.k, steps.w, steps.log_decay, steps.erase_write, steps.erase_key)
-    wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*fields, S))
-    if not wants_gradient:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*fields, S)):
+        o, S = _HeadChunks.apply(*fields, steps.reset, S, kind)
+    else:
         o, S, _ = _forward(fields, steps.reset, S, kind, keep=False)
-        return o, S
-    o, S = _HeadChunks.apply(*fields, steps.reset, S, kind)
     return o, S
 
 
@@ -88,208 +83,234 @@ class _HeadChunks(torch.autograd.Function):
 
 
 def _forward(fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: bool) -> tuple[Tensor, Tensor, list]:
-    w = fields[2]
-    rows, erases = w.shape[1], fields[4] is not None
-    o = w.new_empty(w.shape[0], rows, w.shape[2], w.shape[-1])
+    values = fields[2]
+    B, rows, H, L, V = values.shape
+    erases = fields[4] is not None
+    o = values.new_empty(B, rows, H, V)
     kept = []
     for start in range(0, rows, kind.segment):
         length = min(kind.segment, rows - start)
-        z, x, w, weights = _segment(fields, reset, start, length, kind)
-        C = weights.gamma.shape[-1]
-        weighted_rows = _scale(z, weights.start)
-        x_end = _scale(x, weights.end)
-        MN = _gram(z, x, weights.gamma)
-        D = x_end[..., -w.shape[-2] :, :].mT @ w
-        inverse = R = R1 = P = None
+        s = _segment(fields, reset, start, length, kind)
+        C = s.gamma.shape[-1]
+        z_start, x_end = s.z * s.start, _scale(s.x, s.end)
+        MN = _gram(s)
+        w = s.y[:, -L * C :]
+        D = x_end[:, -L * C :].mT @ w
+        inverse = P = R1 = minus_R = None
         if erases:
-            M = MN[..., :C, :]
-            inverse = _inverse(M[..., :C])
-            R, R1 = inverse @ (M[..., C:] @ w), inverse @ weighted_rows[..., :C, :]
-            a_end = x_end[..., :C, :].mT
-            D -= a_end @ R
-            P = -(a_end @ R1)
-            P.diagonal(dim1=-2, dim2=-1).add_(weights.carry.squeeze(-1))
-        incoming, S = _chain(P, weights.carry, D, S)
-        if R is not None and R1 is not None:
-            R += R1 @ incoming
-        y = w if R is None else torch.cat([-R, w], -2)
-        part = weighted_rows[..., -C:, :] @ incoming
-        part += MN[..., -C:, :] @ y
-        o[:, start : start + length] = _unlay(part, length)
+            M, a_end = MN[:, :C], x_end[:, :C].mT
+            inverse = unit_lower_inverse(M[..., :C])
+            minus_R, R1 = torch.bmm(inverse, M[..., C:] @ w).neg_(), inverse @ z_start[:, :C]
+            D += a_end @ minus_R
+            P = torch.bmm(a_end, R1).neg_()
+            P.diagonal(dim1=-2, dim2=-1).add_(s.carry.squeeze(-1))
+        incoming, S = _chain(P, s.carry, D, S)
+        if minus_R is not None and R1 is not None:
+            minus_R -= R1 @ incoming
+            s.y[:, :C] = minus_R
+        part = z_start[:, -C:] @ incoming
+        _unlay_into(o, part.baddbmm_(MN[:, -C:], s.y), start, length)
         if keep:
-            kept.append((inverse, R, P, incoming))
+            kept.append((inverse, minus_R, P, incoming))
     return o, S, kept
 
 
 def _backward(
     fields: tuple, reset: Tensor | None, kept: list, dO: Tensor, dS: Tensor, kind: Kind
 ) -> tuple[Tensor | None, ...]:
-    erases = fields[4] is not None
-    rows = fields[0].shape[1]
+    rows, L = fields[0].shape[1], fields[2].shape[-2]
     d_q, d_k, d_w, d_g, d_a, d_b = (None if x is None else torch.empty_like(x) for x in fields)
     assert d_q is not None and d_k is not None and d_w is not None
     for index in reversed(range(len(kept))):
         start = index * kind.segment
         length = min(kind.segment, rows - start)
-        span = slice(start, start + length)
-        z, x, w, weights = _segment(fields, reset, start, length, kind)
-        inverse, R, P, incoming = kept[index]
-        C, L = weights.gamma.shape[-1], w.shape[-2] // weights.gamma.shape[-1]
-        weighted_rows = _scale(z, weights.start)
-        x_end = _scale(x, weights.end)
-        MN = _gram(z, x, weights.gamma)
-        y = w if R is None else torch.cat([-R, w], -2)
-        d_o = _lay(dO[:, span], C)
+        s = _segment(fields, reset, start, length, kind)
+        inverse, minus_R, P, incoming = kept[index]
+        C = s.gamma.shape[-1]
+        z_start, x_end = s.z * s.start, _scale(s.x, s.end)
+        MN = _gram(s)
+        d_rows = s.z.new_empty(*s.z.shape[:2], incoming.shape[-1])  # [dU; dO]
+        d_o = d_rows[:, -C:]
+        _lay_into(d_o, dO, start, length)
 
-        d_y = MN[..., -C:, :].mT @ d_o
-        d_in = weighted_rows[..., -C:, :].mT @ d_o
-        if erases:
-            d_in -= weighted_rows[..., :C, :].mT @ (inverse.mT @ d_y[..., :C, :])
-        outgoing, after = _chain_back(P, weights.carry, d_in, dS)
-        d_y += x_end @ outgoing
-        d_rows = d_o
-        if erases:
-            d_u = -(inverse.mT @ d_y[..., :C, :])
-            d_y[..., C:, :] += MN[..., :C, C:].mT @ d_u
-            d_rows = torch.cat([d_u, d_o], -2)
-        d_w[:, span] = _unlay(d_y[..., -L * C :, :], length, writes=L)
+        d_y = MN[:, -C:].mT @ d_o
+        d_in = z_start[:, -C:].mT @ d_o
+        if inverse is not None:
+            s.y[:, :C] = minus_R
+            d_in -= z_start[:, :C].mT @ (inverse.mT @ d_y[:, :C])
+        outgoing, dS = _chain_back(P, s.carry, d_in, dS)
+        d_y.baddbmm_(x_end, outgoing)
+        if inverse is not None:
+            d_rows[:, :C] = torch.bmm(inverse.mT, d_y[:, :C]).neg_()
+            d_y[:, C:] += MN[:, :C, C:].mT @ d_rows[:, :C]
+        _unlay_into(d_w, d_y[:, -L * C :], start, length)
 
-        d_MN = d_rows @ y.mT
-        from_state = _scale(d_rows @ incoming.mT, weights.start)
-        into_state = _scale(y @ outgoing.mT, weights.end)
+        d_MN = d_rows @ s.y.mT
+        d_z = torch.bmm(d_rows, incoming.mT).mul_(s.start)
+        d_x = torch.bmm(s.y, outgoing.mT)
+        _grid(d_x, C).mul_(s.end)
         if d_g is not None:
-            d_g[:, span] = _unlay(
-                _decay_gradient(d_MN, MN, z, x, from_state, into_state, outgoing, incoming, weights, kind), length
+            pairs = _pairs(MN.mul_(d_MN), C, kind)
+            d_decay = _decay_gradient(
+                pairs, (s.z * d_z).sum(-1), (s.x * d_x).sum(-1), outgoing, incoming, s.carry, kind
             )
-        d_MN = (_grid(d_MN, C) * weights.gamma).flatten(-4, -3).flatten(-2)
-        d_z = torch.add(d_MN @ x, from_state)
-        d_x = torch.add(d_MN.mT @ z, into_state)
-        d_q[:, span] = _unlay(d_z[..., -C:, :], length)
-        d_k[:, span] = _unlay(d_x[..., -L * C :, :], length, writes=L)
+            _unlay_into(d_g, d_decay, start, length)
+        _grid(d_MN.unflatten(-1, (-1, C)), C).mul_(s.gamma)
+        d_z.baddbmm_(d_MN, s.x)
+        d_x.baddbmm_(d_MN.mT, s.z)
+        _unlay_into(d_q, d_z[:, -C:], start, length)
+        _unlay_into(d_k, d_x[:, -L * C :], start, length)
         if d_a is not None and d_b is not None:
-            d_a[:, span], d_b[:, span] = _unlay(d_x[..., :C, :], length), _unlay(d_z[..., :C, :], length)
-        dS = after
+            _unlay_into(d_a, d_x[:, :C], start, length)
+            _unlay_into(d_b, d_z[:, :C], start, length)
     return d_q, d_k, d_w, d_g, d_a, d_b, None, dS
 
 
-def _decay_gradient(
-    d_MN: Tensor,
-    MN: Tensor,
-    z: Tensor,
-    x: Tensor,
-    from_state: Tensor,
-    into_state: Tensor,
-    outgoing: Tensor,
-    incoming: Tensor,
-    weights: Weights,
-    kind: Kind,
-) -> Tensor:
-    """dg `[B, H, N, C]`. A weight on the diagonal is exp(0): it is left out, or its two halves would cancel only up to
-    rounding and drown the gradient of a strong decay."""
-    C = weights.gamma.shape[-1]
-    pairs = _grid(d_MN * MN, C)  # [..., z, C, J, C]
+def _pairs(product: Tensor, C: int, kind: Kind) -> Tensor:
+    """dΓ ⊙ Γ `[m, z, C, J, C]`. A weight on the diagonal is exp(0): it is left out, or its two halves would cancel only up
+    to rounding and drown the gradient of a strong decay."""
+    pairs = _grid(product.unflatten(-1, (-1, C)), C)
     if not kind.read_before:
-        pairs[..., -1, :, :, :].diagonal(dim1=-3, dim2=-1).zero_()
-    at_rows = pairs.sum((-2, -1)) + _grid_rows((z * from_state).sum(-1), C)  # [..., z, C]
-    into = _grid_rows((x * into_state).sum(-1), C).sum(-2)  # [..., C]
-    into[..., -1] = 0
-    at_columns = pairs.sum((-4, -3, -2)) + into
-    total = into.sum(-1) + (weights.carry.squeeze(-1) * (outgoing * incoming).sum(-1)).sum(-1)
-    d_G = -at_columns.double()
-    d_G[..., -1] += total
+        pairs[:, -1].diagonal(dim1=-3, dim2=-1).zero_()
+    return pairs
+
+
+def _decay_gradient(
+    pairs: Tensor, from_state: Tensor, into_state: Tensor, outgoing: Tensor, incoming: Tensor, carry: Tensor, kind: Kind
+) -> Tensor:
+    """dg `[m, C]`: what G_i gains as a row and loses as a column, summed over the tokens at and after each one."""
+    C = pairs.shape[-1]
+    at_rows = pairs.sum((-2, -1)) + from_state.unflatten(-1, (-1, C))  # [m, z, C]
+    into = into_state.unflatten(-1, (-1, C)).sum(-2)  # [m, C]
+    into[:, -1] = 0  # again exp(0)
+    d_G = -(pairs.sum((-4, -3, -2)) + into).double()
+    d_G[:, -1] += into.sum(-1) + carry.flatten() * torch.linalg.vecdot(outgoing.flatten(1), incoming.flatten(1))
     before = [kind.look_before, kind.read_before] if at_rows.shape[-2] == 2 else [kind.read_before]
-    for rows, uses_previous in zip(at_rows.double().unbind(-2), before, strict=True):
+    for row, uses_previous in zip(at_rows.double().unbind(-2), before, strict=True):
         if uses_previous:  # G_{i-1}; the first row's is the constant 0
-            d_G[..., :-1] += rows[..., 1:]
+            d_G[:, :-1] += row[:, 1:]
         else:
-            d_G += rows
-    return d_G.flip(-1).cumsum(-1).flip(-1).to(MN.dtype)
+            d_G += row
+    return d_G.flip(-1).cumsum(-1).flip(-1)
 
 
 def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind: Kind) -> Segment:
-    q, k, w, g, a, b = (None if x is None else x.narrow(1, start, length) for x in fields)
+    q, k, w, g, a, b = fields
+    B, _, H, K = q.shape
+    L, V = w.shape[-2:]
     C = min(kind.chunk, length)
-    rows, columns, values = _lay(q, C), _lay(k, C, writes=True), _lay(w, C, writes=True)
-    zero = rows.new_zeros(rows.shape[:-1])
-    documents = None if reset is None else Documents(_lay(reset.narrow(1, start, length).unsqueeze(2), C))
-    decay = HeadDecay(zero if g is None else _lay(g, C), documents)
-    looks = [(kind.read_before, kind.read_before)]  # (before, strict)
+    m = -(-length // C) * B * H
+    extra = 0 if a is None else C
+
+    z, x, y = q.new_empty(m, extra + C, K), q.new_empty(m, extra + L * C, K), q.new_empty(m, extra + L * C, V)
+    _lay_into(z[:, extra:], q, start, length)
+    _lay_into(x[:, extra:], k, start, length)
+    _lay_into(y[:, extra:], w, start, length)
+    looks = [(kind.read_before, kind.read_before)]  # (strict, before)
     if a is not None:
-        looks.insert(0, (kind.look_before, True))
-        rows, columns = torch.cat([_lay(b, C), rows], -2), torch.cat([_lay(a, C), columns], -2)
-    one = torch.ones((), dtype=rows.dtype, device=rows.device)
+        _lay_into(z[:, :C], b, start, length)
+        _lay_into(x[:, :C], a, start, length)
+        looks.insert(0, (True, kind.look_before))
+
+    log_decay = q.new_zeros(m, C)
+    if g is not None:
+        _lay_into(log_decay, g, start, length)
+    documents = None
+    if reset is not None:
+        begins = torch.zeros(m, C, dtype=torch.bool, device=q.device)
+        _lay_into(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
+        documents = Documents(begins)
+    decay = HeadDecay(log_decay, documents)
+    one = q.new_ones(())
     return Segment(
-        rows,
-        columns,
-        values,
-        Weights(
-            torch.stack([decay.weights(strict, before) for before, strict in looks], 3).unsqueeze(-2),
-            torch.stack([decay.from_start(one, before) for before, _ in looks], 3),
-            decay.to_end(one),
-            decay.carry().unsqueeze(-1),
-        ),
-    )
-
-
-def _inverse(strictly_lower: Tensor) -> Tensor:
-    """(I + L)⁻¹ by forward substitution."""
-    eye = torch.eye(strictly_lower.shape[-1], dtype=strictly_lower.dtype, device=strictly_lower.device)
-    return torch.linalg.solve_triangular(
-        strictly_lower, eye.expand_as(strictly_lower), upper=False, unitriangular=True
+        z,
+        x,
+        y,
+        torch.stack([decay.weights(strict, before) for strict, before in looks], 1).unsqueeze(-2),
+        torch.cat([decay.from_start(one, before) for _, before in looks], 1),
+        decay.to_end(one),
+        decay.carry().unsqueeze(-1),
     )
 
 
 def _chain(P: Tensor | None, carry: Tensor, D: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """The state each chunk starts from `[B, H, N, K, V]`, and the one after the last: the only serial part."""
-    incoming = torch.empty_like(D)
-    for n in range(D.shape[2]):
-        incoming[:, :, n] = S
-        S = torch.add(D[:, :, n], carry[:, :, n] * S if P is None else P[:, :, n] @ S)
-    return incoming, S
+    """The state each chunk starts from `[m, K, V]`, and the one after the last `[B, H, K, V]`: the only serial part."""
+    width = S.shape[0] * S.shape[1]
+    states = D.new_empty(D.shape[0] + width, *D.shape[1:])
+    states[:width] = S.flatten(0, 1)
+    for n in range(0, D.shape[0], width):
+        now, following = slice(n, n + width), slice(n + width, n + 2 * width)
+        _advance(None if P is None else P[now], carry[now], states[now], D[now], out=states[following])
+    return states[:-width], states[-width:].view_as(S).clone()
 
 
 def _chain_back(P: Tensor | None, carry: Tensor, d_in: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of each chunk's outgoing state, and of the first incoming one."""
-    outgoing = torch.empty_like(d_in)
-    for n in reversed(range(d_in.shape[2])):
-        outgoing[:, :, n] = dS
-        dS = torch.add(d_in[:, :, n], carry[:, :, n] * dS if P is None else P[:, :, n].mT @ dS)
-    return outgoing, dS
+    width = dS.shape[0] * dS.shape[1]
+    gradients = d_in.new_empty(d_in.shape[0] + width, *d_in.shape[1:])
+    gradients[-width:] = dS.flatten(0, 1)
+    for n in reversed(range(0, d_in.shape[0], width)):
+        now, following = slice(n, n + width), slice(n + width, n + 2 * width)
+        _advance(None if P is None else P[now].mT, carry[now], gradients[following], d_in[now], out=gradients[now])
+    return gradients[width:], gradients[:width].view_as(dS)
 
 
-def _gram(z: Tensor, x: Tensor, gamma: Tensor) -> Tensor:
-    """(Z Xᵀ) ⊙ Γ, `[B, H, N, z·C, J·C]`."""
-    product = z @ x.mT
-    _grid(product, gamma.shape[-1]).mul_(gamma)
+def _advance(P: Tensor | None, carry: Tensor, S: Tensor, D: Tensor, out: Tensor) -> None:
+    if P is None:
+        torch.addcmul(D, carry, S, out=out)
+    else:
+        torch.baddbmm(D, P, S, out=out)
+
+
+def _gram(s: Segment) -> Tensor:
+    """(Z Xᵀ) ⊙ Γ, `[m, z·C, J·C]`."""
+    product = s.z @ s.x.mT
+    C = s.gamma.shape[-1]
+    _grid(product.unflatten(-1, (-1, C)), C).mul_(s.gamma)
     return product
 
 
-def _grid(matrix: Tensor, C: int) -> Tensor:
-    """`[…, z·C, J·C]` → `[…, z, C, J, C]`."""
-    return matrix.unflatten(-1, (-1, C)).unflatten(-3, (-1, C))
-
-
-def _grid_rows(vector: Tensor, C: int) -> Tensor:
-    """`[…, J·C]` → `[…, J, C]`."""
-    return vector.unflatten(-1, (-1, C))
+def _grid(rows: Tensor, C: int) -> Tensor:
+    """`[m, z·C, …]` → `[m, z, C, …]`."""
+    return rows.unflatten(1, (-1, C))
 
 
 def _scale(rows: Tensor, weight: Tensor) -> Tensor:
-    """`[…, z·C, K]` times a weight a row, `[…, z or 1, C, 1]`."""
-    return (rows.unflatten(-2, (-1, weight.shape[-2])) * weight).flatten(-3, -2)
+    """`[m, J·C, K]` times a weight a token, `[m, 1, C, 1]`."""
+    return (_grid(rows, weight.shape[2]) * weight).flatten(1, 2)
 
 
-def _lay(x: Tensor, C: int, writes: bool = False) -> Tensor:
-    """`[B, R, H, …]` → `[B, H, N, C, …]` (writes: `[B, H, N, L·C, …]`), padded with zero rows: identities."""
-    short = -x.shape[1] % C
-    if short:
-        x = torch.cat([x, x.new_zeros(x.shape[0], short, *x.shape[2:])], 1)
-    x = x.unflatten(1, (-1, C)).movedim(3, 1)
-    return x.transpose(-3, -2).flatten(-3, -2) if writes else x.contiguous()
+def _lay_into(target: Tensor, source: Tensor, start: int, length: int) -> None:
+    """Rows start … start + length of `[B, R, H, (L,) …]` into chunks `[m, C, …]` (`[m, L·C, …]`), zeros past the end.
+
+    A zero row is an identity, so a last chunk may be cut short.
+    """
+    view = _as_chunks(target, source, length)
+    N, C = view.shape[1], view.shape[2]
+    whole = length // C
+    piece = source.narrow(1, start, length)
+    view[:, :whole] = piece[:, : whole * C].unflatten(1, (whole, C)) if whole else view[:, :0]
+    if whole < N:
+        view[:, whole, : length - whole * C] = piece[:, whole * C :]
+        view[:, whole, length - whole * C :] = 0
 
 
-def _unlay(x: Tensor, length: int, writes: int | None = None) -> Tensor:
-    """The inverse of `_lay`."""
-    if writes is not None:
-        x = x.unflatten(-2, (writes, -1)).transpose(-3, -2)
-    return x.flatten(2, 3).transpose(1, 2)[:, :length]
+def _unlay_into(target: Tensor, chunks: Tensor, start: int, length: int) -> None:
+    """The inverse of `_lay_into`."""
+    view = _as_chunks(chunks, target, length)
+    N, C = view.shape[1], view.shape[2]
+    whole = length // C
+    piece = target.narrow(1, start, length)
+    if whole:
+        piece[:, : whole * C].unflatten(1, (whole, C)).copy_(view[:, :whole])
+    if whole < N:
+        piece[:, whole * C :] = view[:, whole, : length - whole * C]
+
+
+def _as_chunks(chunks: Tensor, rows: Tensor, length: int) -> Tensor:
+    """`[m, (L·)C, …]` seen as `[B, N, C, H, (L,) …]`, the order of `rows` `[B, R, H, (L,) …]`."""
+    B, H = rows.shape[0], rows.shape[2]
+    view = chunks.unflatten(0, (-1, B, H))  # [N, B, H, C, ...]
+    if rows.ndim == 5:
+        view = view.unflatten(3, (rows.shape[3], -1)).transpose(3, 4)  # [N, B, H, C, L, ...]
+    return view.movedim((0, 3), (1, 2))
