@@ -1,0 +1,79 @@
+"""The command line: thin. Each command is a typed function in a module of its own, imported only when it is chosen."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple, NoReturn
+
+
+class Command(NamedTuple):
+    target: str
+    """`module:function`; the function's arguments become flags through tyro."""
+    summary: str
+
+
+COMMANDS = {
+    "rules": Command("prism.cli.rules:rules", "the table of all rules: what they forget, write and cost"),
+    "probe mqar": Command("prism.cli.probe:mqar", "train small models on associative recall and draw what they remember"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `prism …`; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        from prism import __version__
+
+        print(__version__)
+        return 0
+    name, rest = _choose(words)
+    module, function = COMMANDS[name].target.split(":")
+    try:
+        import tyro
+
+        run = getattr(import_module(module), function)
+        return tyro.cli(run, prog=f"prism {name}", args=rest) or 0
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("PRISM_DEBUG") == "1":
+            raise
+        print(f"prism {name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _choose(words: list[str]) -> tuple[str, list[str]]:
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in COMMANDS:
+            return name, words[length:]
+    group = [name for name in COMMANDS if name.split()[0] == words[0]]
+    if group:
+        wanted = "" if len(words) < 2 or words[1] in ("-h", "--help") else f" unknown command {words[1]!r};"
+        if not wanted and len(words) > 1:
+            print(_overview(group))
+            raise SystemExit(0)
+        _fail(f"prism {words[0]}:{wanted} choose from {', '.join(name.split()[1] for name in group)}")
+    asked = " ".join(words[:2])
+    close = difflib.get_close_matches(asked, COMMANDS, 1) or difflib.get_close_matches(words[0], COMMANDS, 1)
+    hint = f" (did you mean `prism {close[0]}`?)" if close else ""
+    _fail(f"prism: unknown command {words[0]!r}{hint}; `prism --help` lists them all")
+
+
+def _fail(sentence: str) -> NoReturn:
+    print(sentence, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _overview(names: Sequence[str] = ()) -> str:
+    lines = ["usage: prism COMMAND [options]        (each command has its own --help)", ""]
+    lines += [f"  {name:<14} {command.summary}" for name, command in COMMANDS.items() if not names or name in names]
+    return "\n".join(lines)
