@@ -1,6 +1,9 @@
-"""Modules: one mixer for all rules, and the state it hands on."""
+"""Modules: one mixer for all rules, the state it hands on, blocks, and stacks of them as patterns."""
 
+from prism.nn.block import Block
 from prism.nn.mixer import Mixer
+from prism.nn.parameters import no_weight_decay
+from prism.nn.pattern import LayerSpec, parse_layers
 from prism.nn.state import State
 
-__all__ = ["Mixer", "State"]
+__all__ = ["Block", "LayerSpec", "Mixer", "State", "no_weight_decay", "parse_layers"]

@@ -1,0 +1,31 @@
+"""Models that other tools know how to use: one language model for all rules, in the transformers library's shape.
+
+Importing this package makes `AutoConfig` know PRISM's configuration; making a configuration makes `AutoModel` and
+`AutoModelForCausalLM` know its models (see config.py). Nothing heavier than a configuration is imported before that.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from prism.models.config import PrismConfig
+
+if TYPE_CHECKING:
+    from prism.models.cache import PrismCache
+    from prism.models.language import PrismForCausalLM, PrismModel
+
+_LAZY = {
+    "PrismCache": "prism.models.cache",
+    "PrismModel": "prism.models.language",
+    "PrismForCausalLM": "prism.models.language",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'prism.models' has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+__all__ = ["PrismCache", "PrismConfig", "PrismForCausalLM", "PrismModel"]

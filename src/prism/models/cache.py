@@ -1,0 +1,107 @@
+"""What generation carries along: one state per layer, and how many tokens they have seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from prism.nn.state import State
+
+
+class PrismCache(Cache):
+    """The states of a stack, in the shape that transformers' `generate` expects of a cache.
+
+    It has no growing part of its own: its size is that of the layers' states, which for every rule with `constant_state`
+    does not depend on the number of tokens.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.states: list[State] = []
+        self.tokens = 0
+
+    def update(self, states: list[State], tokens: int) -> None:  # type: ignore[override]
+        """Take the states after `tokens` more columns (padding included, as transformers counts)."""
+        self.states = states
+        self.tokens += tokens
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.states)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by a flat name, for saving; `load` is the inverse."""
+        named = {f"{i}.{name}": x for i, state in enumerate(self.states) for name, x in state.tensors().items()}
+        return {**named, "tokens": torch.tensor(self.tokens)}
+
+    @classmethod
+    def load(cls, tensors: dict[str, Tensor]) -> PrismCache:
+        cache, layers = cls(), dict[int, dict[str, Tensor]]()
+        for key, x in tensors.items():
+            if key != "tokens":
+                layer, name = key.split(".", 1)
+                layers.setdefault(int(layer), {})[name] = x
+        cache.update([State.load(layers[i]) for i in sorted(layers)], int(tensors["tokens"]))
+        return cache
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __repr__(self) -> str:
+        return f"PrismCache(layers={len(self.states)}, tokens={self.tokens}, nbytes={self.nbytes})"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1  # no maximum
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    def reset(self) -> None:
+        self.states, self.tokens = [], 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.states = [state.index_select(beam_idx) for state in self.states]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.states = [state.map(lambda x: x.repeat_interleave(repeats, 0)) for state in self.states]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError(
+            "a memory of fixed size cannot forget its last tokens: crop needs an earlier copy of the cache"
+        )
+
+    def copy(self) -> PrismCache:
+        """A cache that goes its own way from here. States are never written to, so nothing is duplicated."""
+        twin = PrismCache()
+        twin.update(list(self.states), self.tokens)
+        return twin
+
+    @property
+    def batch_size(self) -> int:
+        sizes = [len(x) for state in self.states for x in state.tensors().values()]
+        return sizes[0] if sizes else -1
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.states)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    @property
+    def is_sliding(self) -> Any:
+        return [False] * len(self.states)

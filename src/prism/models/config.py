@@ -1,0 +1,96 @@
+"""What a language model is, in numbers and rules' names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from prism.nn.pattern import LayerSpec, parse_layers
+
+
+class PrismConfig(PreTrainedConfig):
+    """One configuration for every rule and every hybrid of rules.
+
+    Args:
+        vocab_size: number of tokens; 256 is one per byte.
+        hidden_size: width of the model.
+        num_heads: heads of every mixer (a rule may have its own: the option `heads`).
+        layers: a pattern such as `"prism*3+softmax"`, or a list of rules (see prism/nn/pattern.py): one period.
+        num_hidden_layers: how many layers; the period is repeated, and cut, to that many. One period unless given.
+        rule_options: options by rule, `{"prism": {"steps": 3}, "softmax": {"kv_heads": 2}}`; what a layer of the list says
+            itself goes before.
+        intermediate_size: of the SwiGLU; 8/3 of the width, up to the next multiple of 64, unless given.
+        norm_eps: of the norms between mixers and SwiGLUs.
+        initializer_range: standard deviation of embeddings and linear maps at the start; gates start as their rule says.
+        tie_word_embeddings: one matrix for tokens in and out.
+        use_cache: whether a forward pass outside training returns its state.
+    """
+
+    model_type: ClassVar[str] = "prism"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
+
+    def __init__(
+        self,
+        vocab_size: int = 256,
+        hidden_size: int = 512,
+        num_heads: int = 4,
+        layers: str | Sequence[Any] = "prism",
+        num_hidden_layers: int | None = None,
+        *,
+        rule_options: dict[str, dict[str, Any]] | None = None,
+        intermediate_size: int | None = None,
+        norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        tie_word_embeddings: bool = True,
+        use_cache: bool = True,
+        pad_token_id: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        for name, value in {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads}.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.layers = layers if isinstance(layers, str) else list(layers)
+        self.num_hidden_layers = len(parse_layers(layers, num_hidden_layers))
+        self.rule_options = {} if rule_options is None else rule_options
+        self.intermediate_size = -(-hidden_size * 8 // 3 // 64) * 64 if intermediate_size is None else intermediate_size
+        self.norm_eps = norm_eps
+        self.initializer_range = initializer_range
+        self.tie_word_embeddings = tie_word_embeddings
+        self.use_cache = use_cache
+        self.pad_token_id = pad_token_id
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        super().__init__(**kwargs)
+        self._check_rule_options()
+        import_module("prism.models.language")  # registers the models with transformers' Auto classes
+
+    @property
+    def layer_plan(self) -> list[LayerSpec]:
+        """Every layer's rule and all of its options."""
+        plan = parse_layers(self.layers, self.num_hidden_layers)
+        return [LayerSpec(rule, {**self.rule_options.get(rule, {}), **options}) for rule, options in plan]
+
+    def _check_rule_options(self) -> None:
+        used = {layer.rule for layer in parse_layers(self.layers)}
+        for rule, options in self.rule_options.items():
+            if rule not in used:
+                raise ValueError(f"rule_options names {rule!r}, which is not in layers: {', '.join(sorted(used))}")
+            if not isinstance(options, dict):
+                raise ValueError(f"rule_options[{rule!r}] must be a dict of options, got {options!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrismConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+AutoConfig.register("prism", PrismConfig, exist_ok=True)

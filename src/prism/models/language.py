@@ -1,0 +1,295 @@
+"""ONE language model for all rules: embeddings, a stack of blocks, a norm, a head.
+
+Design choices
+- A layer is a `Block` around a `Mixer`; which rule it runs is configuration. There is no modelling file per mechanism.
+- Positions belong to the rules that use them, so that `position_ids` only say where packed documents start (at 0).
+- The cache holds the mixers' states. They are never written to: a forward pass makes new ones.
+- Initialisation draws every parameter in full, on the CPU, in one order, whatever device or sharding the model has: the
+  same seed is the same model. Gates and everything else that a rule sets itself start as the rule says.
+- Weights are safetensors; a pickle can run code when it is opened, so none is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from prism import rules
+from prism.models.cache import PrismCache
+from prism.models.config import PrismConfig
+from prism.nn.block import Block, place_options
+from prism.nn.parameters import assign, gates
+from prism.nn.pattern import LayerSpec
+from prism.nn.state import State
+from prism.rules.rule import Rule
+
+
+class PrismLayer(GradientCheckpointingLayer, Block):
+    """A block that knows its place in the configuration."""
+
+    def __init__(self, config: PrismConfig, index: int, spec: LayerSpec) -> None:
+        options = {**place_options(spec.rule, index, config.num_hidden_layers), **spec.options}
+        heads = options.pop("heads", config.num_heads)
+        super().__init__(spec.rule, config.hidden_size, heads, config.intermediate_size, config.norm_eps, **options)
+        self.recipe = (spec.rule, config.hidden_size, heads, options)
+
+    def fresh_rule(self) -> Rule:
+        """The rule as it starts, built anew in float32 on the CPU."""
+        name, width, heads, options = self.recipe
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.device("cpu"):
+                return rules.get(name).build(width, heads, **options)
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+class PrismPreTrainedModel(PreTrainedModel):
+    config_class = PrismConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["PrismLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _is_stateful = True  # its cache cannot be cropped, so generate refuses to guess tokens ahead
+
+    def __init__(self, config: PrismConfig) -> None:
+        super().__init__(config)
+
+    def post_init(self) -> None:
+        self._keep_in_fp32_modules_strict = set(gates(self))
+        for gate in gates(self).values():  # a model built under a half-precision default
+            if gate.dtype in (torch.bfloat16, torch.float16):
+                gate.data = gate.data.float()
+        super().post_init()
+
+    def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
+        super()._initialize_weights(
+            module
+        )  # as a native model: without the shortcut for code that ignores what is loaded
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Called children first, so that what a rule sets itself overrides the general case."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            _start(module.weight, lambda shape: torch.normal(0.0, self.config.initializer_range, shape, device="cpu"))
+        elif isinstance(module, nn.RMSNorm):
+            _start(module.weight, lambda shape: torch.ones(shape, device="cpu"))
+        elif isinstance(module, PrismLayer):
+            own = dict(module.mixer.rule.named_parameters())
+            if all(_is_loaded(parameter) for parameter in own.values()):
+                return
+            drawn = {
+                f"{name}.weight" for name, part in module.mixer.rule.named_modules() if isinstance(part, nn.Linear)
+            }
+            for name, value in module.fresh_rule().named_parameters():
+                if name not in drawn or bool((value == value.flatten()[0]).all()):  # a constant is a rule's intention
+                    _start(own[name], lambda shape, value=value: value)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> PrismPreTrainedModel:
+        _refuse_pickles(pretrained_model_name_or_path, kwargs)
+        kwargs["use_safetensors"] = True
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+
+class PrismModel(PrismPreTrainedModel):
+    """Tokens in, hidden states out."""
+
+    def __init__(self, config: PrismConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(PrismLayer(config, i, spec) for i, spec in enumerate(config.layer_plan))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: PrismCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        reset: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Hidden states `[B, T, hidden_size]`, and with `use_cache` the states after the last token.
+
+        Args:
+            input_ids: `[B, T]`, or `inputs_embeds` `[B, T, hidden_size]` in their place.
+            attention_mask: `[B, T]`, or `[B, tokens in the cache + T]`; 0 is padding, on either side or between.
+            position_ids: `[B, T]`; where one is 0 a document starts. They have no other use: rules count for themselves.
+            past_key_values: what an earlier call returned.
+            reset: `[B, T]` bool, says the same as `position_ids == 0`.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T = x.shape[:2]
+        if past_key_values is not None and not isinstance(past_key_values, PrismCache):
+            raise ValueError(f"past_key_values must be a PrismCache, got {type(past_key_values).__name__}")
+        if use_cache is None:
+            use_cache = past_key_values is not None or (self.config.use_cache and not self.training)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        states: list[Any] = past_key_values.states if past_key_values is not None else []
+        mask = _padding_mask(attention_mask, B, T)
+        reset = _document_starts(reset, position_ids, B, T, fresh=not states)
+        shared: dict[str, Tensor] = {}
+        hidden, new = [x], []
+        for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
+            x, state = layer(x, state, mask, reset, shared)
+            hidden.append(x)
+            new.append(state)
+        x = self.norm(x)
+        cache = None
+        if use_cache:
+            cache = PrismCache() if past_key_values is None else past_key_values
+            cache.update(new, T)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=cache,
+            hidden_states=(*hidden[:-1], x) if output_hidden_states else None,
+        )
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+
+class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
+    """A language model: logits of the next token."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: PrismConfig) -> None:
+        super().__init__(config)
+        self.model = PrismModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: PrismCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        reset: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits `[B, T, vocab_size]`; the arguments of `PrismModel.forward`, and
+
+        Args:
+            labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is left out of the loss.
+            logits_to_keep: how many of the last tokens get logits (0: all), or which (indices).
+        """
+        out = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            reset,
+            output_hidden_states,
+            return_dict=True,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("position_ids", None)  # generate counts them from the mask; a 0 would look like a new document
+        return inputs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation {generation_config.cache_implementation!r} is for growing caches: "
+                "this model brings its own, leave it out"
+            )
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = PrismCache()
+
+
+def _padding_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    """`[B, T]` bool for the mixers, or None if nothing is padding."""
+    if attention_mask is None:
+        return None
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2 or attention_mask.shape[1] < tokens:
+        raise ValueError(
+            f"attention_mask must be [B, T] = {[batch, tokens]}, or longer by the tokens in the cache, "
+            f"got {list(getattr(attention_mask, 'shape', [])) or type(attention_mask).__name__}"
+        )
+    mask = attention_mask[:, -tokens:].bool()
+    if not torch.compiler.is_compiling() and bool(mask.all()):
+        return None
+    return mask
+
+
+def _document_starts(
+    reset: Tensor | None, position_ids: Tensor | None, batch: int, tokens: int, fresh: bool
+) -> Tensor | None:
+    """`[B, T]` bool, or None if no document starts here (the first token of an empty cache need not say so)."""
+    if reset is None:
+        if position_ids is None:
+            return None
+        reset = (position_ids == 0).expand(batch, -1)
+    if tuple(reset.shape) != (batch, tokens):
+        raise ValueError(f"reset and position_ids must be [B, T] = {[batch, tokens]}, got {list(reset.shape)}")
+    reset = reset.bool()
+    if not torch.compiler.is_compiling() and not bool(reset[:, 1 if fresh else 0 :].any()):
+        return None
+    return reset
+
+
+def _is_loaded(parameter: Tensor) -> bool:
+    return getattr(parameter, "_is_hf_initialized", False)
+
+
+def _start(parameter: Tensor | None, draw: Any) -> None:
+    if parameter is not None and not _is_loaded(parameter):
+        assign(parameter, draw(tuple(parameter.shape)))
+
+
+def _refuse_pickles(source: Any, kwargs: dict[str, Any]) -> None:
+    """Opening a pickle can run any code in it; what has only pickles is named, with what to do about it."""
+    path = Path(str(source))
+    pickles = (
+        sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")) if path.is_dir() else []
+    )
+    if path.is_file() and path.suffix != ".safetensors":
+        pickles = [path.name]
+    only = path.is_file() or not any(path.glob("*.safetensors"))
+    if (pickles and only) or kwargs.get("use_safetensors") is False:
+        raise ValueError(
+            f"{source} holds weights as a pickle ({', '.join(pickles) or 'use_safetensors=False'}), which can run code when "
+            "opened: only safetensors are loaded, convert them with safetensors.torch.save_file"
+        )
+
+
+AutoModel.register(PrismConfig, PrismModel, exist_ok=True)
+AutoModelForCausalLM.register(PrismConfig, PrismForCausalLM, exist_ok=True)

@@ -1,0 +1,58 @@
+"""Which parameters are special: gates stay in float32, and neither they nor norms and biases are decayed.
+
+A *gate* is a parameter that a rule owns itself (A_log, dt_bias, a skip, γ, the mix of a token shift …), as against the
+weights of its maps, convolutions and norms. Gates are few, sit in exponents or near 1, and do not survive 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from prism.rules.parts import ShortConv
+from prism.rules.rule import Rule
+
+_WEIGHTS = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, ShortConv)
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def gates(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The gates of every rule in `module`, by name."""
+    return dict(_gates(module))
+
+
+def _gates(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for place, rule in module.named_modules():
+        if not isinstance(rule, Rule):
+            continue
+        for inner, owner in rule.named_modules(prefix=place):
+            if not isinstance(owner, _WEIGHTS):
+                for name, parameter in owner.named_parameters(recurse=False):
+                    yield (f"{inner}.{name}" if inner else name), parameter
+
+
+def no_weight_decay(module: nn.Module) -> set[str]:
+    """The names of parameters that an optimiser should not decay: gates, skips, norms and biases."""
+    small = {name for name, parameter in module.named_parameters() if parameter.ndim < 2}
+    return small | set(gates(module))
+
+
+@torch.no_grad()
+def keep_gates_exact(module: nn.Module, before: dict[str, Tensor]) -> None:
+    """After a conversion to half precision: give the gates back their float32 values, on the device they are on now."""
+    for name, gate in gates(module).items():
+        if gate.dtype in _HALF:
+            gate.data = before[name].to(gate.device, torch.float32)
+
+
+@torch.no_grad()
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter a value. A sharded one takes its shard, so that its start does not depend on how it is sharded."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    value = value.to(parameter.device, parameter.dtype)
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter.copy_(value)

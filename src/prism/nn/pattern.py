@@ -1,0 +1,71 @@
+"""Layer patterns: a stack of rules as a string, `"prism*3+softmax"`, or as a list.
+
+A pattern is one period. It is repeated, and cut, to the number of layers asked for.
+
+    pattern = term ("+" term)*          term = rule ["*" count]
+    list    = entries that are a rule's name, {"rule": name, option: value, …} or (name, {option: value, …})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from prism import rules
+
+
+class LayerSpec(NamedTuple):
+    """One layer: its rule and the options that belong to this layer alone."""
+
+    rule: str
+    options: dict[str, Any]
+
+
+def parse_layers(layers: str | Sequence[Any], count: int | None = None) -> list[LayerSpec]:
+    """The layers of a stack of `count` (None: one period).
+
+    >>> [layer.rule for layer in parse_layers("prism*2+softmax", 4)]
+    ['prism', 'prism', 'softmax', 'prism']
+    """
+    period = _parse_string(layers) if isinstance(layers, str) else _parse_list(layers)
+    if count is None:
+        return period
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"num_hidden_layers must be a whole number ≥ 1, got {count!r}")
+    return [period[i % len(period)] for i in range(count)]
+
+
+def _parse_string(pattern: str) -> list[LayerSpec]:
+    period: list[LayerSpec] = []
+    for term in pattern.split("+"):
+        name, star, times = (part.strip() for part in term.partition("*"))
+        if not name or (star and not (times.isdecimal() and int(times) > 0)):
+            raise ValueError(
+                f"layers has the pattern {pattern!r}, where {term.strip()!r} is not a rule or rule*count; "
+                "write for example 'prism*3+softmax'"
+            )
+        period += [_layer(name, {})] * (int(times) if star else 1)
+    return period
+
+
+def _parse_list(entries: Sequence[Any]) -> list[LayerSpec]:
+    if not isinstance(entries, Sequence) or not entries:
+        raise ValueError(f"layers must be a pattern such as 'prism*3+softmax' or a list of rules, got {entries!r}")
+    return [_parse_entry(entry) for entry in entries]
+
+
+def _parse_entry(entry: Any) -> LayerSpec:
+    if isinstance(entry, str):
+        return _layer(entry, {})
+    if isinstance(entry, dict) and isinstance(entry.get("rule"), str):
+        return _layer(entry["rule"], {name: value for name, value in entry.items() if name != "rule"})
+    if isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], str) and isinstance(entry[1], dict):
+        return _layer(entry[0], dict(entry[1]))
+    raise ValueError(
+        f"layers has the entry {entry!r}: expected a rule's name, {{'rule': name, option: value}} or (name, options)"
+    )
+
+
+def _layer(name: str, options: dict[str, Any]) -> LayerSpec:
+    rules.get(name)  # an unknown rule is named here, before anything is built
+    return LayerSpec(name, options)
