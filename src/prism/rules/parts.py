@@ -119,8 +119,8 @@ class Rotary(nn.Module):
             raise ValueError(f"key_dim must be even for rotary positions, got {key_dim}")
         pairs = key_dim // 2
         # RetNet spaces its angles over [0, 1] with the end point, RoPE without it.
-        exponent = torch.linspace(0, 1, pairs) if endpoint else torch.arange(pairs) / pairs
-        self.frequencies = [base ** -float(e) for e in exponent]
+        last = max(1, pairs - 1) if endpoint else pairs
+        self.frequencies = [base ** -(i / last) for i in range(pairs)]
         self.interleaved = interleaved
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
