@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from prism import rules
 from prism.engine import memory
+from prism.nn.parameters import gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.span import Span
 
@@ -55,6 +57,7 @@ class Mixer(nn.Module):
         reset: Tensor | None = None,
         form: str = "auto",
         backend: str = "auto",
+        shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, State]:
         """x `[B, T, width]` → `[B, T, width]` and the state after the last real token.
 
@@ -63,6 +66,8 @@ class Mixer(nn.Module):
             mask: `[B, T]` bool, False is padding, left, right or between: it changes neither the other outputs nor the
                 state, and its own outputs are zero.
             reset: `[B, T]` bool, a document starts here: nothing before it is seen. Ignored on padding.
+            shared: in a stack, one dict for all layers of a pass, new for every pass: some rules leave a tensor there for
+                the layers above (RWKV-7 its first value).
         """
         self._check(x, mask, reset)
         state = State() if state is None else state
@@ -72,7 +77,7 @@ class Mixer(nn.Module):
             order = torch.argsort(~mask, dim=1, stable=True)
             x, mask = _reorder(x, order), mask.gather(1, order)
             reset = None if reset is None else reset.gather(1, order) & mask
-        span = Span(mask, reset)
+        span = Span(mask, reset, shared)
         update, carry, extra = self.rule.update(x, state.carry, span)
         o, new = memory(update, state.memory, form, backend)
         y = self.rule.output(o, x, extra)
@@ -80,11 +85,13 @@ class Mixer(nn.Module):
             y = _reorder(torch.where(span.mask.unsqueeze(-1), y, 0.0), order.argsort(1))  # type: ignore[union-attr]
         return y, State(new, {name: value for name, value in carry.items() if value.numel()})
 
-    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def step(
+        self, x: Tensor, state: State | None = None, shared: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, State]:
         """One token, x `[B, width]` → `[B, width]`."""
         if x.ndim != 2:
             raise ValueError(f"step takes one token a row: x must be [B, {self.rule.width}], got shape {list(x.shape)}")
-        y, state = self(x.unsqueeze(1), state)
+        y, state = self(x.unsqueeze(1), state, shared=shared)
         return y.squeeze(1), state
 
     def _check(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> None:
@@ -95,6 +102,13 @@ class Mixer(nn.Module):
                 raise ValueError(
                     f"{name} must be bool of shape [B, T] = {list(x.shape[:2])}, got {flag.dtype} {list(flag.shape)}"
                 )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mixer:
+        """What `.to`, `.half` and `.bfloat16` call: gates move with the mixer but stay in float32."""
+        before = {name: gate.data for name, gate in gates(self).items()}
+        super()._apply(fn, recurse)
+        keep_gates_exact(self, before)
+        return self
 
     def extra_repr(self) -> str:
         return f"rule={self.rule.name!r}, state_size={self.state_size}, write_rank={self.write_rank}"

@@ -12,8 +12,19 @@ from prism.rules.rule import Rule
 
 _RULES = {
     "prism": "prism.rules.prism:Prism",
-    "linear": "prism.rules.linear:Linear",
     "gated_delta": "prism.rules.delta:GatedDelta",
+    "delta": "prism.rules.delta:Delta",
+    "delta_product": "prism.rules.delta_product:DeltaProduct",
+    "kda": "prism.rules.kda:Kda",
+    "rwkv7": "prism.rules.rwkv7:Rwkv7",
+    "linear": "prism.rules.linear:Linear",
+    "retnet": "prism.rules.retention:RetNet",
+    "lightning": "prism.rules.retention:Lightning",
+    "gated_retention": "prism.rules.retention:GatedRetention",
+    "mamba2": "prism.rules.mamba:Mamba2",
+    "gla": "prism.rules.gla:Gla",
+    "hgrn2": "prism.rules.gla:Hgrn2",
+    "rwkv6": "prism.rules.rwkv6:Rwkv6",
     "softmax": "prism.rules.softmax:Softmax",
     "sliding_window": "prism.rules.softmax:SlidingWindow",
 }

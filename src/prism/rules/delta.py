@@ -34,7 +34,7 @@ class Projections(NamedTuple):
 
 
 class DeltaFamily(Rule):
-    """Shared by all rules that erase along the key they write. Subclasses say how they forget."""
+    """Shared by all rules that erase along the key they write, after no decay, one per head (`forget_gate`) or their own."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class DeltaFamily(Rule):
         gate: bool,
         conv_size: int = 4,
         negative_eigenvalues: bool = False,
+        forget_gate: bool = False,
         substeps: int = 1,
     ) -> None:
         super().__init__(width, heads, key_dim, value_dim, write_rank=substeps)
@@ -57,12 +58,14 @@ class DeltaFamily(Rule):
         self.conv = ShortConv(sum(self.sizes), conv_size)
         self.beta = nn.Linear(width, substeps * heads, bias=False)
         self.norm = HeadNorm(value_dim)
-        self.gate = nn.Linear(width, values, bias=False) if gate else None
+        self.gate: nn.Module | None = nn.Linear(width, values, bias=False) if gate else None
         self.out = nn.Linear(values, width, bias=False)
+        self.decay_in: nn.Module | None = nn.Linear(width, heads, bias=False) if forget_gate else None
+        self.decay: SoftplusDecay | None = SoftplusDecay(heads) if forget_gate else None
 
     def log_decay(self, x: Tensor) -> Tensor | None:
         """`[B, T, H]`, `[B, T, H, K]` or None."""
-        return None
+        return None if self.decay is None or self.decay_in is None else self.decay(self.decay_in(x))
 
     def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
         mixed, window = self.conv(self.qkv(x), carry.get("conv"), span)
@@ -154,9 +157,5 @@ class GatedDelta(DeltaFamily):
             gate=gate,
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
+            forget_gate=True,
         )
-        self.decay_in = nn.Linear(width, heads, bias=False)
-        self.decay = SoftplusDecay(heads)
-
-    def log_decay(self, x: Tensor) -> Tensor:
-        return self.decay(self.decay_in(x))

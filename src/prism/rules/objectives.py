@@ -4,7 +4,7 @@ A rule of this view is one (or several) steps of gradient descent on an objectiv
 
     S ← keep ⊙ S;   S ← S - rate · ∂loss/∂S
 
-Memories are key-first, `[K, V]`: the answer to k is Sᵀk. `tests/test_objectives.py` shows by autograd that each rule's
+Memories are key-first, `[K, V]`: the answer to k is Sᵀk. `tests/rules/test_objectives.py` shows by autograd that each rule's
 update is exactly that.
 """
 
@@ -53,5 +53,6 @@ CORRELATION = Objective("-⟨Sk, v⟩", _correlation)
 DECAYED_CORRELATION = Objective("-⟨Sk, v⟩ + decay", _correlation)
 REGRESSION = Objective("½‖Sk - v‖²", _squared_error)
 DECAYED_REGRESSION = Objective("½‖Sk - v‖² + decay", _squared_error)
+REPEATED_REGRESSION = Objective("½‖Sk - v‖², several steps", _squared_error)
 GENERALISED_REGRESSION = Objective("generalised ½‖Sk - v‖²")
 RESIDUAL_PROXY = Objective("proxy of ½‖σ(Sk) - v‖²")

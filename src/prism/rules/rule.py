@@ -68,3 +68,12 @@ def construct(cls: type[Rule], width: int, heads: int, options: dict[str, Any]) 
 def per_head(width: int, heads: int, given: int | None, ratio: float = 1.0) -> int:
     """A head's size: what was asked for, or its share of `ratio · width`."""
     return max(1, int(width * ratio) // heads) if given is None else given
+
+
+def depth(layer_index: int, layer_count: int) -> float:
+    """Where a layer stands in its stack: 0 is the first, 1 the last, 0 if it is alone."""
+    if not isinstance(layer_count, int) or layer_count < 1:
+        raise ValueError(f"layer_count must be a whole number ≥ 1, got {layer_count!r}")
+    if not isinstance(layer_index, int) or not 0 <= layer_index < layer_count:
+        raise ValueError(f"layer_index must be one of 0 … layer_count - 1 = {layer_count - 1}, got {layer_index!r}")
+    return layer_index / max(1, layer_count - 1)

@@ -15,10 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Span:
-    """T tokens of B rows. `mask` `[B, T]`: real tokens first, then padding. `reset` `[B, T]`: a document starts here."""
+    """T tokens of B rows. `mask` `[B, T]`: real tokens first, then padding. `reset` `[B, T]`: a document starts here.
+
+    `shared` is a dict that one pass hands from layer to layer (RWKV-7's first value); None outside a stack.
+    """
 
     mask: Tensor | None = None
     reset: Tensor | None = None
+    shared: dict[str, Tensor] | None = None
 
     @cached_property
     def lengths(self) -> Tensor | None:

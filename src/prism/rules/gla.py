@@ -1,0 +1,96 @@
+"""Linear attention with a decay per key channel.
+
+    S_t = Diag(α_t) S_{t-1} + k_t v_tᵀ
+
+    GLA     α = σ(W₂W₁x + b)^{1/16}, a low-rank gate                                              (Yang et al., 2023)
+    HGRN2   α = f = γ + (1 - γ)σ(W_f x) and k = 1 - f: what is forgotten makes room for what is written   (Qin et al., 2024)
+
+HGRN2's lower bound γ grows with the layer: the share of a softmax over all layers that layers 1 … ℓ hold, so layer 0 has
+none. Published models keep one table of logits for the whole stack; here every layer owns such a table, with the same
+start (zeros: γ = ℓ/Λ), so that a layer can be built, saved and trained alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.rules.decays import log_sigmoid_decay
+from prism.rules.hebbian import HebbianFamily, Projections
+from prism.rules.norms import HeadNorm, WidthNorm
+from prism.rules.objectives import DECAYED_CORRELATION
+from prism.rules.parts import Carry, LowRank, at_least_float32, split_heads
+from prism.rules.rule import depth, per_head
+from prism.rules.span import Span
+
+
+class Gla(HebbianFamily):
+    """Defaults as published: H·K = width / 2, H·V = width, a gate of rank 16."""
+
+    name = "gla"
+    objective = DECAYED_CORRELATION
+    forgetting = "per channel"
+    transition = "diagonal"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        gate_rank: int = 16,
+        conv_size: int = 1,
+    ) -> None:
+        K, V = per_head(width, heads, key_dim, ratio=0.5), per_head(width, heads, value_dim)
+        super().__init__(width, heads, K, V, conv_size=conv_size, activation=conv_size > 1)
+        self.decay_in = LowRank(width, heads * K, gate_rank, bias=True)
+        self.norm = HeadNorm(V)
+        self.gate = nn.Linear(width, heads * V, bias=False)
+
+    def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
+        p = super().project(x, carry, span)
+        log_decay = split_heads(log_sigmoid_decay(self.decay_in(x)), self.heads)
+        return p._replace(q=p.q * self.key_dim**-0.5, log_decay=log_decay)
+
+
+class Hgrn2(HebbianFamily):
+    """Defaults as published: K = V = width / heads (128). SiLU on q only; the answer is normalised over all heads, ungated."""
+
+    name = "hgrn2"
+    objective = DECAYED_CORRELATION
+    forgetting = "per channel, bounded below"
+    transition = "diagonal"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 1,
+        layer_index: int = 0,
+        layer_count: int = 1,
+    ) -> None:
+        depth(layer_index, layer_count)  # checks them
+        K, V = per_head(width, heads, key_dim), per_head(width, heads, value_dim)
+        super().__init__(width, heads, K, V, conv_size=conv_size, activation=False)
+        self.layer_index = layer_index
+        self.bound = nn.Parameter(torch.zeros(layer_count, heads * K))
+        self.norm = WidthNorm(heads, V)
+
+    def log_bound(self) -> tuple[Tensor, Tensor]:
+        """log γ and log(1 - γ), each `[H, K]`; layer 0 has γ = 0, an empty sum."""
+        share = split_heads(at_least_float32(self.bound).log_softmax(0), self.heads)  # [layers, H, K]
+        first, below, above = share.split([1, self.layer_index, len(share) - 1 - self.layer_index])
+        return below.logsumexp(0), torch.cat([first, above]).logsumexp(0)
+
+    def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
+        p = super().project(x, carry, span)
+        z = at_least_float32(p.k)  # the projection that would be the key holds the logits of f
+        bound, free = self.log_bound()
+        log_decay = torch.logaddexp(bound, free + F.logsigmoid(z)).clamp(max=0.0)  # rounding may lift it above 0
+        k = (free.exp() * torch.sigmoid(-z)).to(p.v.dtype)  # 1 - f, without the cancellation
+        return p._replace(q=F.silu(p.q) * self.key_dim**-0.5, k=k, log_decay=log_decay)

@@ -1,0 +1,78 @@
+"""The Hebbian family: a token adds its value along its key, after a decay, without looking at what is there.
+
+    S_t = Diag(decay_t) S_{t-1} + k_t v_tᵀ          o_t = S_tᵀ q_t
+
+One gradient step on -⟨Sk, v⟩ with weight decay. The rules differ in how they forget (not at all, per head, per channel;
+constant or from the data), in what they do to q, k and v, and in how they normalise the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine import Update
+from prism.rules.parts import Carry, ShortConv, split_heads
+from prism.rules.rule import Rule
+from prism.rules.span import Span
+
+
+class Projections(NamedTuple):
+    """What a Hebbian rule reads off the input. `extra` goes to `output`."""
+
+    q: Tensor  # [B, T, G, K]
+    k: Tensor  # [B, T, G, K]
+    v: Tensor  # [B, T, H, V]
+    carry: dict[str, Tensor]
+    log_decay: Tensor | None = None  # [B, T, H] or [B, T, H, K]
+    extra: Any = None
+
+
+class HebbianFamily(Rule):
+    """Shared by all rules that only decay and add. Subclasses extend `project` and set `norm` and `gate`.
+
+    q, k and v come from one projection, an optional short convolution (size 1: none) and, with `activation`, SiLU.
+    `groups` (default: one per head) share q and k among heads.
+    """
+
+    norm: nn.Module
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        conv_size: int,
+        conv_bias: bool = False,
+        activation: bool,
+        groups: int | None = None,
+    ) -> None:
+        super().__init__(width, heads, key_dim, value_dim)
+        self.groups = heads if groups is None else groups
+        keys, values = self.groups * key_dim, heads * value_dim
+        self.sizes = [keys, keys, values]
+        self.qkv = nn.Linear(width, sum(self.sizes), bias=False)
+        self.conv = ShortConv(sum(self.sizes), conv_size, conv_bias, activation)
+        self.gate: nn.Module | None = None
+        self.out = nn.Linear(values, width, bias=False)
+
+    def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
+        mixed, window = self.conv(self.qkv(x), carry.get("conv"), span)
+        q, k, v = mixed.split(self.sizes, -1)
+        G, H = self.groups, self.heads
+        return Projections(split_heads(q, G), split_heads(k, G), split_heads(v, H), {"conv": window})
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
+        p = self.project(x, carry, span)
+        update = Update(p.q, p.k.unsqueeze(3), p.v.unsqueeze(3), p.log_decay, reset=span.reset, mask=span.mask)
+        return update, p.carry, p.extra
+
+    def output(self, o: Tensor, x: Tensor, extra: Any) -> Tensor:
+        return self.out(self.norm(o, None if self.gate is None else self.activate(self.gate(x))))
+
+    def activate(self, gate: Tensor) -> Tensor:
+        return F.silu(gate)

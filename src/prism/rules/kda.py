@@ -1,0 +1,77 @@
+"""Kimi Delta Attention: Gated DeltaNet with a decay of its own for every key channel.
+
+    S_t = S_{t-1} Diag(α_t)(I - β k kᵀ) + β v kᵀ                                              (Kimi team, 2025)
+
+The decay comes first, the erase sees the *decayed* state; the other order is another model. Decay and output gate are
+low-rank maps of rank V; the answer is normalised per head and multiplied by the sigmoid (not SiLU) of its gate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prism.rules.decays import SoftplusDecay
+from prism.rules.delta import DeltaFamily
+from prism.rules.objectives import DECAYED_REGRESSION
+from prism.rules.parts import LowRank, split_heads
+from prism.rules.rule import per_head
+
+
+class BoundedDecay(SoftplusDecay):
+    """Log-decay bound · σ(e^{A_log}(z + dt_bias)): never stronger than `bound` a token. A_log starts at 0."""
+
+    def __init__(self, heads: int, channels: int, bound: float) -> None:
+        super().__init__(heads, channels, a_range=(1.0, 1.0))
+        self.bound = bound
+
+    def forward(self, z: Tensor) -> Tensor:
+        z = split_heads(z.to(self.dt_bias.dtype) + self.dt_bias, len(self.A_log))
+        return self.bound * torch.sigmoid(self.A_log.exp().unsqueeze(-1) * z)
+
+
+class Kda(DeltaFamily):
+    """Defaults as published: K = V (128 at any width, with width / 128 heads).
+
+    Args:
+        lower_bound: None for the softplus gate; a negative number (-5 in the published variant) for the bounded one.
+    """
+
+    name = "kda"
+    objective = DECAYED_REGRESSION
+    forgetting = "per channel, and along the key"
+    transition = "diagonal · Householder"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        negative_eigenvalues: bool = False,
+        lower_bound: float | None = None,
+    ) -> None:
+        if lower_bound is not None and not lower_bound < 0:
+            raise ValueError(f"lower_bound is a log-decay: it must be negative or None, got {lower_bound!r}")
+        super().__init__(
+            width,
+            heads,
+            per_head(width, heads, key_dim),
+            per_head(width, heads, value_dim),
+            gate=False,
+            conv_size=conv_size,
+            negative_eigenvalues=negative_eigenvalues,
+        )
+        K, V = self.key_dim, self.value_dim
+        self.gate = LowRank(width, heads * V, rank=V, bias=True)
+        self.decay_in = LowRank(width, heads * K, rank=V)
+        if lower_bound is None:
+            self.decay = SoftplusDecay(heads, K, a_range=(1.0, 16.0))
+        else:
+            self.decay = BoundedDecay(heads, K, lower_bound)
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        assert self.gate is not None
+        return self.out(self.norm(o, self.gate(x).sigmoid()))

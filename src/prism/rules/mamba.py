@@ -1,0 +1,76 @@
+"""Mamba-2: a selective state space whose state matrix is a number per head.
+
+    S_t = exp(-Δ_t e^{A_log}) S_{t-1} + B_t (Δ_t x_t)ᵀ          y_t = S_tᵀ C_t + D x_t          (Dao & Gu, 2024)
+
+B is the key and C the query, shared by all heads of a group; x is the value. All three go through one short convolution
+with bias, and SiLU, and are neither normalised nor scaled. Unlike in the delta family the gate comes *before* the norm, and
+the norm is over all heads together (also with several groups): out(RMSNorm(y ⊙ SiLU(z))).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.rules.decays import SoftplusDecay
+from prism.rules.hebbian import HebbianFamily, Projections
+from prism.rules.norms import WidthNorm
+from prism.rules.objectives import DECAYED_CORRELATION
+from prism.rules.parts import Carry
+from prism.rules.rule import per_head
+from prism.rules.span import Span
+
+
+class Mamba2(HebbianFamily):
+    """Defaults as published: K = 128 (`d_state`), H·V = 2 · width.
+
+    Args:
+        groups: how many B and C there are; divides `heads`.
+    """
+
+    name = "mamba2"
+    objective = DECAYED_CORRELATION
+    forgetting = "per head"
+    transition = "scalar"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int = 128,
+        value_dim: int | None = None,
+        groups: int = 1,
+        conv_size: int = 4,
+    ) -> None:
+        if not isinstance(groups, int) or groups < 1 or heads % groups:
+            raise ValueError(f"groups must be a whole number that divides heads = {heads}, got {groups!r}")
+        super().__init__(
+            width,
+            heads,
+            key_dim,
+            per_head(width, heads, value_dim, ratio=2),
+            conv_size=conv_size,
+            conv_bias=True,
+            activation=True,
+            groups=groups,
+        )
+        self.decay_in = nn.Linear(width, heads, bias=False)
+        self.decay = SoftplusDecay(heads, a_range=(1.0, 16.0))
+        self.skip = nn.Parameter(torch.ones(heads))
+        self.gate = nn.Linear(width, heads * self.value_dim, bias=False)
+        self.norm = WidthNorm(heads, self.value_dim)
+
+    def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
+        p = super().project(x, carry, span)
+        z = self.decay_in(x)
+        write = p.v * self.decay.step_size(z).unsqueeze(-1).to(p.v.dtype)
+        return p._replace(v=write, log_decay=self.decay(z), extra=p.v)
+
+    def output(self, o: Tensor, x: Tensor, extra: Tensor) -> Tensor:
+        """`extra` is the value before Δ scaled it, `[B, T, H, V]`."""
+        assert self.gate is not None
+        y = o + self.skip.unsqueeze(-1).to(o.dtype) * extra
+        gate = F.silu(self.gate(x)).view_as(y)
+        return self.out(self.norm(y * gate))

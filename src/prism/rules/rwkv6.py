@@ -1,0 +1,62 @@
+"""RWKV-6: linear attention with a decay per key channel that reads before it writes.
+
+    S_t = Diag(w_t) S_{t-1} + k_t v_tᵀ          o_t = (S_{t-1} + (u ⊙ k_t) v_tᵀ)ᵀ r_t          (Peng et al., 2024)
+
+The token itself enters the answer with a learned weight u instead of the 1 it is written with. w = exp(-exp(w₀ + low-rank));
+which part of the previous token each projection sees depends on the data.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine import Update
+from prism.rules.objectives import DECAYED_CORRELATION
+from prism.rules.parts import Carry, at_least_float32, shift
+from prism.rules.rwkv import Own, RwkvFamily, low_rank
+from prism.rules.span import Span
+from prism.rules.token_shift import DynamicTokenMix, mixtures, ramp
+
+
+class Rwkv6(RwkvFamily):
+    name = "rwkv6"
+    objective = DECAYED_CORRELATION
+    forgetting = "per channel"
+    transition = "diagonal"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        mix_rank: int = 32,
+        decay_rank: int = 64,
+        layer_index: int = 0,
+        layer_count: int = 1,
+    ) -> None:
+        super().__init__(width, heads, key_dim, value_dim, layer_index, layer_count)
+        keys, channels = heads * self.key_dim, ramp(heads * self.key_dim)
+        start = mixtures(width, [0.5, 1, 1, 1, 0.5, 1], layer_index, layer_count)  # r, w, k, v, g and their own input
+        start[3] -= 0.3 * self.depth
+        self.mix = DynamicTokenMix(start[:5].clone(), start[5].clone(), mix_rank)
+        speed = -6 + 5 * channels ** (0.7 + 1.3 * self.depth)
+        self.decay_in = low_rank(width, keys, decay_rank, torch.tanh, speed)
+        nn.init.uniform_(self.decay_in.up.weight, -0.01, 0.01)
+        zigzag = ((torch.arange(keys) + 1) % 3 - 1) * 0.1
+        self.bonus = nn.Parameter((self.depth * (1 - channels) + zigzag).view(heads, -1))
+        self.gate = nn.Linear(width, heads * self.value_dim, bias=False)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Own]:
+        previous, last = shift(x, carry.get("shift"), span)
+        xr, xw, xk, xv, xg = self.mix(x, previous)
+        r, k, v = self.heads_of(self.receptance(xr), self.key(xk), self.value(xv))
+        (log_decay,) = self.heads_of(-at_least_float32(self.decay_in(xw)).exp())
+        update = Update(r, k.unsqueeze(3), v.unsqueeze(3), log_decay, read="before", reset=span.reset, mask=span.mask)
+        return update, {"shift": last}, Own(r, k, v, F.silu(self.gate(xg)))
+
+    def output(self, o: Tensor, x: Tensor, extra: Own) -> Tensor:
+        return self.out(self.norm(o + extra.bonus(self.bonus)) * extra.gate)
