@@ -4,9 +4,23 @@ A *memory* is a matrix per head, a *rule* says from the input alone what is forg
 computes any rule, exactly, in several *forms*. Importing this package imports torch and nothing heavier.
 """
 
+from importlib import import_module
+from typing import Any
+
 from prism import rules
+from prism.autoload import register_with_transformers
 from prism.engine import Update, memory
 from prism.nn import Mixer, State
 
 __version__ = "0.1.0"
 __all__ = ["Mixer", "State", "Update", "__version__", "memory", "rules"]
+
+
+def __getattr__(name: str) -> Any:
+    """`prism.models` is imported when it is first asked for, because it imports transformers."""
+    if name == "models":
+        return import_module("prism.models")
+    raise AttributeError(f"module 'prism' has no attribute {name!r}")
+
+
+register_with_transformers()

@@ -12,7 +12,7 @@ Design choices
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from prism.models.config import PrismConfig
 from prism.nn.block import Block, place_options
 from prism.nn.parameters import assign, gates
 from prism.nn.pattern import LayerSpec
-from prism.nn.state import State
 from prism.rules.rule import Rule
 
 
@@ -55,8 +54,8 @@ class PrismPreTrainedModel(PreTrainedModel):
     config_class = PrismConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["PrismLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _no_split_modules: ClassVar[list[str]] = ["PrismLayer"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _is_stateful = True  # its cache cannot be cropped, so generate refuses to guess tokens ahead
 
     def __init__(self, config: PrismConfig) -> None:
@@ -167,7 +166,7 @@ class PrismModel(PrismPreTrainedModel):
 class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
     """A language model: logits of the next token."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: PrismConfig) -> None:
         super().__init__(config)
