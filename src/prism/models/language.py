@@ -24,7 +24,7 @@ from prism import rules
 from prism.models.cache import PrismCache
 from prism.models.config import PrismConfig
 from prism.nn.block import Block, place_options
-from prism.nn.parameters import assign, gates
+from prism.nn.parameters import assign, gates, own_start
 from prism.nn.pattern import LayerSpec
 from prism.rules.rule import Rule
 
@@ -39,15 +39,8 @@ class PrismLayer(GradientCheckpointingLayer, Block):
         self.recipe = (spec.rule, config.hidden_size, heads, options)
 
     def fresh_rule(self) -> Rule:
-        """The rule as it starts, built anew in float32 on the CPU."""
         name, width, heads, options = self.recipe
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            with torch.device("cpu"):
-                return rules.get(name).build(width, heads, **options)
-        finally:
-            torch.set_default_dtype(dtype)
+        return rules.get(name).build(width, heads, **options)
 
 
 class PrismPreTrainedModel(PreTrainedModel):
@@ -58,14 +51,8 @@ class PrismPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
     _is_stateful = True  # its cache cannot be cropped, so generate refuses to guess tokens ahead
 
-    def __init__(self, config: PrismConfig) -> None:
-        super().__init__(config)
-
     def post_init(self) -> None:
         self._keep_in_fp32_modules_strict = set(gates(self))
-        for gate in gates(self).values():  # a model built under a half-precision default
-            if gate.dtype in (torch.bfloat16, torch.float16):
-                gate.data = gate.data.float()
         super().post_init()
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
@@ -82,13 +69,8 @@ class PrismPreTrainedModel(PreTrainedModel):
             _start(module.weight, lambda shape: torch.ones(shape, device="cpu"))
         elif isinstance(module, PrismLayer):
             own = dict(module.mixer.rule.named_parameters())
-            if all(_is_loaded(parameter) for parameter in own.values()):
-                return
-            drawn = {
-                f"{name}.weight" for name, part in module.mixer.rule.named_modules() if isinstance(part, nn.Linear)
-            }
-            for name, value in module.fresh_rule().named_parameters():
-                if name not in drawn or bool((value == value.flatten()[0]).all()):  # a constant is a rule's intention
+            if not all(_is_loaded(parameter) for parameter in own.values()):
+                for name, value in own_start(module.fresh_rule).items():
                     _start(own[name], lambda shape, value=value: value)
 
     @classmethod

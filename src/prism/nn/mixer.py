@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from prism import rules
 from prism.engine import memory
-from prism.nn.parameters import gates, keep_gates_exact
+from prism.nn.parameters import full_precision, gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.span import Span
 
@@ -35,7 +35,9 @@ class Mixer(nn.Module):
 
     def __init__(self, rule: str, width: int, heads: int, **options: Any) -> None:
         super().__init__()
-        self.rule = rules.get(rule).build(width, heads, **options)
+        with full_precision():
+            self.rule = rules.get(rule).build(width, heads, **options)
+        self.to(torch.get_default_dtype())
 
     @property
     def state_size(self) -> int:

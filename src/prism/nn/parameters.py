@@ -6,7 +6,8 @@ weights of its maps, convolutions and norms. Gates are few, sit in exponents or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,42 @@ def no_weight_decay(module: nn.Module) -> set[str]:
     return small | set(gates(module))
 
 
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Where torch's default is half precision, new parameters are float32 all the same."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if dtype in _HALF else dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 @torch.no_grad()
 def keep_gates_exact(module: nn.Module, before: dict[str, Tensor]) -> None:
     """After a conversion to half precision: give the gates back their float32 values, on the device they are on now."""
     for name, gate in gates(module).items():
         if gate.dtype in _HALF:
             gate.data = before[name].to(gate.device, torch.float32)
+
+
+def own_start(build: Callable[[], Rule]) -> dict[str, Tensor]:
+    """The parameters that a rule starts in its own way, by name: all but the weights it leaves as `nn.Linear` drew them.
+
+    They are taken from a rule built anew, on the CPU, so that it does not matter where the model is (it may be on the meta
+    device, or sharded). A bias that the rule leaves alone starts at zero.
+    """
+    with torch.inference_mode(False), torch.device("cpu"), full_precision():
+        rule = build()
+        untouched = nn.Linear(1, 1).weight._version  # writing to a tensor raises its version
+    start = {name: parameter.detach() for name, parameter in rule.named_parameters()}
+    for place, part in rule.named_modules():
+        if isinstance(part, nn.Linear):
+            if part.weight._version == untouched:
+                del start[f"{place}.weight"]
+            if part.bias is not None and part.bias._version == untouched:
+                start[f"{place}.bias"] = torch.zeros_like(part.bias, requires_grad=False)
+    return start
 
 
 @torch.no_grad()
