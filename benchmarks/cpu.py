@@ -16,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import fastest, write_json
+from common import fastest
 from torch import Tensor
 
 import prism
+from prism.evaluate.report import write_results
 from prism.rules.parts import l2_normalize
 
 HEADS, KEY, VALUE, WRITES = 8, 64, 64, 2
@@ -99,13 +100,16 @@ def main() -> None:
             seconds = fastest(candidates, arguments.repeats)
             ratio = seconds["prism_rank2"] / seconds.get("transformers_rank1", float("nan"))
             rows.append({"decay": label, "tokens": tokens, "seconds": seconds, "rank2_over_peer_rank1": ratio})
-            print(f"{label:>6} decay  T={tokens:<6}", {k: round(v, 4) for k, v in seconds.items()}, f"ratio {ratio:.3f}")
+            print(
+                f"{label:>6} decay  T={tokens:<6}", {k: round(v, 4) for k, v in seconds.items()}, f"ratio {ratio:.3f}"
+            )
     if arguments.quick:
         return
     growth = rows[2]["seconds"]["prism_rank2"] / rows[1]["seconds"]["prism_rank2"]
     memory = {tokens: peak_bytes(tokens) for tokens in (8192, 32768)}
     print(f"time 32768 / 8192: {growth:.2f}    peak memory 32768 / 8192: {memory[32768] / memory[8192]:.2f}")
-    write_json(arguments.output, {"timings": rows, "time_growth": growth, "peak_bytes": memory})
+    results = {"timings": rows, "time_growth": growth, "peak_bytes": memory}
+    print("written to", write_results(arguments.output, results, command="python benchmarks/cpu.py"))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ def rules(width: int = 1024, heads: int = 4) -> None:
             name, kind.objective.text, kind.forgetting, kind.transition, _forms(kind.forms), str(rule.write_rank), size
         )
     Console().print(table)
+    print("forms: Recurrent, Parallel, Chunkwise, Scan")
     print("state size: numbers a sequence keeps in memory in one layer, whatever its length")
 
 
 def _forms(forms: tuple[str, ...]) -> str:
-    return " ".join(forms)
+    return " ".join(form[0].upper() for form in forms)

@@ -1,0 +1,48 @@
+# Everything a user or CI runs. `make demo` and `make test` set up what they need from a bare clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+export PRISM_OUTPUT ?= runs
+
+.PHONY: setup demo test lint typecheck unit test-slow test-gpu bench clean
+
+setup: $(VENV)/ready
+
+$(VENV)/base: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "PRISM needs Python 3.10 or newer (PYTHON=… make)")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "pip>=25.1"
+	$(PIP) --editable ".[lm]"
+	touch $@
+
+$(VENV)/ready: $(VENV)/base
+	$(PIP) --group dev
+	touch $@
+
+demo: $(VENV)/base
+	$(BIN)/prism probe mqar --output $(PRISM_OUTPUT)/demo
+
+test: lint typecheck unit
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(VENV)/ready
+	$(BIN)/mypy
+
+unit: $(VENV)/ready
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-slow: $(VENV)/ready
+	$(BIN)/python -m pytest -m slow
+
+test-gpu: $(VENV)/ready
+	$(BIN)/python -m pytest -m gpu
+
+bench: $(VENV)/ready
+	cd benchmarks && ../$(BIN)/python cpu.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,71 @@
+"""Many small training runs on the cores of one machine, with a bar for each that is under way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def _start(channel: Any) -> None:
+    global _channel
+    import torch
+
+    torch.set_num_threads(1)  # one run a core is faster than one run on all of them
+    _channel = channel
+
+
+def _work(index: int, function: Callable[..., Any], argument: Any) -> Any:
+    return function(argument, lambda step, loss: _channel.put((index, step, loss)))
+
+
+def run_jobs(
+    function: Callable[..., Any],
+    runs: Sequence[Any],
+    names: Sequence[str],
+    steps: Sequence[int],
+    jobs: int | None = None,
+) -> list[Any]:
+    """`function(run, report)` for every run, `jobs` at a time; results in the order of `runs`."""
+    jobs = min(len(runs), jobs or os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, _progress() as progress:
+        channel = manager.Queue()
+        bars = [
+            progress.add_task(name, total=total, loss="", start=False) for name, total in zip(names, steps, strict=True)
+        ]
+        with ProcessPoolExecutor(jobs, context, _start, (channel,)) as pool:
+            futures: list[Future[Any]] = [pool.submit(_work, i, function, run) for i, run in enumerate(runs)]
+            try:
+                while not all(future.done() for future in futures) or not channel.empty():
+                    _drain(channel, progress, bars)
+                return [future.result() for future in futures]
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                raise
+
+
+def _drain(channel: Any, progress: Progress, bars: list[Any]) -> None:
+    try:
+        index, step, loss = channel.get(timeout=0.2)
+    except queue.Empty:
+        return
+    if not progress.tasks[index].started:
+        progress.start_task(bars[index])
+    progress.update(bars[index], completed=step, loss=f"loss {loss:.3f}")
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description:<34}"),
+        BarColumn(bar_width=28),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
