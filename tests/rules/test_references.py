@@ -1,0 +1,328 @@
+"""Other people's code says the same: flash-linear-attention's naive loops and transformers' layers, in float32 on the CPU.
+
+What a rule tells the memory on random input is handed to the naive function of that mechanism; its outputs and final state
+must be those of `prism.memory`. Argument orders and scales are theirs: most multiply q by K^-½, which the rules have done.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close
+from rule_cases import HEADS, WIDTH, stirred
+from torch import Tensor
+
+import prism
+from prism import Update
+from prism.rules.span import Span
+
+BATCH, TOKENS = 2, 37
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def fla() -> SimpleNamespace:
+    with warnings.catch_warnings():  # on a machine without a GPU it says so on import
+        warnings.simplefilter("ignore")
+        from fla.ops.delta_rule.naive import delta_rule_recurrence
+        from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
+        from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
+        from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
+        from fla.ops.gla.naive import naive_recurrent_gla
+        from fla.ops.kda.gate import naive_kda_gate, naive_kda_lowerbound_gate
+        from fla.ops.kda.naive import naive_recurrent_kda
+        from fla.ops.linear_attn.naive import naive_recurrent_linear_attn
+        from fla.ops.retention.naive import naive_retention
+        from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
+        from fla.ops.simple_gla.naive import naive_recurrent_simple_gla
+    return SimpleNamespace(**locals())
+
+
+class Told:
+    """What a rule told the memory, in the shapes the naive functions want: `[B, T, H, …]`, one write per step."""
+
+    def __init__(self, update: Update, state: Tensor) -> None:
+        self.state, self.root = state, update.key_dim**0.5
+        self.q, self.k = (self._all_heads(z, update.heads) for z in (update.q, update.k.squeeze(3)))
+        self.w, self.g, self.beta = update.w.squeeze(3), update.log_decay, update.erase_strength
+        self.v = self.w if self.beta is None else self.w / self.beta.unsqueeze(-1)
+        self.look, self.take = update.erase_key, update.erase_write
+
+    @staticmethod
+    def _all_heads(z: Tensor, heads: int) -> Tensor:
+        return z.repeat_interleave(heads // z.shape[2], 2)
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [z.transpose(1, 2) for z in tensors]
+
+
+def _linear(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+    return fla.naive_recurrent_linear_attn(t.q, t.k, t.w, 1.0, t.state, True)
+
+
+def _simple_gla(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+    return fla.naive_recurrent_simple_gla(t.q, t.k, t.w, t.g, scale=1.0, initial_state=t.state)
+
+
+def _gla(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+    return fla.naive_recurrent_gla(t.q * t.root, t.k, t.w, t.g, t.state, True)
+
+
+def _rwkv6(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+    o, state = fla.naive_recurrent_rwkv6(*_heads_first(t.q, t.k, t.w, t.g), rule.bonus, 1.0, t.state, True)
+    return o.transpose(1, 2), state
+
+
+def _rwkv7(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+    o, state = fla.dplr_recurrence(*_heads_first(t.q * t.root, t.k, t.w, -t.look, t.take, t.g), t.state)
+    return o.transpose(1, 2), state
+
+
+def _delta(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+    o, state = fla.delta_rule_recurrence(*_heads_first(t.q * t.root, t.k, t.v, t.beta), t.state)
+    return o.transpose(1, 2), state
+
+
+def _gated_delta(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+    return fla.naive_recurrent_gated_delta_rule(t.q, t.k, t.v, t.beta, t.g, 1.0, t.state, True)
+
+
+def _kda(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+    return fla.naive_recurrent_kda(t.q, t.k, t.v, t.g, t.beta, 1.0, t.state, True)
+
+
+def _delta_product(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+    n = rule.write_rank
+    return fla.naive_recurrent_gated_delta_product(t.q, t.k, t.v, t.g, t.beta, 1.0, None, t.state, True, n)
+
+
+Reference = Callable[[SimpleNamespace, Told, Any], tuple[Tensor, Tensor]]
+REFERENCES: list[tuple[str, dict[str, Any], Reference]] = [
+    ("linear", {}, _linear),
+    ("retnet", {}, _simple_gla),
+    ("lightning", {"layer_index": 1, "layer_count": 4}, _simple_gla),
+    ("gated_retention", {}, _simple_gla),
+    ("mamba2", {"groups": 2}, _simple_gla),
+    ("gla", {}, _gla),
+    ("hgrn2", {"layer_index": 1, "layer_count": 3}, _gla),
+    ("rwkv6", {}, _rwkv6),
+    ("delta", {}, _delta),
+    ("delta", {"negative_eigenvalues": True}, _delta),
+    ("gated_delta", {}, _gated_delta),
+    ("kda", {}, _kda),
+    ("rwkv7", {}, _rwkv7),
+    ("delta_product", {"householders": 1}, _delta_product),
+    ("delta_product", {"householders": 2}, _delta_product),
+    ("delta_product", {"householders": 3, "forget_gate": True}, _delta_product),
+]
+
+
+def tell(rule: Any, tokens: int = TOKENS) -> tuple[Update, Any, Tensor]:
+    """A rule's update on random input, what it keeps for its output, and a random incoming state."""
+    with torch.no_grad():
+        update, _, extra = rule.update(torch.randn(BATCH, tokens, WIDTH), {}, Span())
+    return update, extra, torch.randn(BATCH, update.heads, update.key_dim, update.value_dim)
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunkwise"])
+@pytest.mark.parametrize(
+    ("name", "options", "reference"), REFERENCES, ids=["-".join([n, *map(str, o)]) for n, o, _ in REFERENCES]
+)
+def test_naive_loops(fla: SimpleNamespace, name: str, options: dict[str, Any], reference: Reference, form: str) -> None:
+    rule = stirred(name, **options)
+    update, extra, state = tell(rule)
+    expected, final = reference(fla, Told(update, state), rule)
+    o, new = prism.memory(update, state, form)
+    if name == "rwkv6":  # its read is S_{t-1}; the naive loop adds the token's own share inside
+        o = o + extra.bonus(rule.bonus)
+    assert_close("outputs", o, expected, TOLERANCE)
+    assert_close("final state", new, final, TOLERANCE)
+
+
+def test_normalised_linear_attention(fla: SimpleNamespace) -> None:
+    rule = stirred("linear", normalize=True, eps=1e-10)
+    rule.out = torch.nn.Identity()
+    update, _, _ = tell(rule)
+    values = update.w.squeeze(3)[..., :-1]
+    expected, _ = fla.naive_recurrent_linear_attn(update.q, update.k.squeeze(3), values, 1.0, normalize=True)
+    o, _ = prism.memory(update)
+    assert_close("outputs", rule.output(o, None, None), expected.flatten(-2), TOLERANCE)
+
+
+def test_retention_has_the_decays_of_retnet(fla: SimpleNamespace) -> None:
+    rule = stirred("retnet")
+    update, _, _ = tell(rule)
+    root = update.key_dim**0.5
+    expected = fla.naive_retention(*_heads_first(update.q * root, update.k.squeeze(3), update.w.squeeze(3)))
+    assert_close("outputs", prism.memory(update)[0], expected.transpose(1, 2), TOLERANCE)
+
+
+def test_transformers_chunked_gated_delta_rule() -> None:
+    module = _transformers("qwen3_next")
+    update, _, state = tell(stirred("gated_delta"), tokens=130)
+    t = Told(update, state)
+    expected, final = inspect.unwrap(module.torch_chunk_gated_delta_rule)(
+        t.q * t.root, t.k, t.v, g=t.g, beta=t.beta, initial_state=state, output_final_state=True
+    )
+    o, new = prism.memory(update, state)
+    assert_close("outputs", o, expected, TOLERANCE)
+    assert_close("final state", new, final, TOLERANCE)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_kda_gates(fla: SimpleNamespace, lower_bound: float | None) -> None:
+    rule: Any = stirred("kda", lower_bound=lower_bound)
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    z = rule.decay_in(x).unflatten(-1, (HEADS, -1))
+    if lower_bound is None:
+        expected = fla.naive_kda_gate(z, rule.decay.A_log, rule.decay.dt_bias)
+    else:
+        expected = fla.naive_kda_lowerbound_gate(z, rule.decay.A_log, rule.decay.dt_bias, lower_bound)
+    assert_close("log-decay", rule.log_decay(x), expected, TOLERANCE)
+
+
+def test_the_whole_gated_delta_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _transformers("qwen3_next", monkeypatch)
+    ours: Any = stirred("gated_delta")
+    config = SimpleNamespace(
+        hidden_size=WIDTH,
+        linear_num_value_heads=HEADS,
+        linear_num_key_heads=HEADS,
+        linear_key_head_dim=ours.key_dim,
+        linear_value_head_dim=ours.value_dim,
+        linear_conv_kernel_dim=4,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        layer_types=["linear_attention"],
+    )
+    theirs = module.Qwen3NextGatedDeltaNet(config, 0).eval()
+
+    def by_head(*weights: Tensor) -> Tensor:  # theirs: head by head, ours: one map after the other
+        return torch.cat([z.unflatten(0, (HEADS, -1)) for z in weights], 1).flatten(0, 1)
+
+    _load(
+        theirs,
+        {
+            "in_proj_qkvz": by_head(*ours.qkv.weight.split(ours.sizes), ours.gate.weight),
+            "in_proj_ba": by_head(ours.beta.weight, ours.decay_in.weight),
+            "conv1d": ours.conv.weight.T.unsqueeze(1),
+            "dt_bias": ours.decay.dt_bias,
+            "A_log": ours.decay.A_log,
+            "norm": ours.norm.norm.weight,
+            "out_proj": ours.out.weight,
+        },
+    )
+    _same_layer(ours, theirs)
+
+
+def test_the_whole_kda_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _transformers("kimi_linear", monkeypatch)
+    size = WIDTH // HEADS
+    config = SimpleNamespace(
+        hidden_size=WIDTH,
+        linear_num_heads=HEADS,
+        linear_head_dim=size,
+        linear_conv_kernel_dim=4,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        layer_types=["linear_attention"],
+    )
+    theirs = module.KimiLinearDeltaAttention(config, 0).eval()
+    ours: Any = stirred("kda")
+    torch.nn.init.zeros_(ours.gate.up.bias)  # theirs has none
+    _load(
+        theirs,
+        {
+            **dict(zip(("q_proj", "k_proj", "v_proj"), ours.qkv.weight.split(ours.sizes), strict=True)),
+            "conv1d": ours.conv.weight.T.unsqueeze(1),
+            "forget_gate.f_a_proj": ours.decay_in.down.weight,
+            "forget_gate.f_b_proj": ours.decay_in.up.weight,
+            "forget_gate.dt_bias": ours.decay.dt_bias,
+            "forget_gate.A_log": ours.decay.A_log.view(1, 1, -1, 1),
+            "b_proj": ours.beta.weight,
+            "g_a_proj": ours.gate.down.weight,
+            "g_b_proj": ours.gate.up.weight,
+            "o_norm": ours.norm.norm.weight,
+            "o_proj": ours.out.weight,
+        },
+    )
+    _same_layer(ours, theirs)
+
+
+def test_the_whole_mamba2_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _transformers("mamba2", monkeypatch)
+    from transformers import Mamba2Config
+
+    groups, state = 2, 6
+    config = Mamba2Config(
+        num_heads=HEADS,
+        head_dim=2 * WIDTH // HEADS,
+        hidden_size=WIDTH,
+        state_size=state,
+        n_groups=groups,
+        chunk_size=16,
+        num_hidden_layers=1,
+    )
+    theirs = module.Mamba2Mixer(config, 0).eval()
+    ours: Any = stirred("mamba2", groups=groups, key_dim=state)
+
+    def reorder(z: Tensor) -> Tensor:  # ours: C, B, x; theirs: x, B, C
+        return torch.cat(z.split(ours.sizes)[::-1])
+
+    projections = [ours.gate.weight, reorder(ours.qkv.weight), ours.decay_in.weight]
+    _load(
+        theirs,
+        {
+            "in_proj": torch.cat(projections),
+            "conv1d": reorder(ours.conv.weight.T).unsqueeze(1),
+            "conv1d.bias": reorder(ours.conv.bias),
+            "dt_bias": ours.decay.dt_bias,
+            "A_log": ours.decay.A_log,
+            "D": ours.skip,
+            "norm": ours.norm.norm.weight,
+            "out_proj": ours.out.weight,
+        },
+    )
+    _same_layer(ours, theirs)
+
+
+def _transformers(model: str, monkeypatch: pytest.MonkeyPatch | None = None) -> Any:
+    """A modeling file. Its functions call GPU packages where those are installed: with `monkeypatch`, torch only."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
+    if monkeypatch is not None:
+        for name, function in vars(module).copy().items():
+            if inspect.isfunction(function) and hasattr(function, "__wrapped__"):
+                monkeypatch.setattr(module, name, inspect.unwrap(function))
+    return module
+
+
+def _load(module: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Every parameter exactly once; a module's name stands for its weight."""
+    own = dict(module.named_parameters())
+    named = {name if name in own else f"{name}.weight": z.detach() for name, z in tensors.items()}
+    module.load_state_dict(named, strict=True)
+
+
+def _same_layer(ours: Any, theirs: torch.nn.Module) -> None:
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    with torch.no_grad():
+        update, _, extra = ours.update(x, {}, Span())
+        o, _ = prism.memory(update)
+        assert_close("layer", ours.output(o, x, extra), theirs(x), TOLERANCE)
+
+
+def test_told_values_undo_the_step_size() -> None:
+    """Guards the helper above: the naive functions multiply by β again."""
+    update, _, state = tell(stirred("gated_delta"))
+    t = Told(update, state)
+    assert_close("w", replace(update, w=(t.v * t.beta.unsqueeze(-1)).unsqueeze(3)).w, update.w, 1e-6)
