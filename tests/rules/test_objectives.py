@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close
 from rule_cases import WIDTH, stirred
 from torch import Tensor
 
 import prism
+from helpers import assert_close
 from prism import Update, rules
 from prism.rules.span import Span
 

@@ -10,16 +10,17 @@ import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close
 from rule_cases import HEADS, WIDTH, stirred
 from torch import Tensor
 
 import prism
+from helpers import assert_close
 from prism import Update
 from prism.rules.span import Span
 
@@ -27,22 +28,30 @@ BATCH, TOKENS = 2, 37
 TOLERANCE = 1e-5
 
 
+NAIVE = {
+    "delta_rule_recurrence": "delta_rule.naive",
+    "dplr_recurrence": "generalized_delta_rule.dplr.naive",
+    "naive_kda_gate": "kda.gate",
+    "naive_kda_lowerbound_gate": "kda.gate",
+    "naive_recurrent_gated_delta_product": "gated_delta_product.naive",
+    "naive_recurrent_gated_delta_rule": "gated_delta_rule.naive",
+    "naive_recurrent_gla": "gla.naive",
+    "naive_recurrent_kda": "kda.naive",
+    "naive_recurrent_linear_attn": "linear_attn.naive",
+    "naive_recurrent_rwkv6": "rwkv6.recurrent_naive",
+    "naive_recurrent_simple_gla": "simple_gla.naive",
+    "naive_retention": "retention.naive",
+}
+
+
 @pytest.fixture(scope="module")
 def fla() -> SimpleNamespace:
+    """The naive functions. Importing the package takes seconds, so only the tests that need it do."""
     with warnings.catch_warnings():  # on a machine without a GPU it says so on import
         warnings.simplefilter("ignore")
-        from fla.ops.delta_rule.naive import delta_rule_recurrence
-        from fla.ops.gated_delta_product.naive import naive_recurrent_gated_delta_product
-        from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
-        from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
-        from fla.ops.gla.naive import naive_recurrent_gla
-        from fla.ops.kda.gate import naive_kda_gate, naive_kda_lowerbound_gate
-        from fla.ops.kda.naive import naive_recurrent_kda
-        from fla.ops.linear_attn.naive import naive_recurrent_linear_attn
-        from fla.ops.retention.naive import naive_retention
-        from fla.ops.rwkv6.recurrent_naive import naive_recurrent_rwkv6
-        from fla.ops.simple_gla.naive import naive_recurrent_simple_gla
-    return SimpleNamespace(**locals())
+        return SimpleNamespace(
+            **{name: getattr(import_module(f"fla.ops.{path}"), name) for name, path in NAIVE.items()}
+        )
 
 
 class Told:
