@@ -1,0 +1,15 @@
+"""Triton kernels of the linear memory with one decay per head: chunks, gradients, the decode step and PRISM's solver.
+
+`ops` is the only door: everything else here is imported by it, lazily, because `import prism` must not import Triton.
+
+The chunk form, in the shape all kernels share. A token has J *columns*: keys X_j written with values Y_j. With an erase,
+column 0 is the one it feeds: it looks up B (which is X_0 itself, unless `erase_write` was given) and writes what is left,
+
+    Y_0 = W_0 - β ⊙ R,     R = (B ⊙ e^G) S + Σ_j tril(B X_jᵀ ⊙ Γ, -1) Y_j,        Y_j = W_j for j > 0
+        = T⁻¹ (W_0 - β ⊙ [(B ⊙ e^G) S + Σ_{j>0} tril(B X_jᵀ ⊙ Γ, -1) W_j]),       T = I + β ⊙ tril(B X_0ᵀ ⊙ Γ, -1)
+    O  = (Q ⊙ e^G) S + Σ_j tril(Q X_jᵀ ⊙ Γ) Y_j
+    S' = e^{G_C} S + Σ_j (X_j ⊙ e^{G_C - G})ᵀ Y_j
+
+so PRISM with L writes has J = L columns and the one triangular matrix T of Gated DeltaNet. `prepare.py` inverts T,
+`scan.py` runs forward, `reverse.py` takes dS backward, `tokens.py` turns dS into the gradients of every token.
+"""

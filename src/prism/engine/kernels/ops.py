@@ -1,0 +1,137 @@
+"""The only door to the kernels: operators that torch knows (fake tensors, autograd, compile), and nothing else.
+
+Tensors that an operator does not need are None going in and empty coming out; `save` says whether a backward will follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prism.engine.kernels import launch
+from prism.engine.kernels.launch import Columns
+
+
+@torch.library.custom_op("prism::memory", mutates_args=())
+def memory(
+    q: Tensor,
+    x: Tensor,
+    w: Tensor,
+    log_decay: Tensor | None,
+    erase_key: Tensor | None,
+    strength: Tensor | None,
+    documents: Tensor | None,
+    mask: Tensor | None,
+    state: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Chunkwise: o `[B, T, H, V]`, the final state `[B, H, K, V]`, and what the backward reads (see `launch.Columns`)."""
+    u = _columns(q, x, w, log_decay, erase_key, strength, documents, mask)
+    o, final, *kept = launch.forward(u, _contiguous(state), save)
+    return (o, final, *[_present(z if save else None, w) for z in kept])  # type: ignore[return-value]
+
+
+@memory.register_fake
+def _(q, x, w, log_decay, erase_key, strength, documents, mask, state, save):  # type: ignore[no-untyped-def]
+    u = Columns(q, x, w, log_decay, erase_key, strength, documents, mask)
+    B, T, H, K = q.shape
+    V, N, C = w.shape[4], u.chunks, u.configuration.chunk
+    o = w.new_empty(B, T, H, V)
+    final = w.new_empty(B, H, K, V, dtype=torch.float32)
+    exact = torch.float64 if w.dtype == torch.float32 else torch.float32
+    states = w.new_empty((B, H, N, K, V) if save else 0)
+    fed = w.new_empty((B, T, H, V) if save and u.erases else 0)
+    inverse = w.new_empty((B, H, N, C, C) if save and u.erases else 0)
+    has_decay = save and log_decay is not None
+    G = w.new_empty((B, H, N * C) if has_decay else 0, dtype=exact if has_decay else None)
+    return o, final, states, fed, inverse, G
+
+
+@torch.library.custom_op("prism::memory_backward", mutates_args=())
+def memory_backward(
+    d_o: Tensor,
+    d_final: Tensor | None,
+    q: Tensor,
+    x: Tensor,
+    w: Tensor,
+    log_decay: Tensor | None,
+    erase_key: Tensor | None,
+    strength: Tensor | None,
+    documents: Tensor | None,
+    mask: Tensor | None,
+    states: Tensor,
+    fed: Tensor,
+    inverse: Tensor,
+    cumulated: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    u = _columns(q, x, w, log_decay, erase_key, strength, documents, mask)
+    erases, decays = u.erases, log_decay is not None
+    grads = launch.backward(
+        u,
+        d_o.contiguous(),
+        _contiguous(d_final),
+        states,
+        fed if erases else None,
+        inverse if erases else None,
+        cumulated if decays else None,
+    )
+    return tuple(_present(z, w) for z in grads)  # type: ignore[return-value]
+
+
+@memory_backward.register_fake
+def _(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest):  # type: ignore[no-untyped-def]
+    def like(z: Tensor | None) -> Tensor:
+        return w.new_empty(0) if z is None else z.new_empty(z.shape)
+
+    B, _, H, K = q.shape
+    d_state = w.new_empty(B, H, K, w.shape[4], dtype=torch.float32)
+    return like(q), like(x), like(w), like(log_decay), like(erase_key), like(strength), d_state
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *given, state, save = inputs
+    ctx.save_for_backward(*given, *output[2:])
+    ctx.has_state, ctx.saved_states = state is not None, save
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if not ctx.saved_states:
+        raise RuntimeError("prism::memory was called with save=False: nothing was kept for a backward")
+    q, x, w, log_decay, erase_key, strength, *rest = ctx.saved_tensors
+    if d_o is None:
+        if d_final is None:
+            return (None,) * 10
+        d_o = torch.zeros_like(w[..., 0, :])
+    grads = memory_backward(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest)
+    d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_state = grads
+    return (
+        d_q,
+        d_x,
+        d_w,
+        None if log_decay is None else d_log_decay,
+        None if erase_key is None else d_erase_key,
+        None if strength is None else d_strength,
+        None,
+        None,
+        d_state if ctx.has_state else None,
+        None,
+    )
+
+
+memory.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _columns(*tensors: Tensor | None) -> Columns:
+    return Columns(*[_contiguous(z) for z in tensors])  # type: ignore[arg-type]
+
+
+def _contiguous(z: Tensor | None) -> Tensor | None:
+    return None if z is None else z.contiguous()
+
+
+def _present(z: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if z is None else z
