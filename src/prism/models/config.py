@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
+from prism import rules
 from prism.nn.pattern import LayerSpec, parse_layers
 
 
@@ -79,6 +80,11 @@ class PrismConfig(PreTrainedConfig):
         """Every layer's rule and all of its options."""
         plan = parse_layers(self.layers, self.num_hidden_layers)
         return [LayerSpec(rule, {**self.rule_options.get(rule, {}), **options}) for rule, options in plan]
+
+    @property
+    def constant_state(self) -> bool:
+        """Whether generation takes the same memory however long the context is; False if a layer caches every token."""
+        return all(rules.get(layer.rule).constant_state for layer in self.layer_plan)
 
     def _check_rule_options(self) -> None:
         used = {layer.rule for layer in parse_layers(self.layers)}
