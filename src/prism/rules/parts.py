@@ -110,6 +110,14 @@ class LowRank(nn.Module):
         return self.up(h if self.activation is None else self.activation(h))
 
 
+def place(x: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
+    """Each token's place in its document `[B, T]`, and the carry that lets the next segment go on counting."""
+    start = carry.get("position")
+    start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) if start is None else start
+    positions, following = span.positions(x.shape[1], start)
+    return positions, {"position": following}
+
+
 class Rotary(nn.Module):
     """Rotates pairs of key channels by position · frequency. `interleaved`: pairs (0,1), (2,3) …; else (i, i + K/2)."""
 

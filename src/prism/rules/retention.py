@@ -20,7 +20,7 @@ from prism.rules.decays import log_sigmoid_decay
 from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.norms import HeadNorm, WidthNorm
 from prism.rules.objectives import DECAYED_CORRELATION
-from prism.rules.parts import Carry, LowRank, Rotary
+from prism.rules.parts import Carry, LowRank, Rotary, place
 from prism.rules.rule import depth, per_head
 from prism.rules.span import Span
 
@@ -45,13 +45,12 @@ class Retention(HebbianFamily):
 
     def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
         p = super().project(x, carry, span)
-        start = carry["position"] if "position" in carry else torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        positions, following = span.positions(x.shape[1], start)
+        positions, following = place(x, carry, span)
         return p._replace(
             q=self.rotary(p.q, positions),
             k=self.rotary(p.k, positions) * self.key_dim**-0.5,
             log_decay=self.log_decay(x),
-            carry={**p.carry, "position": following},
+            carry={**p.carry, **following},
         )
 
 

@@ -9,12 +9,11 @@ start of the document. Heads may share keys and values in groups (`kv_heads`).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from prism.engine.attention import Attend
 from prism.rules.objectives import Objective
-from prism.rules.parts import Carry, Rotary, split_heads
+from prism.rules.parts import Carry, Rotary, place, split_heads
 from prism.rules.rule import Rule, per_head
 from prism.rules.span import Span
 
@@ -62,9 +61,7 @@ class Softmax(Rule):
         q, k, v = split_heads(q, self.heads), split_heads(k, self.kv_heads), split_heads(v, self.kv_heads)
         following: dict[str, Tensor] = {}
         if self.rotary is not None:
-            start = carry.get("position")
-            start = x.new_zeros(x.shape[0], dtype=torch.long) if start is None else start
-            positions, following["position"] = span.positions(x.shape[1], start)
+            positions, following = place(x, carry, span)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         return Attend(q, k, v, self.window, span.reset, span.mask), following, None
 
