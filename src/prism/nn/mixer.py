@@ -71,8 +71,8 @@ class Mixer(nn.Module):
             shared: in a stack, one dict for all layers of a pass, new for every pass: some rules leave a tensor there for
                 the layers above (RWKV-7 its first value).
         """
-        self._check(x, mask, reset)
         state = State() if state is None else state
+        self._check(x, state, mask, reset)
         order = None
         if mask is not None:  # real tokens to the front, in order; rules then only ever meet padding at the end
             x = torch.where(mask.unsqueeze(-1), x, 0.0)
@@ -96,9 +96,12 @@ class Mixer(nn.Module):
         y, state = self(x.unsqueeze(1), state, shared=shared)
         return y.squeeze(1), state
 
-    def _check(self, x: Tensor, mask: Tensor | None, reset: Tensor | None) -> None:
+    def _check(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> None:
         if x.ndim != 3 or x.shape[-1] != self.rule.width or x.shape[1] == 0:
             raise ValueError(f"x has shape {list(x.shape)}, expected [B, T, {self.rule.width}] with T ≥ 1")
+        for name, part in state.tensors().items():
+            if part.shape[0] != x.shape[0]:
+                raise ValueError(f"state has {part.shape[0]} rows ({name} {list(part.shape)}), x has {x.shape[0]}")
         for name, flag in (("mask", mask), ("reset", reset)):
             if flag is not None and (flag.shape != x.shape[:2] or flag.dtype != torch.bool):
                 raise ValueError(

@@ -34,9 +34,7 @@ class Rule(nn.Module):
 
     def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, write_rank: int = 1) -> None:
         super().__init__()
-        for name, value in {"width": width, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+        _check_sizes(width=width, heads=heads, key_dim=key_dim, value_dim=value_dim)
         self.width, self.heads, self.key_dim, self.value_dim = width, heads, key_dim, value_dim
         self.write_rank = write_rank
         self.state_size = heads * key_dim * value_dim
@@ -62,7 +60,14 @@ def construct(cls: type[Rule], width: int, heads: int, options: dict[str, Any]) 
     for name in options:
         if name not in known:
             raise ValueError(f"rule {cls.name!r} has no option {name!r}; it takes {', '.join(known)}")
+    _check_sizes(width=width, heads=heads)  # before a rule divides one by the other
     return cls(width, heads, **options)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
 
 
 def per_head(width: int, heads: int, given: int | None, ratio: float = 1.0) -> int:
