@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from prism import Mixer, rules
+from prism import Mixer, Update, rules
 from prism.rules import Rule
+from prism.rules.span import Span
 
 WIDTH, HEADS = 32, 4
 
@@ -44,3 +46,13 @@ def stirred_mixer(name: str, dtype: torch.dtype = torch.float32, **options: Any)
         for parameter in mixer.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     return mixer.to(dtype)
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randn(*shape, WIDTH, dtype=torch.float64)
+
+
+def told(rule: Rule, x: Tensor) -> Update:
+    """What the rule tells its memory at the start of a sequence."""
+    update: Update = rule.update(x, {}, Span())[0]
+    return update
