@@ -14,11 +14,17 @@ class Command(NamedTuple):
     target: str
     """`module:function`; the function's arguments become flags through tyro."""
     summary: str
+    own_arguments: bool = False
+    """The function takes the list of arguments and parses it itself."""
 
 
 COMMANDS = {
+    "train lm": Command("prism.cli.train:train_lm", "train a language model, or go on training one", True),
+    "export": Command("prism.cli.export:export", "write a run's newest checkpoint as a transformers model"),
     "rules": Command("prism.cli.rules:rules", "the table of all rules: what they forget, write and cost"),
-    "probe mqar": Command("prism.cli.probe:mqar", "train small models on associative recall and draw what they remember"),
+    "probe mqar": Command(
+        "prism.cli.probe:mqar", "train small models on associative recall and draw what they remember"
+    ),
 }
 
 
@@ -39,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import tyro
 
         run = getattr(import_module(module), function)
+        if COMMANDS[name].own_arguments:
+            return run(rest) or 0
         return tyro.cli(run, prog=f"prism {name}", args=rest) or 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("PRISM_DEBUG") == "1":

@@ -12,7 +12,7 @@ import gzip
 import json
 import lzma
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +20,7 @@ Document = Iterable[str]
 
 PIECE_BYTES = 1 << 20
 HUB = "hub:"
-_OPENERS: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open}
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 _ROWS = (".jsonl", ".ndjson", ".parquet")
 _IN_FOLDERS = (".txt", ".text", ".md", *_ROWS)
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -142,4 +142,5 @@ def _suffix(path: Path) -> str:
 
 
 def _open(path: Path) -> IO[bytes]:
-    return _OPENERS.get(path.suffix, open)(path, "rb")
+    file: IO[bytes] = _OPENERS.get(path.suffix, open)(path, "rb")
+    return file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +21,19 @@ class Batch:
     targets: Tensor
     reset: Tensor | None
 
+    def tensors(self) -> dict[str, Tensor]:
+        held = {"inputs": self.inputs, "targets": self.targets, "reset": self.reset}
+        return {name: value for name, value in held.items() if value is not None}
+
+    def __getitem__(self, rows: slice) -> Batch:
+        return self._map(lambda x: x[rows])
+
     def to(self, device: torch.device) -> Batch:
-        reset = None if self.reset is None else self.reset.to(device, non_blocking=True)
-        return Batch(self.inputs.to(device, non_blocking=True), self.targets.to(device, non_blocking=True), reset)
+        return self._map(lambda x: x.to(device, non_blocking=True))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        reset = None if self.reset is None else function(self.reset)
+        return Batch(function(self.inputs), function(self.targets), reset)
 
 
 class Windows:

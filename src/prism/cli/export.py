@@ -1,0 +1,29 @@
+"""`prism export`: the model of a run that has not ended, or of one that was trained in shards, as one folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from prism.train.checkpoint import Checkpoints
+from prism.train.distributed import World
+from prism.train.export import export as export_checkpoint
+
+
+def export(run: Path, out: Path | None = None) -> None:
+    """Write the newest good checkpoint of a run as a folder that transformers opens.
+
+    Args:
+        run: the run folder that `prism train lm` wrote to.
+        out: where to write; `model` in the run folder unless given. Must not exist then.
+    """
+    if out is not None and out.exists():
+        raise ValueError(f"{out} exists already: give another folder")
+    found = Checkpoints(run / "checkpoints", 1, World(torch.device("cpu"))).newest_good(
+        lambda message: print(message, file=sys.stderr)
+    )
+    if found is None:
+        raise ValueError(f"{run} has no checkpoint to export")
+    print(f"{found.folder.name} is exported to {export_checkpoint(run, found, out or run / 'model')}")

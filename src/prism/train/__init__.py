@@ -1,0 +1,1 @@
+"""Training: settings, the loop, checkpoints, several processes as one, export."""

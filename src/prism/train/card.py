@@ -1,0 +1,76 @@
+"""The model card that goes beside every export: what the model is, what it saw, how good it got, how to use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prism.train.settings import Settings
+
+
+def model_card(
+    name: str,
+    settings: Settings,
+    training_data: dict[str, Any],
+    state: dict[str, Any],
+    records: list[dict[str, Any]],
+    parameters: int,
+) -> str:
+    model, data = settings.model, settings.data
+    source = ", ".join(data.sources) or "the source text of the Python standard library"
+    seen = state["step"] * settings.batch.sequences * data.context
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- prism
+- causal-lm
+---
+
+# {name}
+
+A language model of {parameters:,} parameters: {model.num_hidden_layers} layers of `{model.layers}`, width
+{model.hidden_size}, {model.num_heads} heads, trained from {"random weights" if model.weights is None else model.weights}.
+
+## Training
+
+| | |
+|---|---|
+| data | {source}: {training_data["tokens"]:,} tokens, {training_data["text_bytes"]:,} bytes of text |
+| tokenizer | {data.tokenizer} |
+| seen | {seen:,} tokens in {state["step"]:,} steps of {settings.batch.sequences} × {data.context} |
+| optimiser | {settings.optimizer.name}, learning rate {settings.optimizer.lr:g}, {settings.schedule.name} |
+| skipped steps | {state["skipped"]} |
+| seed | {settings.seed} |
+
+## Evaluation
+
+{_validation(records)}
+
+## Use
+
+```python
+import prism  # registers the architecture
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+inputs = tokenizer("def main():", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
+```
+
+## Limits
+
+The model continues text in the manner of its training data. It knows nothing else, was not aligned with anyone's
+wishes, and what it writes needs checking.
+"""
+
+
+def _validation(records: list[dict[str, Any]]) -> str:
+    scores = [record for record in records if "validation_nats" in record]
+    if not scores:
+        return "Not validated."
+    last = scores[-1]
+    return (
+        f"On held-out text after step {last['step']:,}: {last['validation_nats']:.4f} nats per token, perplexity "
+        f"{last['validation_perplexity']:.3f}, **{last['validation_bits_per_byte']:.4f} bits per byte**."
+    )

@@ -1,0 +1,174 @@
+"""Checkpoints that are whole or absent.
+
+    checkpoints/
+      step-00000200/
+        tensors/*.safetensors    weights and optimiser state, one file or more a process
+        rng/00000.safetensors    random state of each process
+        state.json               step, counts, what the run trains on
+        manifest.json            size and SHA-256 of every other file
+
+They are written under a temporary name, synced, hashed and renamed. A damaged one (a byte flipped, a file cut short or
+missing) is reported by the file's name and set aside; training goes on from the newest that is good.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from prism.data.files import commit_folder, fresh_folder, read_json, remove_folder, sha256, sync, write_json
+from prism.train import tensors as tensor_files
+from prism.train.distributed import World
+from prism.train.finite import NotFiniteError, refuse_non_finite
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found good."""
+
+    folder: Path
+
+    @property
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = read_json(self.folder / "state.json")
+        return state
+
+    @property
+    def tensors(self) -> Path:
+        return self.folder / "tensors"
+
+    def rng(self, rank: int) -> dict[str, Tensor] | None:
+        """None if the run that wrote it had fewer processes."""
+        path = self.folder / "rng" / f"{rank:05d}.safetensors"
+        return load_safetensors(path.read_bytes()) if path.exists() else None
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        folder: where they are; every process must see it.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: Path, keep: int, world: World) -> None:
+        self.folder, self.keep, self.world = folder, keep, world
+
+    def names(self) -> list[str]:
+        """All that look complete, oldest first."""
+        return sorted(path.name for path in self.folder.glob("step-*") if path.name[5:].isdecimal())
+
+    def save(self, tensors: dict[str, Tensor], rng: dict[str, Tensor], state: dict[str, Any]) -> Checkpoint:
+        """Write a checkpoint of step `state["step"]`; if that fails, the earlier ones are as they were."""
+        name = f"step-{state['step']:08d}"
+        partial = self.folder / f".{name}.partial"
+        try:
+            self.world.together(lambda: refuse_non_finite(tensors, f"checkpoint {name}"))
+            self.world.on_main(lambda: fresh_folder(partial / "rng"))
+            tensor_files.save(partial / "tensors", tensors, self.world)
+            self.world.together(lambda: _write_rng(partial / "rng" / f"{self.world.rank:05d}.safetensors", rng))
+            self.world.on_main(lambda: write_json(partial / "state.json", state))
+            files = self._digest(partial)
+            self.world.on_main(lambda: self._commit(partial, self.folder / name, files))
+            return Checkpoint(self.folder / name)
+        except NotFiniteError:
+            raise
+        except Exception as error:
+            raise OSError(self._explain(error, name, partial)) from error
+
+    def newest_good(self, report: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint that passes every check; damaged ones are reported and set aside."""
+        name = self.world.on_main(lambda: self._newest_good(report))
+        name = self.world.gather(name)[0]
+        return None if name is None else Checkpoint(self.folder / name)
+
+    def _newest_good(self, report: Callable[[str], None]) -> str | None:
+        for leftover in self.folder.glob(".step-*"):
+            shutil.rmtree(leftover)
+        names = self.names()
+        for name in reversed(names):
+            damage = find_damage(self.folder / name)
+            if damage is None:
+                return name
+            report(f"checkpoint {name} is damaged: {damage}; set aside as {name}.damaged, trying the one before it")
+            aside = self.folder / f"{name}.damaged"
+            if aside.exists():
+                remove_folder(aside)
+            (self.folder / name).rename(aside)
+        if names:
+            raise ValueError(f"every checkpoint in {self.folder} is damaged: to start anew, give another run folder")
+        return None
+
+    def _digest(self, partial: Path) -> dict[str, dict[str, Any]]:
+        """Sync and hash the files, each process its share."""
+        mine = sorted(path for path in partial.rglob("*") if path.is_file())[self.world.rank :: self.world.size]
+
+        def hash_mine() -> dict[str, dict[str, Any]]:
+            for path in mine:
+                sync(path)
+            return {
+                path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
+                for path in mine
+            }
+
+        shares = self.world.gather(self.world.together(hash_mine))
+        return {name: entry for share in shares for name, entry in share.items()}
+
+    def _commit(self, partial: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
+        write_json(partial / MANIFEST, dict(sorted(files.items())))
+        commit_folder(partial, final)
+        for name in self.names()[: -self.keep]:
+            remove_folder(self.folder / name)
+
+    def _explain(self, error: Exception, name: str, partial: Path) -> str:
+        names = [other for other in self.names() if other != name]
+        last = f"the last good checkpoint, {names[-1]}, is untouched" if names else "there is no earlier checkpoint"
+        reason, advice = _reason(error), "run the same command again to go on"
+        if "No space left" in reason:
+            advice = "free some space and " + advice
+        return f"checkpoint {name} could not be written to {partial.parent} ({reason}): {last}; {advice}"
+
+
+def find_damage(folder: Path) -> str | None:
+    """The first file that is missing or differs in size or SHA-256 from the manifest, in words; None if all is well."""
+    try:
+        entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in read_json(folder / MANIFEST).items()}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    for name, (size, digest) in entries.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if sha256(path) != digest:
+            return f"{name} does not have its SHA-256"
+    return None
+
+
+def _write_rng(path: Path, rng: dict[str, Tensor]) -> None:
+    path.write_bytes(save_safetensors(rng))
+
+
+def _reason(error: BaseException) -> str:
+    """What the operating system said, out of whatever it was wrapped in."""
+    failures = getattr(error, "failures", None)  # torch.distributed.checkpoint's CheckpointException: by rank
+    if isinstance(failures, dict) and failures:
+        return _reason(next(iter(failures.values()))[0])
+    if isinstance(error, OSError) and error.errno is not None:
+        return "No space left on device" if error.errno == errno.ENOSPC else str(error.strerror)
+    if error.__cause__ is not None:
+        return _reason(error.__cause__)
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -1,0 +1,120 @@
+"""From settings to a model, and its first weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from prism import rules
+from prism.data.tokens import Manifest
+from prism.nn.parameters import assign
+from prism.nn.pattern import parse_layers
+from prism.train.overrides import read_toml_value
+from prism.train.settings import ModelSettings
+
+Builder = Callable[[ModelSettings, int, int], nn.Module]
+"""(settings, vocabulary size, end token) → a model called as `model(input_ids=…, reset=…, use_cache=False).logits`."""
+
+
+def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module:
+    from prism.models import PrismConfig, PrismForCausalLM
+
+    config = PrismConfig(
+        vocab_size=vocab_size,
+        hidden_size=settings.hidden_size,
+        num_heads=settings.num_heads,
+        layers=settings.layers,
+        num_hidden_layers=settings.num_hidden_layers,
+        rule_options=rule_options(settings),
+        tie_word_embeddings=settings.tie_word_embeddings,
+        bos_token_id=end,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+    model = PrismForCausalLM(config)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def rule_options(settings: ModelSettings) -> dict[str, dict[str, Any]]:
+    """Options by rule: `head_dim` where a rule lets the size of heads be chosen, and what `options` says."""
+    used = {layer.rule for layer in parse_layers(settings.layers)}
+    chosen: dict[str, dict[str, Any]] = {}
+    for rule in sorted(used) if settings.head_dim is not None else ():
+        accepted = inspect.signature(rules.get(rule).__init__).parameters
+        sizes = {name: settings.head_dim for name in ("key_dim", "value_dim", "head_dim") if name in accepted}
+        if sizes:
+            chosen[rule] = sizes
+    for option in settings.options:
+        place, equals, value = option.partition("=")
+        rule, dot, name = place.partition(".")
+        if not (equals and dot and rule and name):
+            raise ValueError(f"model.options has {option!r}: write rule.option=value, for example prism.steps=3")
+        if rule not in used:
+            raise ValueError(f"model.options has {option!r}, but model.layers has no {rule}: {', '.join(sorted(used))}")
+        chosen.setdefault(rule, {})[name] = read_toml_value(value)
+    return chosen
+
+
+def vocabulary(settings: ModelSettings, manifest: Manifest) -> int:
+    """Rows of the embedding: those asked for, or the tokenizer's up to a multiple of 64 (which GPUs like)."""
+    if settings.vocab_size is None:
+        return -(-manifest.vocab_size // 64) * 64
+    if settings.vocab_size < manifest.vocab_size:
+        raise ValueError(
+            f"model.vocab_size is {settings.vocab_size}, but the tokenizer has {manifest.vocab_size} tokens: "
+            "leave model.vocab_size out or make it at least that"
+        )
+    return settings.vocab_size
+
+
+def initialize(model: nn.Module, seed: int, weights: dict[str, Tensor] | None = None) -> None:
+    """The weights that this seed stands for, whatever device or sharding the model has; or those given."""
+    for part in model.modules():  # transformers skips what it believes done
+        if hasattr(part, "_is_hf_initialized"):
+            del part._is_hf_initialized
+    torch.manual_seed(seed)
+    model.init_weights()  # type: ignore[operator]
+    if weights is not None:
+        _assign_weights(model, weights)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or of all those in a folder. Pickles can run code when opened: they are not."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not path.exists():
+        raise FileNotFoundError(f"there are no weights at {path}")
+    if not files or files[0].suffix != ".safetensors":
+        raise ValueError(
+            f"{path} holds no safetensors: pickled weights (.pt, .pth, .bin, .ckpt) can run code when opened and are not "
+            "loaded; convert them with safetensors.torch.save_file"
+        )
+    return {name: value for file in files for name, value in _read_safetensors(file).items()}
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except Exception as error:  # safetensors raises its own SafetensorError
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    return tensors
+
+
+def _assign_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        if name not in weights:
+            raise ValueError(f"model.weights lacks {name}: it belongs to another model")
+        if weights[name].shape != parameter.shape:
+            raise ValueError(
+                f"model.weights has {name} of shape {list(weights[name].shape)}, the model expects "
+                f"{list(parameter.shape)}: the model or its vocabulary is another one"
+            )
+    for name, parameter in model.named_parameters():
+        assign(parameter, weights[name])

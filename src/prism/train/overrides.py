@@ -1,0 +1,101 @@
+"""Settings from a TOML or JSON file, laid over others: unknown names and wrong types are refused in one sentence."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import types
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no settings file {path}")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise ValueError(f"{path} is not a TOML file: {error}") from error
+
+
+def read_toml_value(text: str) -> Any:
+    """A single value as TOML writes it; what is none, such as a bare word, is a text."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def override(settings: T, values: dict[str, Any], where: str, prefix: str = "") -> T:
+    """Settings with the nested `values` laid over them; `where` is named in errors."""
+    assert is_dataclass(settings) and not isinstance(settings, type)
+    hints = get_type_hints(type(settings))
+    known = [field.name for field in fields(settings)]
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        name = prefix + key
+        if key not in known:
+            close = difflib.get_close_matches(key, known, 1)
+            hint = f" (did you mean {prefix}{close[0]}?)" if close else ""
+            raise ValueError(f"{where} has a setting {name} that does not exist{hint}")
+        current = getattr(settings, key)
+        if is_dataclass(current):
+            if not isinstance(value, dict):
+                raise ValueError(f"{where}: {name} is a section with settings of its own, got {value!r}")
+            changes[key] = override(current, value, where, f"{name}.")
+        else:
+            try:
+                changes[key] = _convert(hints[key], value)
+            except TypeError as error:
+                raise ValueError(f"{where}: {name} must be {error}, got {value!r}") from None
+    changed: T = replace(settings, **changes)
+    return changed
+
+
+def to_plain(settings: Any) -> Any:
+    """Nested dicts of what JSON and TOML know; `override` reads them back."""
+    if is_dataclass(settings):
+        return {field.name: to_plain(getattr(settings, field.name)) for field in fields(settings)}
+    if isinstance(settings, tuple):
+        return list(settings)
+    return str(settings) if isinstance(settings, Path) else settings
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    """The value as the type that a field asks for; TypeError says what was expected."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None:
+            return None
+        (hint,) = (argument for argument in arguments if argument is not type(None))
+        return _convert(hint, value)
+    if origin is Literal:
+        if value not in arguments:
+            raise TypeError(f"one of {', '.join(arguments)}")
+        return value
+    if origin is tuple:
+        return _convert_tuple(arguments, value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise TypeError({int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "a text"))
+    return value
+
+
+def _convert_tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError("a list")
+    if arguments[-1] is not Ellipsis and len(value) != len(arguments):
+        raise TypeError(f"a list of {len(arguments)}")
+    kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
+    return tuple(_convert(kind, item) for kind, item in zip(kinds, value, strict=True))

@@ -1,0 +1,99 @@
+"""The tensors of a run by flat names, `model.<parameter>` and `optimizer.<parameter>.<key>`, saved and loaded in place.
+
+torch's distributed checkpoint does the work: every process writes its own shards as safetensors and reads whatever it
+needs of anyone's, so a run resumes on another number of processes. Its default format keeps a pickle beside the tensors; the
+safetensors one used here does not: nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from prism.train.distributed import World
+from prism.train.optimizer import Optimizers
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (tied ones once) and the buffers that belong to the state."""
+    buffers = {
+        name: value for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)
+    }
+    named = {**dict(model.named_parameters()), **buffers}
+    return {f"model.{name}": value.detach() for name, value in named.items()}
+
+
+def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"optimizer.{names[parameter]}.{key}": value
+        for optimizer, parameter in optimizers.parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def save(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _quiet():
+        dcp.save(tensors, storage_writer=writer, no_dist=world.parallel == "none")
+
+
+def load(folder: Path, model: nn.Module, optimizers: Optimizers | None, world: World) -> None:
+    """Fill the model and its optimisers (None: the model alone) with what `save` wrote."""
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    stored = cast(
+        dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata
+    )  # no other kind is written
+    targets = model_tensors(model)
+    _check_names(set(targets), {name for name in stored if name.startswith("model.")}, folder)
+    for name, target in targets.items():
+        if tuple(stored[name].size) != tuple(target.shape):
+            raise ValueError(
+                f"{folder}: {name} has shape {list(stored[name].size)}, the model expects {list(target.shape)}"
+            )
+    if optimizers is not None:
+        targets |= _make_optimizer_state(stored, model, optimizers)
+    with _quiet():
+        dcp.load(targets, storage_reader=reader, no_dist=world.parallel == "none")
+
+
+def _make_optimizer_state(
+    stored: dict[str, TensorStorageMetadata], model: nn.Module, optimizers: Optimizers
+) -> dict[str, Tensor]:
+    """Empty state of the stored names and shapes, given to the optimisers to be filled in place."""
+    owners = {parameter: optimizer for optimizer, parameter in optimizers.parameters()}
+    made: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        optimizer, prefix = owners[parameter], f"optimizer.{name}."
+        for key in (stored_name.removeprefix(prefix) for stored_name in stored if stored_name.startswith(prefix)):
+            size, dtype = stored[prefix + key].size, stored[prefix + key].properties.dtype
+            if size == parameter.shape:
+                value = torch.zeros_like(parameter, dtype=dtype)
+            else:  # a step count: beside the parameter for fused optimisers, else on the CPU
+                fused = optimizer.defaults.get("fused")
+                value = torch.zeros(size, dtype=dtype, device=parameter.device if fused else "cpu")
+            optimizer.state[parameter][key] = made[prefix + key] = value
+    return made
+
+
+def _check_names(expected: set[str], found: set[str], folder: Path) -> None:
+    for what, names in (("lacks", expected - found), ("has", found - expected)):
+        if names:
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"{folder} {what} {min(names)}{others}, unlike the model: was it made by another model?")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch warns that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

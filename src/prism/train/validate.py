@@ -1,0 +1,68 @@
+"""How well a model predicts: nats per token, perplexity, and bits per byte, which compares across tokenizers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.data.prepare import Corpus
+from prism.data.windows import Batch, Windows
+from prism.train.distributed import World
+
+
+@dataclass(frozen=True)
+class Score:
+    nats: float
+    """Mean per token."""
+    bytes_per_token: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.nats, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes_per_token
+
+
+def total_nats(model: nn.Module, batch: Batch) -> Tensor:
+    """Summed over all tokens of the batch, in float32."""
+    logits = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+
+
+class Validation:
+    """Windows spread evenly over what was held out; several processes share them."""
+
+    def __init__(
+        self, corpus: Corpus, context: int, end: int | None, sequences: int, at_once: int, world: World
+    ) -> None:
+        stream = corpus.stream("validation")
+        self.windows = Windows(stream, min(context, len(stream) - 1), end)
+        self.at_once, self.world = at_once, world
+        self.bytes_per_token = stream.split.text_bytes / stream.split.tokens
+        count = min(sequences or len(self.windows), len(self.windows))
+        self.chosen = np.arange(count) * len(self.windows) // count
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> Score:
+        """Every process makes the same number of passes, the last perhaps with samples that count for nothing."""
+        mine = self.chosen[self.world.rank :: self.world.size]
+        rounds = -(-len(self.chosen) // (self.world.size * self.at_once))
+        nats, tokens = 0.0, 0
+        training = model.training
+        model.eval()
+        for i in range(rounds):
+            windows = mine[i * self.at_once : (i + 1) * self.at_once]
+            batch = self.windows.windows(windows if len(windows) else self.chosen[:1]).to(self.world.device)
+            total = total_nats(model, batch)
+            if len(windows):
+                nats, tokens = nats + float(total), tokens + batch.targets.numel()
+        model.train(training)
+        nats, count = self.world.sum(nats, tokens)
+        return Score(nats / count, self.bytes_per_token)
