@@ -12,7 +12,7 @@ from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn.pattern import parse_layers
 
 VOCABULARY = 61
-HYBRIDS = ("prism*2+softmax", "gated_delta+sliding_window", "mamba2+softmax+rwkv7")
+HYBRIDS = ("prism*2+softmax", "gated_delta+sliding_window", "rwkv7+softmax+mamba2+rwkv7")
 STACKS = (*((name, name) for name in rules.names()), *HYBRIDS)
 SMALL = {"sliding_window": {"window": 9}}
 """Options that make a rule show its corners in a few tokens."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close
 from stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 from torch import Tensor
 
+from helpers import assert_close
 from prism.models import PrismCache, PrismForCausalLM
 
 EXACT = 1e-9

@@ -76,8 +76,8 @@ class _HeadChunks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dO: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
-        *fields, reset = ctx.saved_tensors[:7]
-        flat = ctx.saved_tensors[7:]
+        saved = ctx.saved_tensors  # read once: under gradient checkpointing every read computes the segment again
+        (*fields, reset), flat = saved[:7], saved[7:]
         kept = [flat[i : i + 4] for i in range(0, len(flat), 4)]
         return (*_backward(tuple(fields), reset, kept, dO, dS, ctx.kind), None)
 

@@ -60,7 +60,7 @@ class PrismConfig(PreTrainedConfig):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_heads = num_heads
-        self.layers = layers if isinstance(layers, str) else list(layers)
+        self.layers = layers if isinstance(layers, str) else [_as_json(entry) for entry in layers]
         self.num_hidden_layers = len(parse_layers(layers, num_hidden_layers))
         self.rule_options = {} if rule_options is None else rule_options
         self.intermediate_size = -(-hidden_size * 8 // 3 // 64) * 64 if intermediate_size is None else intermediate_size
@@ -95,9 +95,18 @@ class PrismConfig(PreTrainedConfig):
                 raise ValueError(f"rule_options[{rule!r}] must be a dict of options, got {options!r}")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PrismConfig) and self.to_dict() == other.to_dict()
+        return isinstance(other, PrismConfig) and self._contents() == other._contents()
+
+    def _contents(self) -> dict[str, Any]:
+        """What the configuration says, as it would be saved, wherever it came from."""
+        return {name: value for name, value in self.to_diff_dict().items() if name != "_name_or_path"}
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _as_json(entry: Any) -> Any:
+    """A pair (name, options) as the list that a JSON file gives back."""
+    return list(entry) if isinstance(entry, tuple) else entry
 
 
 AutoConfig.register("prism", PrismConfig, exist_ok=True)

@@ -199,7 +199,9 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, inputs_embeds: Any = None, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, inputs_embeds: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
         inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         inputs.pop("position_ids", None)  # generate counts them from the mask; a 0 would look like a new document
         return inputs

@@ -1,0 +1,205 @@
+"""Saved models come back, through transformers' Auto classes, with gates in float32 and without ever opening a pickle."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from stacks import STACKS, config, label, model, tokens
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from helpers import assert_close
+from prism import rules
+from prism.models import PrismConfig, PrismForCausalLM, PrismModel
+from prism.nn import no_weight_decay
+from prism.nn.parameters import gates
+
+
+@pytest.mark.parametrize("layers", STACKS, ids=label)
+def test_save_and_load(layers: Any, tmp_path: Path) -> None:
+    lm, ids = model(layers), tokens(1, 9)
+    lm.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert type(again) is PrismForCausalLM
+    assert again.config == lm.config
+    assert not again.training
+    saved, loaded = lm.state_dict(), again.state_dict()
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert_close("logits", again(ids).logits, lm(ids).logits, 1e-12)  # other addresses may be summed in another order
+    assert not any(path.suffix == ".bin" for path in tmp_path.iterdir())
+
+
+def test_the_backbone_alone(tmp_path: Path) -> None:
+    lm = model("prism+softmax", torch.float32)
+    lm.save_pretrained(tmp_path)
+    backbone = AutoModel.from_pretrained(tmp_path)
+    assert type(backbone) is PrismModel
+    hidden = backbone(tokens(1, 9)).last_hidden_state
+    assert_close("logits", lm.lm_head(hidden), lm(tokens(1, 9)).logits, 1e-6)
+
+
+# Importing Trainer imports the registry in the midst of much else, so that registering must not need any of that.
+ORDERS = (
+    ("import prism, sys; assert 'transformers' not in sys.modules", "from transformers import Trainer"),
+    ("import transformers", "import prism, sys; assert 'prism.models' not in sys.modules; prism.models.PrismConfig"),
+    ("from transformers import AutoModelForCausalLM", "import prism"),
+)
+
+
+@pytest.mark.parametrize("imports", ORDERS)
+def test_auto_classes_know_the_model_after_import_prism(imports: tuple[str, str], tmp_path: Path) -> None:
+    model("prism", torch.float32).save_pretrained(tmp_path)
+    load = f"print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)"
+    script = "\n".join([*imports, "from transformers import AutoModelForCausalLM", load])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "PrismForCausalLM", done.stderr
+
+
+def test_tied_embeddings_are_one_matrix_saved_once(tmp_path: Path) -> None:
+    lm = model("prism", tie_word_embeddings=True)
+    assert lm.lm_head.weight is lm.model.embed_tokens.weight
+    lm.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        saved = set(file.keys())
+    assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
+    again = PrismForCausalLM.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert model("prism").lm_head.weight is not model("prism").model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", rules.names())
+def test_gates_stay_in_float32(rule: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    lm = PrismForCausalLM(config([rule]))
+    exact = {name: gate.detach().clone() for name, gate in gates(lm).items()}
+    lm.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    started = AutoModelForCausalLM.from_config(config([rule]), dtype=dtype)
+    for way, half in {"to": lm.to(dtype), "from_pretrained": loaded, "from_config": started}.items():
+        kinds = {name: parameter.dtype for name, parameter in half.named_parameters()}
+        assert {name for name, kind in kinds.items() if kind == torch.float32} == exact.keys(), way
+        assert half.dtype == dtype
+        if way != "from_config":
+            assert all(torch.equal(gates(half)[name], exact[name]) for name in exact), way
+
+
+def test_gates_are_the_parameters_a_rule_owns_itself() -> None:
+    lm = PrismForCausalLM(config("prism+mamba2"))
+    names = {name.removeprefix("model.layers.") for name in gates(lm)}
+    assert names == {
+        "0.mixer.rule.decay.A_log",
+        "0.mixer.rule.decay.dt_bias",
+        "0.mixer.rule.writes.scale",
+        "1.mixer.rule.decay.A_log",
+        "1.mixer.rule.decay.dt_bias",
+        "1.mixer.rule.skip",
+    }
+
+
+@pytest.mark.parametrize("rule", rules.names())
+def test_only_matrices_are_decayed(rule: str) -> None:
+    lm = PrismForCausalLM(config([rule, rule]))
+    spared = no_weight_decay(lm)
+    for name, parameter in lm.named_parameters():
+        special = name in gates(lm) or name.endswith("bias") or "norm" in name
+        assert (name in spared) is special, name
+        assert special or parameter.ndim == 2
+
+
+@pytest.mark.parametrize("rule", rules.names())
+def test_rules_start_as_they_say_and_maps_as_the_configuration_says(rule: str) -> None:
+    torch.manual_seed(0)
+    lm = PrismForCausalLM(config([rule], hidden_size=64, initializer_range=0.5))
+    assert 0.45 < lm.model.embed_tokens.weight.std() < 0.55
+    assert 0.45 < lm.model.layers[0].mlp.up.weight.std() < 0.55
+    torch.manual_seed(1)
+    alone = rules.get(rule).build(64, 2)
+    for name, parameter in lm.model.layers[0].mixer.rule.named_parameters():
+        expected = dict(alone.named_parameters())[name]
+        if name in gates(alone) or "norm" in name:  # drawn or constant: of the same size as in a rule on its own
+            assert abs(parameter.mean() - expected.mean()) <= 0.5 * expected.abs().mean() + 1e-6, name
+
+
+def test_the_bias_of_a_forgetting_gate_survives() -> None:
+    """transformers' own initialisation would set it to zero, and every head would forget half at every token."""
+    lm = PrismForCausalLM(config("prism", rule_options={"prism": {"preset": "paper"}}))
+    alpha = lm.model.layers[0].mixer.rule.alpha.bias.sigmoid()
+    assert torch.allclose(alpha, torch.tensor([0.9, 0.999]))
+
+
+@pytest.mark.parametrize("rule", rules.names())
+def test_a_model_from_the_meta_device_starts_like_any_other(rule: str) -> None:
+    usual = PrismForCausalLM(config([rule, rule]))
+    with torch.device("meta"):
+        lm = PrismForCausalLM(config([rule, rule]))
+    assert all(parameter.is_meta for parameter in lm.parameters())
+    lm.to_empty(device="cpu")
+    for started in (usual, lm):
+        for parameter in started.parameters():
+            parameter.data.fill_(torch.nan)
+        for part in started.modules():
+            part._is_hf_initialized = False
+        torch.manual_seed(0)
+        started.init_weights()
+    for (name, parameter), other in zip(usual.named_parameters(), lm.parameters(), strict=True):
+        assert torch.equal(parameter, other), name  # which also says that none is NaN
+        assert parameter.dtype == other.dtype
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_pickles_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    config("prism").save_pretrained(tmp_path)
+    torch.save({}, tmp_path / name)
+    for loader in (AutoModelForCausalLM, PrismForCausalLM):
+        with pytest.raises(ValueError, match=rf"{name}.*only safetensors"):
+            loader.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="only safetensors"):
+        PrismForCausalLM.from_pretrained(tmp_path, use_safetensors=False)
+
+
+def test_a_configuration_comes_back_with_its_list_of_layers(tmp_path: Path) -> None:
+    layers = ["prism", {"rule": "prism", "steps": 3}, ("softmax", {"kv_heads": 1, "heads": 4})]
+    made = config(layers, num_hidden_layers=4)
+    made.save_pretrained(tmp_path)
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert type(read) is PrismConfig
+    assert read.layer_plan == made.layer_plan
+    assert [layer.options for layer in read.layer_plan] == [{}, {"steps": 3}, {"kv_heads": 1, "heads": 4}, {}]
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "prism"
+    stack = PrismForCausalLM(read).model.layers
+    assert [layer.mixer.rule.heads for layer in stack] == [2, 2, 4, 2]
+    assert [layer.mixer.write_rank for layer in stack] == [2, 3, 1, 2]
+
+
+def test_configurations_are_equal_if_their_contents_are() -> None:
+    assert config("prism") == config("prism")
+    assert config("prism") != config("prism", hidden_size=32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be a whole number ≥ 1, got 0"),
+        ({"hidden_size": 16.0}, "hidden_size must be a whole number ≥ 1, got 16.0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number ≥ 1, got 0"),
+        ({"layers": "prisma"}, "unknown rule 'prisma' .did you mean 'prism'"),
+        ({"layers": "prism*x"}, "'prism\\*x' is not a rule or rule\\*count"),
+        ({"rule_options": {"softmax": {}}}, "rule_options names 'softmax', which is not in layers: prism"),
+        ({"rule_options": {"prism": 3}}, "rule_options\\['prism'\\] must be a dict of options, got 3"),
+    ],
+)
+def test_bad_configurations_are_named(settings: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        PrismConfig(**{"layers": "prism", **settings})
+
+
+def test_a_wrong_option_is_named_when_the_model_is_built() -> None:
+    with pytest.raises(ValueError, match="has no option 'stpes'"):
+        PrismForCausalLM(config("prism", rule_options={"prism": {"stpes": 2}}))

@@ -1,0 +1,119 @@
+"""What training asks of a model: losses, packed documents, checkpointed gradients, and logits only where they are needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stacks import HYBRIDS, STACKS, label, model, tokens
+from torch import Tensor
+
+from helpers import assert_close
+from prism.models import PrismForCausalLM
+
+
+def gradients(lm: PrismForCausalLM, ids: Tensor, **arguments: Any) -> dict[str, Tensor]:
+    lm.train().zero_grad()
+    lm(ids, labels=ids, **arguments).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+
+
+@pytest.mark.parametrize("layers", STACKS, ids=label)
+def test_checkpointing_gives_the_same_gradients(layers: Any) -> None:
+    lm, ids = model(layers), tokens(2, 20)
+    plain = gradients(lm, ids)
+    lm.gradient_checkpointing_enable()
+    calls = []
+    for layer in lm.model.layers:
+        layer.mixer.register_forward_hook(lambda *_: calls.append(1))
+    checkpointed = gradients(lm, ids)
+    assert len(calls) == 2 * len(lm.model.layers), "every layer must have been computed a second time"
+    for name, gradient in plain.items():
+        assert gradient.abs().max() > 0 or name.endswith("rule.bound"), name  # HGRN's bounds of other layers
+        assert_close(name, checkpointed[name], gradient, 1e-9)
+
+
+@pytest.mark.parametrize("layers", STACKS, ids=label)
+def test_packed_documents_do_not_see_each_other(layers: Any) -> None:
+    lm = model(layers)
+    lengths = [(13, 1, 20, 6), (5, 30, 3, 2)]
+    ids = tokens(2, 40)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    packed = lm(ids, position_ids=positions).logits
+    assert_close("by reset", lm(ids, reset=positions == 0).logits, packed, 0.0)
+    for row, counts in enumerate(lengths):
+        alone = [lm(document[None]).logits[0] for document in ids[row].split(counts)]
+        assert_close(f"row {row}", packed[row], torch.cat(alone), 1e-9)
+    assert (packed - lm(ids).logits)[:, 20:].abs().max() > 1e-3, "without the positions they must see each other"
+
+
+def test_packed_documents_continue_through_a_cache() -> None:
+    lm, ids = model("prism*2+softmax"), tokens(1, 30)
+    positions = torch.cat([torch.arange(12), torch.arange(8), torch.arange(10)])[None]
+    whole = lm(ids, position_ids=positions).logits
+    for cut in (10, 12, 20):
+        cache = lm(ids[:, :cut], position_ids=positions[:, :cut]).past_key_values
+        rest = lm(ids[:, cut:], position_ids=positions[:, cut:], past_key_values=cache).logits
+        assert_close(f"cut at {cut}", rest, whole[:, cut:], 1e-9)
+
+
+@pytest.mark.parametrize("layers", HYBRIDS)
+def test_padding_takes_no_part_in_the_gradients(layers: str) -> None:
+    lm, ids = model(layers), tokens(1, 15)
+    padded = F.pad(ids, (4, 3), value=7)
+    mask = F.pad(torch.ones_like(ids), (4, 3))
+    labels = padded.masked_fill(mask.cumsum(1) < 2, -100).masked_fill(mask == 0, -100)  # nothing predicts the first token
+    lm.zero_grad()
+    lm(padded, attention_mask=mask, labels=labels).loss.backward()
+    got = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+    for name, gradient in gradients(lm, ids).items():
+        assert_close(name, got[name], gradient, 1e-6)  # transformers takes the loss in float32
+
+
+def test_the_loss_is_that_of_the_next_token() -> None:
+    lm, ids = model("prism+softmax"), tokens(2, 9)
+    out = lm(ids, labels=ids)
+    expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert abs(out.loss - expected) < 1e-6
+
+
+def test_logits_are_computed_where_they_are_asked_for() -> None:
+    lm, ids = model("prism+softmax"), tokens(2, 9)
+    whole = lm(ids).logits
+    assert torch.equal(lm(ids, logits_to_keep=0).logits, whole)
+    assert_close("last three", lm(ids, logits_to_keep=3).logits, whole[:, -3:], 1e-12)
+    chosen = torch.tensor([0, 4])
+    assert_close("chosen", lm(ids, logits_to_keep=chosen).logits, whole[:, chosen], 1e-12)
+
+
+def test_hidden_states_and_tuples() -> None:
+    lm, ids = model("prism*2"), tokens(2, 9)
+    out = lm(ids, output_hidden_states=True)
+    assert [tuple(x.shape) for x in out.hidden_states] == [(2, 9, 16)] * 3
+    assert torch.equal(lm.lm_head(out.hidden_states[-1]), out.logits)
+    assert torch.equal(lm(ids, return_dict=False)[0], out.logits)
+
+
+def test_training_keeps_no_cache_unless_asked() -> None:
+    lm, ids = model("prism"), tokens(1, 5)
+    assert lm(ids).past_key_values is not None
+    assert lm.train()(ids).past_key_values is None
+    assert lm(ids, use_cache=True).past_key_values.get_seq_length() == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({}, "give either input_ids or inputs_embeds"),
+        ({"input_ids": tokens(2, 5), "inputs_embeds": torch.zeros(2, 5, 16)}, "give either input_ids or inputs_embeds"),
+        ({"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 4)}, r"attention_mask must be \[B, T\] = \[2, 5\]"),
+        ({"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 1, 5, 5)}, r"attention_mask must be \[B, T\]"),
+        ({"input_ids": tokens(2, 5), "position_ids": torch.zeros(2, 4)}, r"must be \[B, T\] = \[2, 5\], got \[2, 4\]"),
+        ({"input_ids": tokens(2, 5), "reset": torch.zeros(2, 6)}, r"must be \[B, T\] = \[2, 5\], got \[2, 6\]"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        model("prism")(**arguments)
