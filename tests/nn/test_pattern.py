@@ -1,0 +1,79 @@
+"""Stacks as strings and lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from prism import rules
+from prism.nn import Block, LayerSpec, parse_layers
+from prism.nn.block import place_options
+
+
+@given(
+    period=st.lists(st.tuples(st.sampled_from(rules.names()), st.integers(1, 4)), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_a_period_is_repeated_and_cut(period: list[tuple[str, int]], data: st.DataObject) -> None:
+    pattern = " + ".join(f"{name} *{count}" if count > 1 else name for name, count in period)
+    expected = [name for name, count in period for _ in range(count)]
+    assert [layer.rule for layer in parse_layers(pattern)] == expected
+    total = data.draw(st.integers(1, 20))
+    assert [layer.rule for layer in parse_layers(pattern, total)] == (expected * total)[:total]
+    assert parse_layers(expected, total) == parse_layers(pattern, total)
+
+
+def test_entries_with_options() -> None:
+    layers = ["linear", {"rule": "prism", "steps": 3}, ("softmax", {"kv_heads": 1}), ["softmax", {}]]
+    assert parse_layers(layers) == [
+        LayerSpec("linear", {}),
+        LayerSpec("prism", {"steps": 3}),
+        LayerSpec("softmax", {"kv_heads": 1}),
+        LayerSpec("softmax", {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "complaint"),
+    [
+        ("", "'' is not a rule or rule\\*count"),
+        ("prism+", "'' is not a rule or rule\\*count; write for example"),
+        ("prism*0", "'prism\\*0' is not a rule"),
+        ("prism*-1", "'prism\\*-1' is not a rule"),
+        ("prism**2", "'prism\\*\\*2' is not a rule"),
+        ("prism*²", "is not a rule"),
+        ("softmaxx", "unknown rule 'softmaxx' .did you mean 'softmax'"),
+        ([], "layers must be a pattern such as"),
+        (3, "layers must be a pattern such as"),
+        ([3], "layers has the entry 3: expected a rule's name"),
+        ([{"steps": 2}], "expected a rule's name"),
+        ([("prism", 2)], "expected a rule's name"),
+    ],
+)
+def test_bad_layers_are_named(layers: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        parse_layers(layers)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, True])
+def test_bad_counts_are_named(count: Any) -> None:
+    with pytest.raises(ValueError, match="num_hidden_layers must be a whole number ≥ 1"):
+        parse_layers("prism", count)
+
+
+def test_rules_that_ask_are_told_where_they_stand() -> None:
+    assert place_options("rwkv7", 2, 6) == {"layer_index": 2, "layer_count": 6}
+    assert place_options("gated_delta", 2, 6) == {}
+
+
+def test_a_block_adds_what_its_parts_say() -> None:
+    block, x = Block("prism", 16, 2, 24), torch.randn(2, 7, 16)
+    y, state = block(x)
+    mixed, expected = block.mixer(block.mixer_norm(x))
+    middle = x + mixed
+    assert torch.equal(y, middle + block.mlp(block.mlp_norm(middle)))
+    assert state.nbytes == expected.nbytes
