@@ -88,6 +88,11 @@ class Problem:
         """Strong reflections along nearly equal keys: rounding is amplified in any order of computation."""
         return self.alike and self.erase != "none" and self.beta[1] > 1.9
 
+    @property
+    def one_direction(self) -> bool:
+        """A single key channel: every erase takes all there is, and gradients are small differences of large numbers."""
+        return self.key_dim == 1 and self.erase != "none"
+
     def inputs(self, dtype: torch.dtype = torch.float32) -> Tensors:
         """All tensors, float64, holding numbers that `dtype` can represent (so that every precision starts equal)."""
         B, T, H, K, V, L = self.batch, self.tokens, self.heads, self.key_dim, self.value_dim, self.writes

@@ -33,7 +33,7 @@ def agree(problem: Problem, form: str) -> None:
     inputs = problem.inputs()
     reference = problem.run(inputs, "recurrent")
     assert_all_close(f"{form} float64", problem.run(inputs, form), reference, FLOAT64, scales(reference))
-    if form == "recurrent":  # itself in float64; in float32 it is the yardstick below
+    if problem.one_direction:
         return
     got, size = problem.run(inputs, form, torch.float32), scales(reference, torch.float32)
     for name, tolerance in float32_tolerances(problem, inputs, reference).items():
@@ -85,6 +85,41 @@ def test_forms_agree_at_every_length(form: str, tokens: int, decay: str) -> None
     agree(replace(DELTA, tokens=tokens, decay=decay, rate="mixed", reset="random"), form)
 
 
+@pytest.mark.parametrize("erase_on", ["decayed", "undecayed"])
+@pytest.mark.parametrize("read", ["after", "before"])
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_chunkwise_agrees_over_many_chunks_and_wide_heads(decay: str, read: str, erase_on: str) -> None:
+    """Long enough for whatever chunkwise does by the thousand tokens, wide enough for whatever it does by the head size."""
+    some = replace(
+        DELTA, heads=2, query_heads=1, key_heads=2, decay=decay, read=read, erase_on=erase_on, reset="random"
+    )
+    agree(replace(some, tokens=1100, mask="holes"), "chunkwise")
+    agree(replace(some, tokens=150, key_dim=80, value_dim=70), "chunkwise")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("asked", [("q",), ("w", "state"), ("erase_strength",), ("log_decay",), ("k", "erase_key")])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_gradients_may_be_asked_for_one_by_one(form: str, decay: str, asked: tuple[str, ...]) -> None:
+    """From the outputs alone, or from the final state alone, and of some inputs while the others have none."""
+    problem = replace(DELTA, decay=decay, mask="holes", batch=2)
+    inputs = problem.inputs()
+
+    def gradients(form: str, of: str) -> tuple[torch.Tensor | None, ...]:
+        leaves = {name: x.clone() for name, x in inputs.items()}
+        wanted = [leaves[name].requires_grad_() for name in asked]
+        o, final = prism.memory(problem.update(leaves), leaves["state"], form)
+        loss = (o * inputs["d_output"]).sum() if of == "o" else (final * inputs["d_state"]).sum()
+        return torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else (None,) * len(wanted)
+
+    for of in ("o", "final"):
+        for name, got, expected in zip(asked, gradients(form, of), gradients("recurrent", of), strict=True):
+            none = torch.zeros_like(inputs[name])  # the final state does not depend on q
+            assert_close(
+                f"d_{name} of {of}", none if got is None else got, none if expected is None else expected, FLOAT64
+            )
+
+
 @pytest.mark.parametrize("form", ["parallel", "chunkwise", "scan"])
 @given(
     problem=problems(
@@ -92,6 +127,7 @@ def test_forms_agree_at_every_length(form: str, tokens: int, decay: str) -> None
     )
 )
 @example(problem=replace(DELTA, tokens=257, decay="none", alike=True, beta=(1.9, 2.0), seed=1))
+@example(problem=Problem(65, key_dim=80, value_dim=48, writes=2, decay="none", alike=True, beta=(1.9, 2.0), seed=2))
 @examples(10)
 def test_reflections_along_nearly_equal_keys(form: str, problem: Problem) -> None:
     agree(problem, form)
