@@ -87,6 +87,17 @@ def test_going_on_with_a_new_turn() -> None:
     assert torch.equal(generate(lm, turn, past_key_values=first.past_key_values), generate(lm, turn))
 
 
+def test_a_prompt_that_the_cache_has_already_seen_is_named() -> None:
+    lm, ids = model("prism"), tokens(1, 6)
+    cache = lm(ids).past_key_values
+    with pytest.raises(ValueError, match="the cache has seen 6 tokens, input_ids hold 6"):
+        generate(lm, ids, past_key_values=cache)
+    new = tokens(1, 3, seed=2)
+    both = torch.cat([ids, new], 1)
+    rest = generate(lm, new, past_key_values=cache, attention_mask=torch.ones_like(both))
+    assert torch.equal(rest[:, 3:], generate(lm, both)[:, 9:])
+
+
 def test_long_prompts_can_be_read_in_pieces() -> None:
     lm, ids = model("prism+softmax"), tokens(2, 50)
     assert torch.equal(generate(lm, ids, prefill_chunk_size=16), generate(lm, ids))

@@ -64,7 +64,9 @@ def test_padding_takes_no_part_in_the_gradients(layers: str) -> None:
     lm, ids = model(layers), tokens(1, 15)
     padded = F.pad(ids, (4, 3), value=7)
     mask = F.pad(torch.ones_like(ids), (4, 3))
-    labels = padded.masked_fill(mask.cumsum(1) < 2, -100).masked_fill(mask == 0, -100)  # nothing predicts the first token
+    labels = padded.masked_fill(mask.cumsum(1) < 2, -100).masked_fill(
+        mask == 0, -100
+    )  # nothing predicts the first token
     lm.zero_grad()
     lm(padded, attention_mask=mask, labels=labels).loss.backward()
     got = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
@@ -108,7 +110,10 @@ def test_training_keeps_no_cache_unless_asked() -> None:
     [
         ({}, "give either input_ids or inputs_embeds"),
         ({"input_ids": tokens(2, 5), "inputs_embeds": torch.zeros(2, 5, 16)}, "give either input_ids or inputs_embeds"),
-        ({"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 4)}, r"attention_mask must be \[B, T\] = \[2, 5\]"),
+        (
+            {"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 4)},
+            r"attention_mask must be \[B, T\] = \[2, 5\]",
+        ),
         ({"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 1, 5, 5)}, r"attention_mask must be \[B, T\]"),
         ({"input_ids": tokens(2, 5), "position_ids": torch.zeros(2, 4)}, r"must be \[B, T\] = \[2, 5\], got \[2, 4\]"),
         ({"input_ids": tokens(2, 5), "reset": torch.zeros(2, 6)}, r"must be \[B, T\] = \[2, 5\], got \[2, 6\]"),

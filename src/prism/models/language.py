@@ -12,7 +12,7 @@ Design choices
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from prism.models.config import PrismConfig
 from prism.nn.block import Block, place_options
 from prism.nn.parameters import assign, gates, own_start
 from prism.nn.pattern import LayerSpec
+from prism.nn.state import State
 from prism.rules.rule import Rule
 
 
@@ -47,8 +48,8 @@ class PrismPreTrainedModel(PreTrainedModel):
     config_class = PrismConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar[list[str]] = ["PrismLayer"]
-    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values"]
+    _no_split_modules = ["PrismLayer"]  # noqa: RUF012  (so declared by transformers)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True  # its cache cannot be cropped, so generate refuses to guess tokens ahead
 
     def post_init(self) -> None:
@@ -127,7 +128,8 @@ class PrismModel(PrismPreTrainedModel):
         mask = _padding_mask(attention_mask, B, T)
         reset = _document_starts(reset, position_ids, B, T, fresh=not states)
         shared: dict[str, Tensor] = {}
-        hidden, new = [x], []
+        hidden: list[Any] = [x]
+        new: list[State] = []
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
             x, state = layer(x, state, mask, reset, shared)
             hidden.append(x)
@@ -148,7 +150,7 @@ class PrismModel(PrismPreTrainedModel):
 class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
     """A language model: logits of the next token."""
 
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config: PrismConfig) -> None:
         super().__init__(config)
@@ -199,15 +201,23 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, inputs_embeds: Any = None, **kwargs: Any
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, input_ids: Any, next_sequence_length: int | None = None, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        if next_sequence_length is not None and next_sequence_length < 1:
+            seen = kwargs["past_key_values"].get_seq_length()
+            raise ValueError(
+                f"the cache has seen {seen} tokens, input_ids hold {input_ids.shape[1]}: to go on, pass all tokens and new "
+                "ones after them, or only the new ones with an attention_mask over all"
+            )
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
+            input_ids, next_sequence_length=next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
+        )
         inputs.pop("position_ids", None)  # generate counts them from the mask; a 0 would look like a new document
         return inputs
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any
     ) -> None:
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
