@@ -1,0 +1,45 @@
+"""The command line speaks in sentences, and `prism rules` lists every rule."""
+
+import pytest
+
+from prism import rules
+from prism.cli import COMMANDS, main
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_for_all_its_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*name.split(), "--help"])
+    assert stop.value.code in (0, None)
+    assert "--" in capsys.readouterr().out
+
+
+def test_rules_table_names_every_rule(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "220")
+    assert main(["rules", "--width", "64", "--heads", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in rules.names())
+    assert f"{rules.get('gated_delta').build(64, 2).state_size:,}" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rulez"], "rules"),
+        (["probe"], "mqar"),
+        (["probe", "nothing"], "mqar"),
+    ],
+)
+def test_unknown_commands_are_answered_with_known_ones(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert told in capsys.readouterr().err
