@@ -145,8 +145,15 @@ class _Source:
     def held_out_period(self) -> int | None:
         """Every how many documents one is held out; None: a tail is held out instead."""
         period = round(1 / self.recipe.validation)
-        many = sum(1 for _ in islice(self.documents(), 2 * period)) == 2 * period
-        return period if self.recipe.split == "document" or (self.recipe.split == "auto" and many) else None
+        if self.recipe.split == "auto":
+            return period if len(list(islice(self._starts(), 2 * period))) == 2 * period else None
+        return period if self.recipe.split == "document" else None
+
+    def _starts(self) -> Iterator[bool]:
+        """One for every document that is not empty, reading no more of it than that takes."""
+        if self.recipe.max_bytes is not None:  # where that ends only a reading of everything tells
+            return (True for _, starts in self.pieces() if starts)
+        return (True for document in self.documents() if any(document))
 
 
 def _write(source: _Source, folder: Path) -> None:

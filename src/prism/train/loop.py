@@ -103,7 +103,7 @@ class _Run:
 
     def go(self) -> Outcome:
         steps = self.settings.steps
-        torch.manual_seed(self.settings.seed + 1 + self.world.rank)  # what dropout would draw differs by process
+        rng.seed(self.settings.seed + 1 + self.world.rank)  # what dropout would draw differs by process
         self.model.train()
         with Bar(0, steps, self.world.main) as bar:
             self.resume(bar)

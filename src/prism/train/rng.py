@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 
+def seed(number: int) -> None:
+    random.seed(number)
+    torch.manual_seed(number)
+
+
 def capture() -> dict[str, Tensor]:
     """The state of torch's generators (CPU, and the current GPU if one is in use) and of Python's."""
     version, words, _ = random.getstate()
