@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism import rules
 from prism.data.mqar import IGNORE, Recall
 from prism.nn import Mixer
 from prism.rules.parts import ShortConv
@@ -61,11 +62,14 @@ class RecallModel(nn.Module):
         super().__init__()
         width = run.width
         value_dim = width // run.heads if run.value_dim is None else run.value_dim
+        # The convolution stands before every mixer alike, so rules that have one of their own go without.
+        options = {"conv_size": 1} if "conv_size" in rules.get(run.rule).option_names() else {}
+        options |= run.options
         self.embedding = nn.Embedding(run.task.vocabulary, width)
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(run.layers))
         self.convolutions = nn.ModuleList(ShortConv(width) for _ in range(run.layers))
         self.mixers = nn.ModuleList(
-            Mixer(run.rule, width, run.heads, key_dim=run.key_dim, value_dim=value_dim, **run.options)
+            Mixer(run.rule, width, run.heads, key_dim=run.key_dim, value_dim=value_dim, **options)
             for _ in range(run.layers)
         )
         self.norm = nn.RMSNorm(width)

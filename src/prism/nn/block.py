@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch.nn.functional as F
@@ -58,5 +57,5 @@ class Block(nn.Module):
 
 def place_options(rule: str, index: int, count: int) -> dict[str, int]:
     """`layer_index` and `layer_count`, for rules whose initialisation depends on where in the stack they stand."""
-    accepted = inspect.signature(rules.get(rule).__init__).parameters
+    accepted = rules.get(rule).option_names()
     return {name: value for name, value in {"layer_index": index, "layer_count": count}.items() if name in accepted}

@@ -51,6 +51,12 @@ class Prism(Rule):
             raise ValueError(f"preset must be one of {', '.join(_PRESETS)}, got {preset!r}")
         return construct(_PRESETS[preset], width, heads, options)
 
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        if cls is not Prism:
+            return super().option_names()
+        return tuple(dict.fromkeys(["preset", *(name for kind in _PRESETS.values() for name in kind.option_names())]))
+
 
 class PaperPrism(Prism):
     """The `paper` preset.

@@ -28,7 +28,7 @@ class Rule(nn.Module):
     forgetting: ClassVar[str]
     transition: ClassVar[str]
     """The class of matrices that carry the state from token to token."""
-    forms: ClassVar[tuple[str, ...]] = FORMS
+    forms: tuple[str, ...] = FORMS
     constant_state: ClassVar[bool] = True
     """False for caches, which grow with the context."""
 
@@ -45,6 +45,11 @@ class Rule(nn.Module):
         """Construct the rule; an option it does not have is named, with those it has."""
         return construct(cls, width, heads, options)
 
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """What `build` takes beside width and heads."""
+        return tuple(name for name in inspect.signature(cls.__init__).parameters if name not in ("self", "width", "heads"))
+
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
         """x `[B, T, width]` → the engine's update, the carry for the next segment, and `extra` for `output`."""
         raise NotImplementedError
@@ -55,11 +60,9 @@ class Rule(nn.Module):
 
 
 def construct(cls: type[Rule], width: int, heads: int, options: dict[str, Any]) -> Rule:
-    accepted = inspect.signature(cls.__init__).parameters
-    known = [name for name in accepted if name not in ("self", "width", "heads")]
     for name in options:
-        if name not in known:
-            raise ValueError(f"rule {cls.name!r} has no option {name!r}; it takes {', '.join(known)}")
+        if name not in cls.option_names():
+            raise ValueError(f"rule {cls.name!r} has no option {name!r}; it takes {', '.join(cls.option_names())}")
     _check_sizes(width=width, heads=heads)  # before a rule divides one by the other
     return cls(width, heads, **options)
 
