@@ -7,7 +7,6 @@ tokens followed by padding. A causal rule needs no more than that, except where 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,12 +23,12 @@ class Span:
     reset: Tensor | None = None
     shared: dict[str, Tensor] | None = None
 
-    @cached_property
+    @property
     def lengths(self) -> Tensor | None:
         """`[B]`, the number of real tokens, or None if all are."""
         return None if self.mask is None else self.mask.sum(1)
 
-    @cached_property
+    @property
     def documents(self) -> Tensor | None:
         """`[B, T]`, 0 for the document that began before this span, then 1, 2, …; None if there is only that one."""
         return None if self.reset is None else self.reset.long().cumsum(1)
