@@ -113,6 +113,27 @@ def test_rwkv6_starts_as_published() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "powers"), [("rwkv6", [0.5, 1, 1, 1, 0.5]), ("rwkv7", [0.2, 0.9, 0.7, 0.7, 0.9, 0.2])]
+)
+def test_mixtures_and_norms_start_by_depth(name: str, powers: list[float]) -> None:
+    """At layer 1 of 4: channel 8 of 32 looks back by 1 - .25^{p·¾}, and RWKV-6's value by .3·⅓ less."""
+    rule: Any = rules.get(name).build(WIDTH, HEADS, layer_index=1, layer_count=4)
+    expected = torch.tensor([1 - 0.25 ** (0.75 * p) for p in powers])
+    if name == "rwkv6":
+        expected[3] -= 0.1
+    assert_close("μ", rule.mix.mu[:, 8], expected, 1e-6)
+    assert rule.norm.norm.weight.tolist() == pytest.approx([0.5**0.7] * WIDTH)
+
+
+def test_rwkv7_low_rank_maps_start_constant_and_small() -> None:
+    rule: Any = rules.get("rwkv7").build(256, 4, layer_index=1, layer_count=4)
+    for maps, rank in ((rule.decay_in, 32), (rule.rate, 32), (rule.value_mix, 32), (rule.gate, 64)):
+        assert torch.count_nonzero(maps.down.weight) == 0
+        gram = maps.up.weight.T @ maps.up.weight
+        assert_close("a tenth of an orthogonal map", gram, 0.01 * torch.eye(rank), 1e-5)
+
+
 def test_rwkv7_without_a_first_value_uses_its_own() -> None:
     mixer = stirred_mixer("rwkv7", torch.float64, layer_index=1, layer_count=2)
     x = tokens(2, 5)
