@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 import torch
+from tyro.conf import Positional
 
 from prism.train.checkpoint import Checkpoints
 from prism.train.distributed import World
 from prism.train.export import export as export_checkpoint
 
 
-def export(run: Path, out: Path | None = None) -> None:
+def export(run: Positional[Path], out: Path | None = None) -> None:
     """Write the newest good checkpoint of a run as a folder that transformers opens.
 
     Args:

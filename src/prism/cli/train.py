@@ -28,20 +28,19 @@ def train_lm(arguments: Sequence[str]) -> None:
 def parse(arguments: Sequence[str]) -> Settings:
     """preset (or what the run folder was started with) < TOML file < flags."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("--preset", "--config", "--out"):
-        early.add_argument(name)
+    for flag in ("--preset", "--config", "--out"):
+        early.add_argument(flag)
     given, _ = early.parse_known_args(arguments)
     toml = {} if given.config is None else read_toml(Path(given.config))
-    name = given.preset or toml.get("preset")
-    settings = None
-    if name is None:
-        settings = stored_settings(Path(given.out or toml.get("out") or Settings.out))
-    settings = override(settings or preset(name or "tiny"), toml, str(given.config))
+    name: str | None = given.preset or toml.get("preset")
+    stored = None if name else stored_settings(Path(given.out or toml.get("out") or Settings.out))
+    settings = override(stored or preset(name or "tiny"), toml, str(given.config))
     parsed, unknown = tyro.cli(
         Settings, prog="prism train lm", args=list(arguments), default=settings, return_unknown_args=True
     )
     if unknown:
         raise ValueError(f"unknown setting {unknown[0]}{_hint(unknown[0])}; --help lists them all")
+    parsed.check()
     return replace(parsed, config=None)  # it is part of these settings now: a resume must not apply it again
 
 

@@ -52,8 +52,8 @@ A language model of {parameters:,} parameters: {model.num_hidden_layers} layers 
 import prism  # registers the architecture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 inputs = tokenizer("def main():", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 ```

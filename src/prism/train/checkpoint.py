@@ -14,6 +14,7 @@ missing) is reported by the file's name and set aside; training goes on from the
 from __future__ import annotations
 
 import errno
+import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from prism.data.files import commit_folder, fresh_folder, read_json, remove_folder, sha256, sync, write_json
+from prism.data.files import commit_folder, fresh_folder, json_bytes, read_json, remove_folder, sha256, sync, write_json
 from prism.train import tensors as tensor_files
 from prism.train.distributed import World
 from prism.train.finite import NotFiniteError, refuse_non_finite
@@ -125,7 +126,7 @@ class Checkpoints:
         return {name: entry for share in shares for name, entry in share.items()}
 
     def _commit(self, partial: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
-        write_json(partial / MANIFEST, dict(sorted(files.items())))
+        write_json(partial / MANIFEST, _signed(files))
         commit_folder(partial, final)
         for name in self.names()[: -self.keep]:
             remove_folder(self.folder / name)
@@ -141,12 +142,16 @@ class Checkpoints:
 
 def find_damage(folder: Path) -> str | None:
     """The first file that is missing or differs in size or SHA-256 from the manifest, in words; None if all is well."""
-    try:
-        entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in read_json(folder / MANIFEST).items()}
-    except FileNotFoundError:
+    path = folder / MANIFEST
+    if not path.is_file():
         return f"{MANIFEST} is missing"
+    try:
+        manifest = read_json(path)
+        entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
+    if manifest != _signed(manifest["files"]) or path.read_bytes() != json_bytes(manifest):
+        return f"{MANIFEST} does not have its SHA-256"
     for name, (size, digest) in entries.items():
         path = folder / name
         if not path.is_file():
@@ -156,6 +161,12 @@ def find_damage(folder: Path) -> str | None:
         if sha256(path) != digest:
             return f"{name} does not have its SHA-256"
     return None
+
+
+def _signed(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A manifest vouches for the files, and a hash in it for the manifest."""
+    files = dict(sorted(files.items()))
+    return {"files": files, "sha256": hashlib.sha256(json_bytes(files)).hexdigest()}
 
 
 def _write_rng(path: Path, rng: dict[str, Tensor]) -> None:

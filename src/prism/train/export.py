@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,16 +30,31 @@ def export(run: Path, checkpoint: Checkpoint, out: Path, build: Builder = build_
     tensors.load(checkpoint.tensors, model, None, World(torch.device("cpu")))
 
     partial = fresh_folder(out.with_name(f".{out.name}.partial"))
-    model.save_pretrained(partial)  # type: ignore[operator]
+    with _without_progress_bars():
+        model.save_pretrained(partial)  # type: ignore[operator]
     _save_tokenizer(run / "tokenizer.json", tokenizer.end_token, partial)
     records = [record for record in read_log(run / "log.jsonl") if record["step"] <= checkpoint.state["step"]]
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    card = model_card(out.resolve().name, settings, stored["training_data"], checkpoint.state, records, parameters)
+    card = model_card(run.resolve().name, settings, stored["training_data"], checkpoint.state, records, parameters)
     (partial / "README.md").write_text(card, encoding="utf-8")
     if out.exists():
         remove_folder(out)
     commit_folder(partial, out)
     return out
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """transformers would draw one for every file."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _save_tokenizer(definition: Path, end_token: str, folder: Path) -> None:

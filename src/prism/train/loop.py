@@ -57,6 +57,7 @@ class Outcome:
 
 def train(settings: Settings, build: Builder = build_model) -> Outcome:
     """Train, or go on training, until the last step or a signal. All bad input is refused before anything is written."""
+    settings.check()
     check_folder(settings.out, settings.resume)
     weights = None if settings.model.weights is None else read_weights(settings.model.weights)
     verify = settings.data.verify and os.environ.get("LOCAL_RANK", "0") == "0"

@@ -179,7 +179,8 @@ class Settings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse values that no run can have. (Not at construction: tyro would wrap the sentence in a box.)"""
         least = {
             "steps": (self.steps, 1),
             "max_skips": (self.max_skips, 1),

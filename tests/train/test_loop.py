@@ -1,0 +1,165 @@
+"""What a run does besides being killed: it learns, skips what is not finite, obeys signals, and refuses to mix runs."""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from runs import final_tensors, finish, losses, reached, same_tensors, signal_when, small, start
+from safetensors.torch import load_file, save_file
+from standin import Standin, build_plain, build_with_dropout
+
+from prism.engine.update import InvalidValueError
+from prism.train.finite import NotFiniteError
+from prism.train.log import read_log
+from prism.train.loop import train
+
+
+def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:
+    outcome = train(small(tmp_path, steps=60), build_plain)
+    curve = [loss for _, loss, *_ in losses(outcome.run) if loss is not None]
+    assert len(curve) == 60 and curve[-1] < curve[0] - 1.5
+    assert outcome.score is not None and outcome.score.nats < curve[0] - 1.5
+    assert outcome.score.perplexity == pytest.approx(math.exp(outcome.score.nats))
+    per_token = outcome.score.bytes_per_token
+    assert 0.9 < per_token < 1.0, "bytes, and one end for every document"
+    assert outcome.score.bits_per_byte == pytest.approx(outcome.score.nats / math.log(2) / per_token)
+    assert {path.name for path in outcome.run.iterdir()} == {
+        ".lock",
+        "config.json",
+        "tokenizer.json",
+        "log.jsonl",
+        "checkpoints",
+        "model",
+    }
+    assert "bits per byte" in (outcome.model / "README.md").read_text()
+
+
+def test_how_the_batch_is_cut_does_not_matter(tmp_path: Path) -> None:
+    whole = train(small(tmp_path / "a"), build_plain).run
+    parts = train(small(tmp_path / "b", batch={"micro": 3}), build_plain).run  # 3 + 1
+    for (step, *values), (_, *others) in zip(losses(whole), losses(parts), strict=True):
+        for a, b in zip(values, others, strict=True):
+            assert (a is None) == (b is None) and abs((a or 0) - (b or 0)) < 1e-4, f"step {step}"
+
+
+def test_the_last_document_does_not_leak_into_the_next(tmp_path: Path) -> None:
+    apart = train(small(tmp_path / "a"), build_plain).run
+    joined = train(small(tmp_path / "b", data={"separate_documents": False}), build_plain).run
+    assert losses(apart)[0][1] != losses(joined)[0][1]
+
+
+class Poisoned(Standin):
+    """From its 10th call on for `length` calls, something is not finite."""
+
+    def __init__(self, kind: str, length: int) -> None:
+        super().__init__(320, 16, 2, 0.0)
+        self.kind, self.length, self.count = kind, length, 0
+
+    def forward(self, input_ids, reset, use_cache):
+        out = super().forward(input_ids, reset, use_cache)
+        self.count += self.training
+        if self.training and 10 <= self.count < 10 + self.length:
+            if self.kind == "engine":
+                raise InvalidValueError("log_decay holds NaN; it must be finite and ≤ 0")
+            if self.kind == "loss":
+                out.logits = out.logits * float("inf")
+            else:  # a finite loss with a gradient that is not
+                out.logits = out.logits + (self.embed.weight.sum() * 0).sqrt() * 0
+        return out
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient", "engine"])
+def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path: Path, kind: str) -> None:
+    outcome = train(small(tmp_path), lambda *_: Poisoned(kind, length=2))
+    assert (outcome.step, outcome.skipped) == (24, 2)
+    records = [record for record in read_log(outcome.run / "log.jsonl") if "skipped" in record]
+    assert [record["skipped"] for record in records] == [0] * 9 + [1] + [2] * 14
+    assert all(
+        (record["gradient_norm"] is None) == (record["step"] in (10, 11)) for record in records if kind != "engine"
+    )
+    assert all(
+        bool(torch.isfinite(value).all()) for value in final_tensors(outcome.run).values() if value.is_floating_point()
+    )
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient", "engine"])
+def test_too_many_in_a_row_stop_the_run_with_the_samples_saved(tmp_path: Path, kind: str) -> None:
+    settings = small(tmp_path, max_skips=3)
+    with pytest.raises(
+        NotFiniteError, match=r"not finite 3 times in a row, up to step 12: .* the last checkpoint is step-00000006"
+    ):
+        train(settings, lambda *_: Poisoned(kind, length=100))
+    samples = load_file(settings.out / "not-finite-step-00000012-process-0.safetensors")
+    assert samples["inputs"].shape == samples["targets"].shape == samples["reset"].shape == (4, 16)
+    names = [path.name for path in (settings.out / "checkpoints").iterdir()]
+    assert names == ["step-00000006"], "no checkpoint after the trouble began"
+    assert train(settings, build_plain).step == 24, "the run goes on once the cause is gone"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_cleanly_and_the_run_goes_on(tmp_path: Path, number: int) -> None:
+    settings = small(tmp_path / "stopped", checkpoint={"every": 0})
+    children = start(settings, build_with_dropout, pause=0.005)
+    signal_when(children, reached(settings.out, 3), number)
+    assert finish(children) == [0]
+    (saved,) = (settings.out / "checkpoints").iterdir()
+    assert 3 <= int(saved.name[5:]) < 24 and not (settings.out / "model").exists()
+    calm = small(tmp_path / "calm", checkpoint={"every": 0})
+    assert finish([*start(settings, build_with_dropout), *start(calm, build_with_dropout)]) == [0, 0]
+    assert losses(settings.out) == losses(calm.out)
+    assert same_tensors(final_tensors(settings.out), final_tensors(calm.out))
+
+
+def test_a_finished_run_is_not_trained_again_but_can_be_prolonged(tmp_path: Path) -> None:
+    train(small(tmp_path), build_plain)
+    log = (tmp_path / "run" / "log.jsonl").read_bytes()
+    assert train(small(tmp_path), build_plain).step == 24
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
+    assert train(small(tmp_path, steps=30), build_plain).step == 30
+    with pytest.raises(ValueError, match="is at step 30, beyond steps 24"):
+        train(small(tmp_path), build_plain)
+
+
+def test_runs_are_not_mixed_or_overwritten(tmp_path: Path) -> None:
+    settings = small(tmp_path, steps=2)
+    train(settings, build_plain)
+    before = {path: path.read_bytes() for path in settings.out.rglob("*") if path.is_file()}
+    refusals = {
+        "seed 0, now it is 1": {"seed": 1},
+        "data.context 16, now it is 8": {"data": {"context": 8}},
+        "model.hidden_size 16, now it is 32": {"model": {"hidden_size": 32}},
+        "not empty and --no-resume was given": {"resume": False},
+        "tokens ": {"data": {"split": "tail"}},
+    }
+    for sentence, change in refusals.items():
+        with pytest.raises(ValueError, match=sentence):
+            train(small(tmp_path, **{"steps": 3, **change}), build_plain)
+    with FileLock(settings.out / ".lock"), pytest.raises(ValueError, match="another process is training in"):
+        train(replace(settings, steps=3), build_plain)
+    with pytest.raises(ValueError, match="not empty and holds no run"):
+        train(replace(settings, out=tmp_path / "corpus"), build_plain)
+    with pytest.raises(ValueError, match="is a file"):
+        train(replace(settings, out=tmp_path / "corpus" / "songs.jsonl"), build_plain)
+    assert {path: path.read_bytes() for path in settings.out.rglob("*") if path.is_file()} == before
+
+
+def test_given_weights_are_where_a_run_starts(tmp_path: Path) -> None:
+    first = train(small(tmp_path / "a"), build_plain)
+    nats = first.score.nats
+    model = {"weights": str(first.model)}
+    second = train(small(tmp_path / "b", steps=1, optimizer={"lr": 0.0}, model=model), build_plain)
+    assert second.score.nats == pytest.approx(nats, abs=1e-6)
+    with pytest.raises(
+        ValueError, match=r"embed.weight of shape \[320, 16\], the model expects \[512, 16\]: .* vocabulary"
+    ):
+        train(small(tmp_path / "c", model={**model, "vocab_size": 512}), build_plain)
+    save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"model\.weights lacks embed\.weight"):
+        train(small(tmp_path / "c", model={"weights": str(tmp_path / "other.safetensors")}), build_plain)
+    assert not (tmp_path / "c" / "run").exists()

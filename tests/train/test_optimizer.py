@@ -1,0 +1,84 @@
+"""Which parameter is decayed, which goes to Muon, and what Muon does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from standin import Standin
+
+from prism.models import PrismConfig, PrismForCausalLM
+from prism.train.muon import Muon, orthogonalize
+from prism.train.optimizer import Optimizers
+from prism.train.settings import OptimizerSettings
+
+
+def names(optimizers: Optimizers, model: torch.nn.Module) -> dict[tuple[str, float], set[str]]:
+    by_parameter = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        (type(optimizer).__name__, group["weight_decay"]): {by_parameter[p] for p in group["params"]}
+        for optimizer in optimizers.all
+        for group in optimizer.param_groups
+    }
+
+
+def test_gates_norms_and_biases_are_not_decayed_and_hidden_matrices_go_to_muon() -> None:
+    config = PrismConfig(64, 32, 2, "prism+mamba2", rule_options={"prism": {"steps": 2}})
+    model = PrismForCausalLM(config)
+    groups = names(Optimizers(model, OptimizerSettings("muon", weight_decay=0.3)), model)
+    assert set(groups) == {("AdamW", 0.3), ("AdamW", 0.0), ("Muon", 0.3)}
+    assert sum(map(len, groups.values())) == len(list(model.parameters()))
+    exempt = groups["AdamW", 0.0]
+    for ending in ("A_log", "dt_bias", "norm.weight", "gamma", "skip"):
+        of_kind = {name for name, _ in model.named_parameters() if name.endswith(ending)}
+        assert of_kind <= exempt, ending
+    assert any(name.endswith("A_log") for name in exempt)
+    assert groups["AdamW", 0.3] >= {"model.embed_tokens.weight"}
+    matrices = groups["Muon", 0.3]
+    assert "model.layers.0.mlp.up.weight" in matrices and not any(
+        "embed" in name or "head" in name for name in matrices
+    )
+    plain = names(Optimizers(model, OptimizerSettings("adamw", weight_decay=0.3)), model)
+    assert plain["AdamW", 0.3] == groups["AdamW", 0.3] | matrices
+
+
+@given(
+    rows=st.integers(1, 24), columns=st.integers(1, 24), scale=st.sampled_from([1e-6, 1.0, 1e6]), seed=st.integers(0, 9)
+)
+def test_orthogonalize_makes_singular_values_near_one(rows: int, columns: int, scale: float, seed: int) -> None:
+    left = torch.linalg.qr(torch.randn(rows, rows, generator=torch.Generator().manual_seed(seed)))[0]
+    right = torch.linalg.qr(torch.randn(columns, columns, generator=torch.Generator().manual_seed(seed + 1)))[0]
+    n = min(rows, columns)
+    x = left[:, :n] @ torch.diag(torch.linspace(0.5, 1.0, n) * scale) @ right[:n]
+    y = orthogonalize(x)
+    values = torch.linalg.svdvals(y)
+    assert y.shape == x.shape and values.min() > 0.6 and values.max() < 1.3
+    # The singular vectors stay: x yᵀ is symmetric and positive.
+    product = x @ y.T / scale
+    torch.testing.assert_close(product, product.T, atol=1e-3, rtol=1e-3)
+
+
+def test_muon_takes_matrices_only_and_learns() -> None:
+    with pytest.raises(ValueError, match="matrices only"):
+        Muon([torch.nn.Parameter(torch.ones(3))], 0.1)
+    target, weight = torch.randn(8, 5), torch.nn.Parameter(torch.zeros(8, 5))
+    muon = Muon([weight], 0.1, weight_decay=0.0)
+    losses = []
+    for _ in range(60):
+        loss = (weight - target).square().mean()
+        loss.backward()
+        muon.step()
+        muon.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 20
+
+
+def test_the_learning_rate_is_what_the_step_says() -> None:
+    model = Standin(8, 4, 1, 0.0)
+    optimizers = Optimizers(model, OptimizerSettings(lr=0.1, weight_decay=0.5, betas=(0.0, 0.0)))
+    before = model.layers[0].down.weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizers.step(0.5)
+    torch.testing.assert_close(model.layers[0].down.weight.detach(), before * (1 - 0.1 * 0.5 * 0.5))

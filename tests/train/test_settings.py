@@ -1,0 +1,108 @@
+"""Preset < stored run < TOML file < flags; what does not exist is refused in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prism.cli.train import parse
+from prism.data.files import write_json
+from prism.train.overrides import override, to_plain
+from prism.train.presets import PRESETS, preset
+from prism.train.settings import Settings
+
+
+def test_flags_beat_toml_beats_preset(tmp_path: Path) -> None:
+    toml = tmp_path / "my.toml"
+    toml.write_text(
+        'preset = "130m"\nsteps = 5\n[model]\nlayers = "gated_delta"\nhidden_size = 96\n[optimizer]\nlr = 1\n'
+    )
+    settings = parse(["--config", str(toml), "--steps", "7", "--model.hidden-size", "64", "--data.sources", "a", "b"])
+    assert (settings.steps, settings.model.hidden_size) == (7, 64)
+    assert (settings.model.layers, settings.optimizer.lr) == ("gated_delta", 1.0)
+    assert settings.model.num_hidden_layers == preset("130m").model.num_hidden_layers == 12
+    assert settings.data.sources == ("a", "b")
+    assert parse(["--preset", "30m", "--config", str(toml)]).model.num_hidden_layers == 10, (
+        "a flag beats the file here too"
+    )
+
+
+def test_a_run_folder_remembers_its_settings(tmp_path: Path) -> None:
+    before = parse(
+        ["--preset", "30m", "--out", str(tmp_path), "--model.layers", "prism*3+softmax", "--batch.micro", "None"]
+    )
+    write_json(tmp_path / "config.json", {"settings": to_plain(before), "identity": {}})
+    assert parse(["--out", str(tmp_path)]) == before
+    assert parse(["--out", str(tmp_path), "--steps", "3"]) == dataclasses.replace(before, steps=3)
+    assert parse(["--out", str(tmp_path), "--preset", "tiny"]).model.layers == "prism", "a preset that is named counts"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_heads_that_kernels_like_and_survive_a_file(name: str) -> None:
+    settings = preset(name)
+    assert settings.preset == name
+    assert settings.model.head_dim in (64, 128)
+    assert settings.model.num_heads * settings.model.head_dim == settings.model.hidden_size
+    assert override(Settings(), json.loads(json.dumps(to_plain(settings))), "file") == settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "toml", "sentence"),
+    [
+        (
+            ["--preset", "131m"],
+            "",
+            r"^unknown preset '131m' \(did you mean '130m'\?\): choose from tiny, 30m, 130m, 340m, 1.3b$",
+        ),
+        (
+            ["--model.hiden-size", "3"],
+            "",
+            r"^unknown setting --model.hiden-size \(did you mean --model.hidden-size\?\); --help",
+        ),
+        (
+            ["--config", "{toml}"],
+            "[model]\nlayer = 3",
+            r"my.toml has a setting model.layer that does not exist \(did you mean model.l",
+        ),
+        (["--config", "{toml}"], "steps = 'x'", r"my.toml: steps must be a whole number, got 'x'$"),
+        (["--config", "{toml}"], "model = 3", r"my.toml: model is a section with settings of its own, got 3$"),
+        (["--config", "{toml}"], "[optimizer]\nname = 'sgd'", r"optimizer.name must be one of adamw, muon, got 'sgd'$"),
+        (["--config", "{toml}"], "[optimizer]\nbetas = [0.9]", r"optimizer.betas must be a list of 2, got \[0.9\]$"),
+        (["--config", "{toml}"], "[data]\nsources = 'a'", r"data.sources must be a list, got 'a'$"),
+        (["--config", "{toml}"], "resume = 1", r"resume must be true or false, got 1$"),
+        (["--config", "{toml}"], "steps =", r"my.toml is not a TOML file: "),
+        (["--config", "nowhere.toml"], "", r"^there is no settings file nowhere.toml$"),
+        (["--steps", "0"], "", r"^steps must be at least 1, got 0$"),
+        (["--schedule.final", "2"], "", r"^schedule.decay and schedule.final are shares"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_sentence(
+    tmp_path: Path, arguments: list[str], toml: str, sentence: str
+) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(toml)
+    with pytest.raises((ValueError, OSError), match=sentence) as caught:
+        parse([argument.format(toml=path) for argument in arguments] + ["--out", str(tmp_path / "run")])
+    assert "\n" not in str(caught.value)
+
+
+def test_every_setting_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+
+    def flags(settings: Any, prefix: str = "--") -> list[str]:
+        found = []
+        for field in dataclasses.fields(settings):
+            value, flag = getattr(settings, field.name), prefix + field.name.replace("_", "-")
+            found += flags(value, flag + ".") if dataclasses.is_dataclass(value) else [flag]
+        return found
+
+    for flag in flags(Settings()):
+        assert flag in shown
+    for phrase in ("Width of the model", "Muon for the matrices", "not finite", "Standard library".lower()):
+        assert phrase in " ".join(shown.replace("│", " ").split())
