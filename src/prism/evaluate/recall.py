@@ -44,7 +44,7 @@ class RecallRun:
     """A head's value width; `width / heads` unless given."""
     steps: int = 900
     batch: int = 32
-    learning_rate: float = 1e-2
+    learning_rate: float = 5e-3
     seed: int = 0
     test_sequences: int = 1024
     test_pairs: tuple[int, ...] = ()
@@ -66,6 +66,7 @@ class RecallModel(nn.Module):
         options = {"conv_size": 1} if "conv_size" in rules.get(run.rule).option_names() else {}
         options |= run.options
         self.embedding = nn.Embedding(run.task.vocabulary, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)  # a louder one drowns what the mixers add
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(run.layers))
         self.convolutions = nn.ModuleList(ShortConv(width) for _ in range(run.layers))
         self.mixers = nn.ModuleList(
