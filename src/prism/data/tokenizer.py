@@ -62,7 +62,7 @@ class ByteTokenizer(Tokenizer):
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Fast
 
-        fast = Fast(models.BPE(vocab={character: byte for byte, character in enumerate(_byte_alphabet())}, merges=[]))
+        fast = Fast(models.BPE(vocab={character: byte for byte, character in enumerate(byte_alphabet())}, merges=[]))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
         fast.add_special_tokens([AddedToken(END, special=True, normalized=False)])
@@ -105,7 +105,7 @@ def train_bpe(pieces: Iterable[str], size: int) -> Tokenizer:
     return Tokenizer(fast.to_str(pretty=True))
 
 
-def _byte_alphabet() -> list[str]:
+def byte_alphabet() -> list[str]:
     """The printable character that byte-level tokenizers write for each byte: itself, or one from 256 on."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

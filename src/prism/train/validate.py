@@ -1,9 +1,6 @@
-"""How well a model predicts: nats per token, perplexity, and bits per byte, which compares across tokenizers."""
+"""How well a model predicts what was held out."""
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,23 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.data.prepare import Corpus
+from prism.data.score import Score
 from prism.data.windows import Batch, Windows
 from prism.train.distributed import World
-
-
-@dataclass(frozen=True)
-class Score:
-    nats: float
-    """Mean per token."""
-    bytes_per_token: float
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.nats, 700.0))
-
-    @property
-    def bits_per_byte(self) -> float:
-        return self.nats / math.log(2) / self.bytes_per_token
 
 
 def total_nats(model: nn.Module, batch: Batch) -> Tensor:
