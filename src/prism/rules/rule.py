@@ -48,7 +48,9 @@ class Rule(nn.Module):
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
         """What `build` takes beside width and heads."""
-        return tuple(name for name in inspect.signature(cls.__init__).parameters if name not in ("self", "width", "heads"))
+        return tuple(
+            name for name in inspect.signature(cls.__init__).parameters if name not in ("self", "width", "heads")
+        )
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
         """x `[B, T, width]` → the engine's update, the carry for the next segment, and `extra` for `output`."""
