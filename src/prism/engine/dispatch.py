@@ -67,7 +67,8 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     Args:
         update: what is forgotten, erased, written and asked (`prism.Update` for the linear family).
         state: the memory before the first token, `[B, H, K, V]`; None is an empty one.
-        form: `"recurrent"`, `"parallel"`, `"chunkwise"`, `"scan"`, or `"auto"`.
+        form: `"recurrent"`, `"parallel"`, `"chunkwise"`, `"scan"`, or `"auto"`; an engine may have one more of its own
+            (`"serial"`: online learning of a network, inner_loop/serial.py).
         backend: `"torch"`, `"triton"`, `"fla"`, or `"auto"`.
 
     Returns:
@@ -81,8 +82,9 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     ((1, 5, 2, 4), (1, 2, 8, 4))
     """
     engine = engine_of(type(update))
-    if form != "auto" and form not in FORMS:
-        raise ValueError(f"unknown form {form!r}: choose from auto, {', '.join(FORMS)}")
+    known = tuple(dict.fromkeys((*FORMS, *engine.forms)))
+    if form != "auto" and form not in known:
+        raise ValueError(f"unknown form {form!r}: choose from auto, {', '.join(known)}")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: choose from auto, {', '.join(BACKENDS)}")
     engine.check_state(update, state)

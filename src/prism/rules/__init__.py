@@ -25,6 +25,10 @@ _RULES = {
     "gla": "prism.rules.gla:Gla",
     "hgrn2": "prism.rules.gla:Hgrn2",
     "rwkv6": "prism.rules.rwkv6:Rwkv6",
+    "ttt_linear": "prism.rules.ttt:TttLinear",
+    "ttt_mlp": "prism.rules.ttt:TttMlp",
+    "titans": "prism.rules.titans:Titans",
+    "atlas": "prism.rules.atlas:Atlas",
     "softmax": "prism.rules.softmax:Softmax",
     "sliding_window": "prism.rules.softmax:SlidingWindow",
 }

@@ -1,0 +1,136 @@
+"""Chunkwise: a mini-batch at once, in matrix products (the dual form).
+
+All gradients of a mini-batch are taken at one set of weights, so they are known at once; the weights W_i that token i sees
+are never formed. With example j's gradient x_{l,j} δ_{l,j}ᵀ in layer l, token i's input x̄_{l,i} meets them as
+
+    z̄_{l,i} = keep_i (x̄ W_l + b_l) - carry_i (x̄ U_l + u_l) - Σ_j write_ij (x̄_{l,i}·x_{l,j} + 1) δ_{l,j}
+
+(the 1 is the bias's). Only with Newton-Schulz, which mixes the gradients, each W_i is formed after all.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prism.engine.inner_loop.coefficients import Coefficients, coefficients
+from prism.engine.inner_loop.fast import Fast, Learned, advance, initial, restart, tensors
+from prism.engine.inner_loop.layout import line_up, places, position_after
+from prism.engine.inner_loop.loop import run
+from prism.engine.inner_loop.network import Network, Weights, gelu, outer
+from prism.engine.inner_loop.newton_schulz import orthogonalize
+from prism.engine.inner_loop.update import Averaged, InnerUpdate, Momentum
+from prism.engine.inner_loop.windows import earlier_examples
+
+
+class Row(NamedTuple):
+    """One mini-batch. `full`: it ends here; `fresh`: a document begins with it; for all rows, or `[B]`."""
+
+    q: Tensor  # [B, H, b, K]
+    k: Tensor  # [B, H, J, K]
+    v: Tensor  # [B, H, J, V]
+    c: Coefficients  # [B, H, ·, ·], or [·, ·] for all
+    full: Tensor | bool
+    fresh: Tensor | bool
+
+
+def chunkwise(update: InnerUpdate, state: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    u = update.plain()
+    fast = initial(u, state)
+    layout = line_up(u.tokens, u.mini_batch, fast.position, u.reset, u.mask, u.q)
+    q, k, v, rate = (layout.lay(x) for x in (u.q, u.k, u.v, u.rate))
+    window: tuple[Tensor, ...] = ()
+    if fast.window:
+        before, window = earlier_examples(u, layout, fast.window)
+        k, v, rate = (torch.cat([old, new], 3) for old, new in zip(before, (k, v, rate), strict=True))
+    numbers = _for_each(coefficients(u, layout, rate), layout.count)
+    fresh = [False] * layout.count if layout.fresh is None else list(layout.fresh)
+    full = [layout.is_full(n) for n in range(layout.count)]
+    # `unbind` has one backward for all mini-batches; indexing would fill a full-size zero tensor each.
+    rows = [Row(*row) for row in zip(q.unbind(), k.unbind(), v.unbind(), numbers, full, fresh, strict=True)]
+    z, learned = run(partial(_mini_batch, u), fast.learned, rows)
+    place = places(u.tokens, u.mini_batch, fast.position, u.reset, u.q)
+    position = position_after(place, u.mini_batch, fast.position, u.mask)
+    o = u.finish(layout.lift(u.network.answer(z, q)), update.v.dtype)
+    return o, tensors(u, Fast(learned, position, window))
+
+
+def _for_each(c: Coefficients, count: int) -> list[Coefficients]:
+    columns = [[x] * count if x is None or x.ndim < 5 else x.unbind() for x in c]
+    return [Coefficients(*numbers) for numbers in zip(*columns, strict=True)]
+
+
+def _mini_batch(u: InnerUpdate, learned: Learned, row: Row) -> tuple[Tensor, Learned]:
+    """z̄_L `[B, H, b, V]`, and what is learned after the mini-batch."""
+    learned = restart(u, learned, row.fresh)
+    inputs, deltas = u.network.gradient(learned.start, row.k, row.v)
+    if isinstance(u.learner, Momentum) and u.learner.newton_schulz:
+        return _formed(u, learned, row, inputs, deltas)
+    z = read(u.network, learned, row.q, row.c, inputs, deltas)
+    gradient: Weights | None = None
+    if u.keeps_gradient:
+        gradient = outer(u.network, inputs, deltas, _last(row.c.accumulate).transpose(-1, -2))
+        if learned.gradient is not None and row.c.inherit is not None:
+            share = _last(row.c.inherit)
+            gradient = tuple(g + share * old for g, old in zip(gradient, learned.gradient, strict=True))
+    if isinstance(u.learner, Averaged) and gradient is not None:
+        scale = u.learner.scale[-1]
+        weights = tuple(w - scale * g for w, g in zip(learned.start, gradient, strict=True))
+    else:
+        weights = written(u.network, learned, row.c, inputs, deltas)
+    return z, advance(u, learned, weights, gradient, row.full)
+
+
+def read(
+    network: Network, learned: Learned, q: Tensor, c: Coefficients, inputs: list[Tensor], deltas: list[Tensor]
+) -> Tensor:
+    """z̄_L `[B, H, b, V]`: what each token's own weights answer to its query."""
+    z = q
+    for layer, (x, delta) in enumerate(zip(inputs, deltas, strict=True)):
+        asked = gelu(z) if layer else z
+        z = network.affine(learned.base, layer, asked)
+        if c.keep is not None:
+            z = c.keep * z
+        if learned.gradient is not None and c.carry is not None:
+            z = z - c.carry * network.affine(learned.gradient, layer, asked)
+        met = asked @ x.transpose(-1, -2)
+        z = z - (c.write * (met if network.biases is None else met + 1)) @ delta
+    return z
+
+
+def written(network: Network, learned: Learned, c: Coefficients, inputs: list[Tensor], deltas: list[Tensor]) -> Weights:
+    """The weights that the last token sees."""
+    steps = outer(network, inputs, deltas, _last(c.write).transpose(-1, -2))
+    weights = learned.base if c.keep is None else tuple(_last(c.keep) * w for w in learned.base)
+    if learned.gradient is not None and c.carry is not None:
+        share = _last(c.carry)
+        steps = tuple(s + share * g for s, g in zip(steps, learned.gradient, strict=True))
+    return tuple(w - s for w, s in zip(weights, steps, strict=True))
+
+
+def _formed(
+    u: InnerUpdate, learned: Learned, row: Row, inputs: list[Tensor], deltas: list[Tensor]
+) -> tuple[Tensor, Learned]:
+    """The same with P = Newton-Schulz: U_i and W_i of every token, `[B, H, b, in, out]`, layer by layer."""
+    assert isinstance(u.learner, Momentum)
+    c, z = row.c, row.q
+    weights, gradient = [], []
+    for layer, (x, delta) in enumerate(zip(inputs, deltas, strict=True)):
+        U = (c.accumulate.unsqueeze(-1) * x.unsqueeze(-3)).transpose(-1, -2) @ delta.unsqueeze(-3)
+        if learned.gradient is not None and c.inherit is not None:
+            U = U + c.inherit.unsqueeze(-1) * learned.gradient[layer].unsqueeze(-3)
+        steps = c.apply @ orthogonalize(U, u.learner.newton_schulz).flatten(-2)
+        W = learned.base[layer].unsqueeze(-3)
+        W = (W if c.keep is None else c.keep.unsqueeze(-1) * W) - steps.unflatten(-1, U.shape[-2:])
+        z = ((gelu(z) if layer else z).unsqueeze(-2) @ W).squeeze(-2)
+        weights.append(W[..., -1, :, :])
+        gradient.append(U[..., -1, :, :])
+    return z, advance(u, learned, tuple(weights), tuple(gradient), row.full)
+
+
+def _last(x: Tensor) -> Tensor:
+    """The last token's row, `[…, 1, ·]`."""
+    return x[..., -1:, :]

@@ -1,0 +1,139 @@
+"""What a network's memory holds between two stretches of tokens, the open mini-batch included.
+
+As `prism.memory` hands it out, a state is a flat dict of tensors with the batch first:
+
+    w1 … b1 …                   the weights
+    start.w1 …                  where the open mini-batch takes its gradients, if that is elsewhere (`Momentum`, b > 1)
+    gradient.w1 …               U: the momentum, or the open mini-batch's sum (`Averaged`, b > 1)
+    position                    `[B]`, how many tokens the open mini-batch has (b > 1)
+    window.k, .v, .rate         the last c - 1 examples (c > 1), rate 0 where there were none
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from prism.engine.inner_loop.network import Weights
+from prism.engine.inner_loop.update import InnerUpdate
+
+
+class Learned(NamedTuple):
+    """What the tokens so far have made of the weights."""
+
+    start: Weights
+    """Where the gradients of the open mini-batch are taken."""
+    current: Weights | None
+    """What the last token read, if the next step goes on from there and not from `start`."""
+    gradient: Weights | None
+    """U; None is zero."""
+
+    @property
+    def base(self) -> Weights:
+        return self.start if self.current is None else self.current
+
+
+class Fast(NamedTuple):
+    learned: Learned
+    position: Tensor | None
+    """`[B]`; None is zero for every row."""
+    window: tuple[Tensor, ...]
+    """k, v and rate `[B, c - 1, H, …]`; empty if c = 1."""
+
+
+def initial(u: InnerUpdate, state: dict[str, Tensor] | None) -> Fast:
+    """What an incoming state says, or the start of a document."""
+    count = u.window - 1
+    if state is None:
+        window = tuple(x.new_zeros(u.batch, count, *x.shape[2:]) for x in (u.k, u.v, u.rate)) if count else ()
+        # A copy for each row, because a state must not change when the parameters do.
+        start = tuple(w.repeat(u.batch, 1, 1, 1) for w in u.network.start(u.state_dtype))
+        return Fast(Learned(start, start if u.keeps_current else None, None), None, window)
+    names = _names(u)
+
+    def weights(prefix: str = "") -> Weights:
+        return tuple(state[prefix + name].to(u.state_dtype) for name in names)
+
+    learned = Learned(
+        weights("start.") if u.keeps_current else weights(),
+        weights() if u.keeps_current else None,
+        weights("gradient.") if u.keeps_gradient else None,
+    )
+    window = tuple(state[f"window.{name}"].to(u.state_dtype) for name in ("k", "v", "rate")) if count else ()
+    return Fast(learned, state.get("position"), window)
+
+
+def tensors(u: InnerUpdate, fast: Fast) -> dict[str, Tensor]:
+    """The state that is handed out."""
+    names, learned = _names(u), fast.learned
+    state = dict(zip(names, learned.base, strict=True))
+    if u.keeps_current:
+        state |= {f"start.{name}": w for name, w in zip(names, learned.start, strict=True)}
+    if u.keeps_gradient:
+        gradient = learned.gradient or tuple(torch.zeros_like(w) for w in learned.start)
+        state |= {f"gradient.{name}": w for name, w in zip(names, gradient, strict=True)}
+    if u.mini_batch > 1:
+        none = torch.zeros(u.batch, dtype=torch.long, device=u.q.device)
+        state["position"] = none if fast.position is None else fast.position
+    if fast.window:
+        state |= {f"window.{name}": x for name, x in zip(("k", "v", "rate"), fast.window, strict=True)}
+    return state
+
+
+def restart(u: InnerUpdate, learned: Learned, where: Tensor | bool) -> Learned:
+    """Rows `where` (`[B]`) begin a document."""
+    if where is False:
+        return learned
+    start, gradient = u.network.start(u.state_dtype), learned.gradient
+    return Learned(
+        pick(where, start, learned.start),
+        None if learned.current is None else pick(where, start, learned.current),
+        None if gradient is None else pick(where, zeros(gradient), gradient),
+    )
+
+
+def advance(
+    u: InnerUpdate, learned: Learned, weights: Weights, gradient: Weights | None, full: Tensor | bool
+) -> Learned:
+    """After tokens that leave the weights at `weights` and U at `gradient`; `full` (`[B]`): their mini-batch ends here."""
+    if not u.keeps_gradient:
+        gradient = None
+    if u.keeps_current:
+        return Learned(pick(full, weights, learned.start), weights, gradient)
+    if u.mini_batch == 1:
+        return Learned(weights, None, gradient)
+    # Averaged: the step is taken when the mini-batch is full, and its sum begins anew.
+    if full is True:
+        return Learned(weights, None, None)
+    assert gradient is not None
+    return Learned(pick(full, weights, learned.start), None, pick(full, zeros(gradient), gradient))
+
+
+def pick(where: Tensor | bool, a: Weights, b: Weights) -> Weights:
+    if isinstance(where, bool):
+        return a if where else b
+    return tuple(torch.where(where[:, None, None, None], x, y) for x, y in zip(a, b, strict=True))
+
+
+def zeros(weights: Weights) -> Weights:
+    return tuple(torch.zeros_like(w) for w in weights)
+
+
+def _names(u: InnerUpdate) -> list[str]:
+    kinds = "w" if u.network.biases is None else "wb"
+    return [f"{kind}{layer + 1}" for kind in kinds for layer in range(u.network.depth)]
+
+
+def check_state(u: InnerUpdate, state: Any) -> None:
+    if state is None:
+        return
+    expected = {name: tuple(x.shape) for name, x in tensors(u, initial(u, None)).items()}
+    if not isinstance(state, dict) or set(state) != set(expected):
+        raise ValueError(
+            f"state must be a dict of the tensors {', '.join(expected)}, as `memory` returned it for such an update"
+        )
+    for name, shape in expected.items():
+        if tuple(state[name].shape) != shape:
+            raise ValueError(f"state {name!r} has shape {list(state[name].shape)}, expected {list(shape)}")

@@ -1,0 +1,122 @@
+"""Rows whose mini-batches begin at different tokens, lined up.
+
+A row may enter with an open mini-batch, and every document begins a new one. `Layout` gives each token a slot in one of N
+mini-batches of b slots such that slots mean the same in all rows: slot i is the i-th token of its mini-batch. Slots that
+are empty (taken by earlier tokens, not reached, or padding) hold zeros, which learn and forget nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def places(tokens: int, size: int, position: Tensor | None, reset: Tensor | None, like: Tensor) -> Tensor:
+    """`[B, T]`, each token's place in its mini-batch of `size`; `like` `[B, …]` says how many rows and where."""
+    index = torch.arange(tokens, device=like.device).expand(like.shape[0], tokens)
+    place = index if position is None else index + position[:, None]
+    if reset is not None:
+        began = torch.where(reset, index, -1).cummax(1).values
+        place = torch.where(began >= 0, index - began, place)
+    return place % size
+
+
+def position_after(place: Tensor, size: int, position: Tensor | None, mask: Tensor | None) -> Tensor:
+    """`[B]`, how many tokens the open mini-batch has after the last real one."""
+    if mask is None:
+        return (place[:, -1] + 1) % size
+    before = torch.zeros_like(place[:, 0]) if position is None else position
+    following = torch.cat([before[:, None], (place + 1) % size], 1)
+    return following.gather(1, mask.sum(1, keepdim=True))[:, 0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    size: int
+    count: int
+    tokens: int
+    slot: Tensor | None = None
+    """`[B, T]`, counted through all mini-batches; None: tokens fill the slots in order."""
+    token: Tensor | None = None
+    """`[B, N·b]`, which token is in a slot (T: none)."""
+    fresh: Tensor | None = None
+    """`[N, B]`, whether a document begins with this mini-batch."""
+    full: Tensor | None = None
+    """`[N, B]`, whether the last slot is taken."""
+    first: Tensor | None = None
+    """`[N, B]`, the first token of a mini-batch, and"""
+    origin: Tensor | None = None
+    """`[N, B]`, its place in it."""
+
+    def is_full(self, n: int) -> Tensor | bool:
+        return self.tokens >= (n + 1) * self.size if self.full is None else self.full[n]
+
+    def lay(self, x: Tensor) -> Tensor:
+        """`[B, T, H, …]` → `[N, B, H, b, …]`."""
+        if self.token is None:
+            short = self.count * self.size - self.tokens
+            x = F.pad(x, (*[0] * (2 * x.ndim - 4), 0, short)) if short else x
+        else:
+            x = F.pad(x, (*[0] * (2 * x.ndim - 4), 0, 1))
+            x = x.gather(1, _expand(self.token, x))
+        return x.unflatten(1, (self.count, self.size)).transpose(0, 1).transpose(2, 3).contiguous()
+
+    def lift(self, x: Tensor) -> Tensor:
+        """`[N, B, H, b, …]` → `[B, T, H, …]`, the inverse of `lay`."""
+        x = x.transpose(2, 3).transpose(0, 1).flatten(1, 2)
+        return x[:, : self.tokens] if self.slot is None else x.gather(1, _expand(self.slot, x))
+
+    def before(self, x: Tensor, count: int) -> Tensor:
+        """`[B, count + T, H, …]`, which begins with earlier tokens → `[N, B, H, count, …]`: those before each mini-batch."""
+        if self.first is None:
+            parts = [x[:, n * self.size : n * self.size + count] for n in range(self.count)]
+            return torch.stack([F.pad(p, (*[0] * (2 * x.ndim - 4), 0, count - p.shape[1])) for p in parts]).transpose(
+                2, 3
+            )
+        index = self.first[..., None] + torch.arange(count, device=x.device)  # [N, B, count]
+        flat = index.transpose(0, 1).flatten(1)
+        return x.gather(1, _expand(flat, x)).unflatten(1, (self.count, count)).transpose(0, 1).transpose(2, 3)
+
+
+def line_up(
+    tokens: int, size: int, position: Tensor | None, reset: Tensor | None, mask: Tensor | None, like: Tensor
+) -> Layout:
+    """With `reset` the number of mini-batches depends on where documents begin, and is looked up (a device would wait)."""
+    if position is None and reset is None and mask is None:
+        return Layout(size, -(-tokens // size), tokens)
+    place = places(tokens, size, position, reset, like)
+    begins = place == 0
+    begins[:, 0] = True
+    number = begins.long().cumsum(1) - 1  # of each token's mini-batch
+    most = tokens if position is None else tokens + size - 1
+    count = -(-most // size) if reset is None else int(number.max()) + 1
+    slot = number * size + place
+    real = torch.ones_like(begins) if mask is None else mask
+    index = torch.arange(tokens, device=like.device).expand_as(slot)
+
+    def scatter(width: int, where: Tensor, what: Tensor, chosen: Tensor, empty: int) -> Tensor:
+        """`[B, width]`: `what` at `where` for the chosen tokens, `empty` elsewhere."""
+        out = torch.full((slot.shape[0], width + 1), empty, device=slot.device)
+        return out.scatter_(1, torch.where(chosen, where, width), what)[:, :-1]
+
+    token = scatter(count * size, slot, index, real, tokens)
+    leads = begins & real
+    fresh = None if reset is None else scatter(count, number, reset.long(), leads, 0).bool().T
+    return Layout(
+        size,
+        count,
+        tokens,
+        slot=slot.clamp(max=count * size - 1),
+        token=token,
+        fresh=fresh,
+        full=(token[:, size - 1 :: size] < tokens).T,
+        first=scatter(count, number, index, leads, 0).T,
+        origin=scatter(count, number, place, leads, 0).T,
+    )
+
+
+def _expand(index: Tensor, x: Tensor) -> Tensor:
+    return index.reshape(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])

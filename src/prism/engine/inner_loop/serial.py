@@ -1,0 +1,102 @@
+"""Online gradient descent (b = 1), exactly: every token's gradient is taken at the weights that the token before it left.
+
+Nothing here can run ahead, but the weights need not be written at every token either. In a group of tokens that began with
+W, token t meets what its predecessors j < t did through dot products,
+
+    x W_{t-1} + b_{t-1} = x W + b - Σ_j c_j (x·x_j + 1) δ_j          δ W_{t-1}ᵀ = δ Wᵀ - Σ_j c_j (δ·δ_j) x_j
+
+with c_j = τ r_j, so that a token costs a few products with vectors, and the group one product with all its gradients. What
+needs no gradient of the group (keys times W_1, the answers) is done for all its tokens at once, as in the dual form.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prism.engine.inner_loop.coefficients import Coefficients
+from prism.engine.inner_loop.dual import read, written
+from prism.engine.inner_loop.fast import Fast, Learned, initial, restart, tensors
+from prism.engine.inner_loop.layout import line_up
+from prism.engine.inner_loop.loop import run
+from prism.engine.inner_loop.network import Network, Weights, gelu, gelu_slope
+from prism.engine.inner_loop.update import Averaged, InnerUpdate
+
+GROUP = 16
+
+
+class Group(NamedTuple):
+    q: Tensor  # [B, H, G, K]
+    k: Tensor  # [B, H, G, K]
+    v: Tensor  # [B, H, G, V]
+    rate: Tensor  # c, [B, H, G]
+    fresh: Tensor | bool
+
+
+def refuses(u: InnerUpdate) -> str | None:
+    if not isinstance(u.learner, Averaged):
+        return "takes plain gradient steps, without momentum or decay"
+    return None if u.mini_batch == 1 else f"takes one token a mini-batch: mini_batch must be 1, not {u.mini_batch}"
+
+
+def serial(update: InnerUpdate, state: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    u = update.plain()
+    assert isinstance(u.learner, Averaged)
+    fast = initial(u, state)
+    layout = line_up(u.tokens, min(GROUP, u.tokens), None, u.reset, u.mask, u.q)
+    q, k, v, rate = (layout.lay(x) for x in (u.q, u.k, u.v, u.learner.scale * u.rate))
+    fresh = [False] * layout.count if layout.fresh is None else list(layout.fresh)
+    groups = [Group(*row) for row in zip(q.unbind(), k.unbind(), v.unbind(), rate.unbind(), fresh, strict=True)]
+    z, learned = run(partial(_group, u), fast.learned, groups)
+    o = u.finish(layout.lift(u.network.answer(z, q)), update.v.dtype)
+    return o, tensors(u, Fast(learned, None, ()))
+
+
+def _group(u: InnerUpdate, learned: Learned, group: Group) -> tuple[Tensor, Learned]:
+    learned = restart(u, learned, group.fresh)
+    inputs, deltas = gradients(u.network, learned.start, group.k, group.v, group.rate)
+    size = group.rate.shape[-1]
+    triangle = torch.ones(size, size, dtype=group.rate.dtype, device=group.rate.device).tril()
+    steps = triangle * group.rate.unsqueeze(-2)
+    c = Coefficients(None, None, steps, triangle, None, steps)
+    z = read(u.network, learned, group.q, c, inputs, deltas)
+    return z, Learned(written(u.network, learned, c, inputs, deltas), None, None)
+
+
+def gradients(
+    network: Network, weights: Weights, k: Tensor, v: Tensor, rate: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """x_l and δ_l as in `Network.gradient`, each token's at the weights its predecessors left. `rate` is c, `[…, G]`."""
+    depth, one = network.depth, 0.0 if network.biases is None else 1.0
+    # Of the first layer everything but the δ is known beforehand.
+    first = network.affine(weights, 0, k)
+    met = (k @ k.transpose(-1, -2) + one) * rate.unsqueeze(-2)
+    inputs: list[list[Tensor]] = [[] for _ in range(depth)]
+    deltas: list[list[Tensor]] = [[] for _ in range(depth)]
+    for t in range(k.shape[-2]):
+        now, past = slice(t, t + 1), rate[..., None, :t]
+        x = [torch.cat(rows, -2) for rows in inputs] if t else []
+        d = [torch.cat(rows, -2) for rows in deltas] if t else []
+        z = first[..., now, :]
+        if t:
+            z = z - met[..., now, :t] @ d[0]
+        before, seen = [z], [k[..., now, :]]
+        for layer in range(1, depth):
+            seen.append(gelu(z))
+            z = network.affine(weights, layer, seen[layer])
+            if t:
+                z = z - ((seen[layer] @ x[layer].transpose(-1, -2) + one) * past) @ d[layer]
+            before.append(z)
+        delta = network.output_gradient(z, k[..., now, :], v[..., now, :])
+        for layer in reversed(range(depth)):
+            inputs[layer].append(seen[layer])
+            deltas[layer].append(delta)
+            if layer:
+                back = delta @ weights[layer].transpose(-1, -2)
+                if t:
+                    back = back - ((delta @ d[layer].transpose(-1, -2)) * past) @ x[layer]
+                delta = back * gelu_slope(before[layer - 1])
+    return [torch.cat(rows, -2) for rows in inputs], [torch.cat(rows, -2) for rows in deltas]

@@ -1,0 +1,109 @@
+"""ATLAS: at every step the memory looks at a window of tokens again, with richer keys and a better optimiser than Titans.
+
+    U_t = μ_t U_{t-1} + ∇ Σ_{t-c < i ≤ t} γ_i ‖M(φ(k_i)) - v_i‖²   M_t = α_t M_{t-1} - η_t NewtonSchulz(U_t)   (Behrouz 2025)
+
+φ(x) holds the products of up to `degree` channels of x, each degree times a learned number: 152 numbers for 16 channels
+and degree 2, so keys are short. No code was published; ours are: γ = σ(·)/c, so that a window weighs as much as a token,
+η = base_lr · σ(·), first coefficients 1/√(i!), and what Titans leaves open. With c = 1, no Newton-Schulz, degree 1 and
+η = 1 it is Titans with θ = γ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from prism.engine.inner_loop import Momentum
+from prism.rules.objectives import Objective
+from prism.rules.parts import at_least_float32
+from prism.rules.rule import per_head
+from prism.rules.titans import NeuralMemory
+
+
+class Polynomial(nn.Module):
+    """All products of 1 … `degree` channels, `[…, K]` → `[…, size]`, those of degree i times a learned a_i."""
+
+    def __init__(self, channels: int, degree: int) -> None:
+        super().__init__()
+        if not isinstance(degree, int) or degree < 1:
+            raise ValueError(f"degree must be a whole number ≥ 1, got {degree!r}")
+        self.coefficients = nn.Parameter(torch.tensor([math.factorial(i) ** -0.5 for i in range(1, degree + 1)]))
+        self.size = math.comb(channels + degree, degree) - 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        K = x.shape[-1]
+        products, powers = x, [x]
+        for degree in range(2, len(self.coefficients) + 1):
+            # Sorted by their first channel: the products whose channels are all ≥ c are the last so many.
+            tails = [math.comb(K - c + degree - 2, degree - 1) for c in range(K)]
+            products = torch.cat([x[..., c : c + 1] * products[..., -n:] for c, n in enumerate(tails)], -1)
+            powers.append(products)
+        return torch.cat([a * p for a, p in zip(self.coefficients.to(x.dtype), powers, strict=True)], -1)
+
+
+class Atlas(NeuralMemory):
+    """
+    Args:
+        key_dim: of each head, before φ; 16 (or width / heads, if that is less) unless given.
+        window: c, how many tokens a step looks at.
+        degree: of φ; 1 leaves the key as it is, but for a learned factor.
+        newton_schulz: iterations that orthogonalise U; 0 takes U itself.
+        value_dim, depth, expand, mini_batch, momentum, base_lr, conv_size, gate: as in `NeuralMemory`.
+    """
+
+    name = "atlas"
+    objective = Objective("Σ_window ‖M(φ(k)) - v‖² + decay")
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        window: int = 8,
+        degree: int = 2,
+        newton_schulz: int = 5,
+        depth: int = 2,
+        expand: int = 1,
+        mini_batch: int = 16,
+        momentum: bool = True,
+        base_lr: float | None = None,
+        conv_size: int = 4,
+        gate: bool = True,
+    ) -> None:
+        if not isinstance(window, int) or window < 1:
+            raise ValueError(f"window must be a whole number ≥ 1, got {window!r}")
+        if not isinstance(newton_schulz, int) or newton_schulz < 0:
+            raise ValueError(f"newton_schulz must be a whole number ≥ 0, got {newton_schulz!r}")
+        K, V = min(16, per_head(width, heads, None)) if key_dim is None else key_dim, per_head(width, heads, value_dim)
+        polynomial = Polynomial(K, degree)
+        super().__init__(
+            width,
+            heads,
+            K,
+            V,
+            polynomial.size,
+            depth=depth,
+            expand=expand,
+            mini_batch=mini_batch,
+            momentum=momentum,
+            base_lr=base_lr,
+            conv_size=conv_size,
+            gate=gate,
+        )
+        self.polynomial, self.window, self.newton_schulz = polynomial, window, newton_schulz
+        self.write_rank, self.largest_rate = window, 1 / window
+        self.step = nn.Linear(width, heads)
+        self.state_size += heads * (window - 1) * (polynomial.size + V + 1)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.polynomial(x)
+
+    def learner(self, x: Tensor) -> tuple[Tensor, Momentum]:
+        rate, plain = super().learner(x)
+        step = self.base_lr * at_least_float32(self.step(x)).sigmoid()
+        return rate, replace(plain, step=step, window=self.window, newton_schulz=self.newton_schulz)

@@ -1,0 +1,48 @@
+"""The weights a network memory starts every document with: parameters like any other, learned by the outer loop.
+
+They count as gates: kept in float32 and not decayed, because they are a memory's state at its first token.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from prism.engine.inner_loop import Network
+
+
+class FastWeights(nn.Module):
+    """W₀ and b₀ of a network with layers `sizes[0]` → … → `sizes[-1]` in every head.
+
+    Args:
+        heads: how many networks.
+        sizes: of keys, hidden layers and values.
+        bias: whether there are biases (they start at 0).
+        norm: whether the answer goes through a LayerNorm with a scale and a shift per head.
+        std: of W₀ at the start; None is 1/√(inputs) of each layer.
+    """
+
+    def __init__(
+        self, heads: int, sizes: list[int], *, bias: bool = False, norm: bool = False, std: float | None = None
+    ) -> None:
+        super().__init__()
+        layers = list(pairwise(sizes))
+        self.weights = nn.ParameterList(
+            torch.randn(heads, fan_in, out) * (fan_in**-0.5 if std is None else std) for fan_in, out in layers
+        )
+        self.biases = nn.ParameterList(torch.zeros(heads, out) for _, out in layers) if bias else None
+        self.scale = nn.Parameter(torch.ones(heads, sizes[-1])) if norm else None
+        self.shift = nn.Parameter(torch.zeros(heads, sizes[-1])) if norm else None
+        self.size = heads * sum(out * (fan_in + bias) for fan_in, out in layers)
+        """Numbers that the inner loop changes."""
+
+    def network(self, residual: bool = False, loss_scale: float = 0.5) -> Network:
+        return Network(
+            tuple(self.weights),
+            None if self.biases is None else tuple(self.biases),
+            None if self.scale is None or self.shift is None else (self.scale, self.shift),
+            residual,
+            loss_scale,
+        )

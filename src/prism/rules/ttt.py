@@ -1,0 +1,124 @@
+"""Test-time training: the memory is a network that learns, by gradient descent, to turn keys into values.
+
+    W_i = W_start - τ_i Σ_{j≤i} η_j ∇½‖f(k_j; W_start) - v_j‖²          f(x) = x + LN(z(x))           (Sun et al., 2024)
+
+z is one linear layer (TTT-Linear) or two with a GELU between them (TTT-MLP). Gradients of a mini-batch of b tokens are
+taken at the weights it began with; η_j = base_lr · σ(w·x_j + b) / K belongs to the writer, τ_i = max(0, 1/i + learned) to
+the reader. The LayerNorm is the outer loop's, the same for loss and answer. Rotary positions count within a mini-batch.
+b = 1 is online descent, and then has the form `serial`; without LayerNorm, residual and bias it is DeltaNet with β = η.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine.inner_loop import Averaged, InnerUpdate
+from prism.rules.fast_weights import FastWeights
+from prism.rules.objectives import Objective
+from prism.rules.parts import Carry, Rotary, ShortConv, at_least_float32, place, split_heads
+from prism.rules.rule import Rule, per_head
+from prism.rules.span import Span
+
+
+class TttLinear(Rule):
+    """Defaults are the authors' Transformer backbone; `shared_qk` and `gate` together are their Mamba backbone.
+
+    Args:
+        key_dim: of each head; width / heads unless given. Values have the same size.
+        mini_batch: b, how many tokens take their gradients at the same weights.
+        base_lr: of the inner loop; 1 for TTT-Linear and 0.1 for TTT-MLP unless given.
+        shared_qk: one projection for queries and keys, told apart by a convolution each.
+        conv_size: of those convolutions.
+        gate: whether the answer is multiplied by GELU(W x).
+        inner_norm, residual, bias: the LayerNorm and the x in f(x) = x + LN(z(x)), and the b of z.
+    """
+
+    name = "ttt_linear"
+    objective = Objective("½‖LN(kW) + k - v‖²")
+    forgetting = "none"
+    transition = "nonlinear"
+    forms: tuple[str, ...] = ("recurrent", "chunkwise")
+    hidden: ClassVar[tuple[int, ...]] = ()
+    """Sizes of the hidden layers, in key_dims."""
+    default_lr: ClassVar[float] = 1.0
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        mini_batch: int = 16,
+        base_lr: float | None = None,
+        shared_qk: bool = False,
+        conv_size: int = 4,
+        gate: bool = False,
+        inner_norm: bool = True,
+        residual: bool = True,
+        bias: bool = True,
+    ) -> None:
+        key_dim = per_head(width, heads, key_dim)
+        if not isinstance(mini_batch, int) or mini_batch < 1:
+            raise ValueError(f"mini_batch must be a whole number ≥ 1, got {mini_batch!r}")
+        super().__init__(width, heads, key_dim, key_dim, write_rank=mini_batch if self.hidden else 1)
+        if mini_batch == 1:
+            self.forms = (*self.forms, "serial")
+        self.mini_batch, self.residual = mini_batch, residual
+        self.base_lr = self.default_lr if base_lr is None else base_lr
+        inner = heads * key_dim
+        self.projected = [inner] * (2 if shared_qk else 3)
+        self.qkv = nn.Linear(width, sum(self.projected), bias=False)
+        self.convs: nn.ModuleList | None = None
+        if shared_qk:
+            self.convs = nn.ModuleList(ShortConv(inner, conv_size, bias=True, activation=False) for _ in range(2))
+        self.rotary = Rotary(key_dim, interleaved=True)
+        self.rate = nn.Linear(width, heads)
+        nn.init.normal_(self.rate.weight, std=0.02)
+        nn.init.zeros_(self.rate.bias)
+        self.reader_scale = nn.Parameter(torch.zeros(mini_batch))
+        sizes = [key_dim * n for n in (1, *self.hidden, 1)]
+        self.fast = FastWeights(heads, sizes, bias=bias, norm=inner_norm, std=0.02)
+        self.state_size = self.fast.size
+        self.norm = nn.LayerNorm(inner, eps=1e-6)
+        self.gate = nn.Linear(width, inner, bias=False) if gate else None
+        self.out = nn.Linear(inner, width, bias=False)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[InnerUpdate, dict[str, Tensor], None]:
+        positions, following = place(x, carry, span)
+        *asked, v = self.qkv(x).split(self.projected, -1)
+        if self.convs is not None:
+            mixed = [conv(asked[0], carry.get(f"conv{i}"), span) for i, conv in enumerate(self.convs)]
+            asked = [z for z, _ in mixed]
+            following |= {f"conv{i}": window for i, (_, window) in enumerate(mixed)}
+        q, k = (self.rotary(split_heads(z, self.heads), positions % self.mini_batch) for z in asked)
+        rate = at_least_float32(self.rate(x)).sigmoid() * (self.base_lr / self.key_dim)
+        order = torch.arange(1, self.mini_batch + 1, device=x.device, dtype=self.reader_scale.dtype)
+        update = InnerUpdate(
+            q,
+            k,
+            split_heads(v, self.heads),
+            rate,
+            self.fast.network(self.residual),
+            Averaged((1 / order + self.reader_scale).clamp(min=0)),
+            self.mini_batch,
+            span.reset,
+            span.mask,
+        )
+        return update, following, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        y = self.norm(o.flatten(-2))
+        return self.out(y if self.gate is None else y * F.gelu(self.gate(x), approximate="tanh"))
+
+
+class TttMlp(TttLinear):
+    """A hidden layer of four times the key's size."""
+
+    name = "ttt_mlp"
+    objective = Objective("½‖LN(MLP(k)) + k - v‖²")
+    hidden = (4,)
+    default_lr = 0.1
