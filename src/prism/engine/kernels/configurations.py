@@ -14,9 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-CHUNK = 64
-
-
 @dataclass(frozen=True)
 class Tiling:
     block: int
@@ -26,39 +23,44 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Configuration:
-    """`chunk` tokens are one matrix product; `scan`, `reverse` and `tokens` are cut along V, `key_block` along K."""
+    """The serial passes go in steps of `step` tokens, the parallel ones in chunks of `chunk` (a multiple).
 
+    `prepare` is cut along K, the others along V; the two parallel passes also by `key_block` along K.
+    """
+
+    prepare: Tiling
     scan: Tiling
     reverse: Tiling
-    tokens: Tiling
-    chunk: int = CHUNK
+    lookups: Tiling
+    writes: Tiling
+    step: int = 32
+    chunk: int = 64
     key_block: int = 128
-    inverse_warps: int = 4
     segments: int | None = None
     """Segments of a sequence that run side by side; None: as many as fill the GPU."""
 
 
-# (K padded, V padded, columns, architecture) -> what was fastest there in bfloat16.
+# (K, V, columns, architecture) -> what was fastest there in bfloat16.
 MEASURED: dict[tuple[int, int, int, str], Configuration] = {}
 
 _forced: list[Configuration] = []
 
 
-def configuration(
-    key_dim: int, value_dim: int, columns: int, dtype: torch.dtype, device: torch.device
-) -> Configuration:
+def configuration(key_dim: int, value_dim: int, columns: int, dtype: torch.dtype, device: torch.device) -> Configuration:
     if _forced:
         return _forced[-1]
-    K, V = padded(key_dim), padded(value_dim)
-    found = None if dtype == torch.float32 else MEASURED.get((K, V, columns, architecture(device)))
-    return found or default(K, V, columns, dtype)
+    found = None
+    if dtype != torch.float32:
+        found = MEASURED.get((key_dim, value_dim, columns, architecture(device)))
+    return found or default(key_dim, value_dim, dtype)
 
 
-def default(K: int, V: int, columns: int, dtype: torch.dtype) -> Configuration:
+def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     if dtype == torch.float32:  # no tensor cores: small tiles keep the unrolled products compilable
-        return Configuration(Tiling(min(V, 16)), Tiling(min(V, 16)), Tiling(min(V, 32)), chunk=32, key_block=min(K, 32))
-    wide = min(V, 64 if K <= 128 else 32)
-    return Configuration(Tiling(wide), Tiling(wide), Tiling(min(V, 64)), key_block=min(K, 128))
+        small = Tiling(min(value_dim, 16))
+        return Configuration(small, small, small, small, small, step=16, chunk=32, key_block=min(key_dim, 32))
+    wide = Tiling(min(value_dim, 64 if key_dim <= 128 else 32))
+    return Configuration(Tiling(128), wide, wide, wide, wide, key_block=min(key_dim, 128))
 
 
 @contextmanager

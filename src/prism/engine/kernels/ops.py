@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.kernels import launch
-from prism.engine.kernels.launch import Columns
+from prism.engine.kernels.launch import Columns, Prepared
 
 
 @torch.library.custom_op("prism::memory", mutates_args=())
@@ -23,30 +23,38 @@ def memory(
     erase_key: Tensor | None,
     strength: Tensor | None,
     documents: Tensor | None,
-    mask: Tensor | None,
     state: Tensor | None,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Chunkwise: o `[B, T, H, V]`, the final state `[B, H, K, V]`, and what the backward reads (see `launch.Columns`)."""
-    u = _columns(q, x, w, log_decay, erase_key, strength, documents, mask)
-    o, final, *kept = launch.forward(u, _contiguous(state), save)
-    return (o, final, *[_present(z if save else None, w) for z in kept])  # type: ignore[return-value]
+    u = _columns(q, x, w, log_decay, erase_key, strength, documents)
+    o, final, states, fed, ready = launch.forward(u, _contiguous(state), save)
+    kept = (states, fed, ready.cumulated, ready.strengths, ready.grams, ready.inverse) if save else (None,) * 6
+    return (o, final, *[_present(z, w) for z in kept])  # type: ignore[return-value]
 
 
 @memory.register_fake
-def _(q, x, w, log_decay, erase_key, strength, documents, mask, state, save):  # type: ignore[no-untyped-def]
-    u = Columns(q, x, w, log_decay, erase_key, strength, documents, mask)
+def _(q, x, w, log_decay, erase_key, strength, documents, state, save):  # type: ignore[no-untyped-def]
+    u = Columns(q, x, w, log_decay, erase_key, strength, documents)
     B, T, H, K = q.shape
-    V, N, C = w.shape[4], u.chunks, u.configuration.chunk
-    o = w.new_empty(B, T, H, V)
-    final = w.new_empty(B, H, K, V, dtype=torch.float32)
+    J, V, step, chunk = *w.shape[3:], u.configuration.step, u.configuration.chunk
+    N = (T + chunk - 1) // chunk
+    steps = N * (chunk // step)
     exact = torch.float64 if w.dtype == torch.float32 else torch.float32
-    states = w.new_empty((B, H, N, K, V) if save else 0)
-    fed = w.new_empty((B, T, H, V) if save and u.erases else 0)
-    inverse = w.new_empty((B, H, N, C, C) if save and u.erases else 0)
-    has_decay = save and log_decay is not None
-    G = w.new_empty((B, H, N * C) if has_decay else 0, dtype=exact if has_decay else None)
-    return o, final, states, fed, inverse, G
+
+    def made(needed: bool, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return w.new_empty(shape, dtype=dtype) if save and needed else w.new_empty(0)
+
+    return (
+        w.new_empty(B, T, H, V),
+        w.new_empty(B, H, K, V, dtype=torch.float32),
+        made(True, B, H, N, V, K),
+        made(u.erases, B, T, H, V),
+        made(log_decay is not None, B, H, N * chunk, dtype=exact),
+        made(strength is not None, B, H, N * chunk, dtype=torch.float32),
+        made(True, B, H, steps, 2 * J if u.erases else J, step, step),
+        made(u.erases, B, H, steps, step, step),
+    )
 
 
 @torch.library.custom_op("prism::memory_backward", mutates_args=())
@@ -60,23 +68,21 @@ def memory_backward(
     erase_key: Tensor | None,
     strength: Tensor | None,
     documents: Tensor | None,
-    mask: Tensor | None,
     states: Tensor,
     fed: Tensor,
-    inverse: Tensor,
     cumulated: Tensor,
+    strengths: Tensor,
+    grams: Tensor,
+    inverse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    u = _columns(q, x, w, log_decay, erase_key, strength, documents, mask)
-    erases, decays = u.erases, log_decay is not None
-    grads = launch.backward(
-        u,
-        d_o.contiguous(),
-        _contiguous(d_final),
-        states,
-        fed if erases else None,
-        inverse if erases else None,
-        cumulated if decays else None,
+    u = _columns(q, x, w, log_decay, erase_key, strength, documents)
+    ready = Prepared(
+        None if log_decay is None else cumulated,
+        None if strength is None else strengths,
+        grams,
+        inverse if u.erases else None,
     )
+    grads = launch.backward(u, ready, states, fed if u.erases else None, d_o.contiguous(), _contiguous(d_final))
     return tuple(_present(z, w) for z in grads)  # type: ignore[return-value]
 
 
@@ -104,7 +110,7 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Non
     q, x, w, log_decay, erase_key, strength, *rest = ctx.saved_tensors
     if d_o is None:
         if d_final is None:
-            return (None,) * 10
+            return (None,) * 9
         d_o = torch.zeros_like(w[..., 0, :])
     grads = memory_backward(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest)
     d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_state = grads
@@ -115,7 +121,6 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Non
         None if log_decay is None else d_log_decay,
         None if erase_key is None else d_erase_key,
         None if strength is None else d_strength,
-        None,
         None,
         d_state if ctx.has_state else None,
         None,

@@ -1,9 +1,9 @@
-"""Per chunk: cumulated log-decays, and the inverse of T = I + β ⊙ tril(B X_0ᵀ ⊙ Γ, -1), the only triangular system.
+"""Per chunk, what depends on the inputs alone: cumulated gates, T⁻¹, and how much each row sees of each column's write.
 
-T⁻¹ is C numbers a token, a sixth of what the keys and values of one write are; everything else the chunk form needs is
-cheaper to compute again than to send through memory. Forward substitution throughout: inside blocks of 16 rows one row
-after the other, then block row after block row as matrix products. (An inverse by repeated squaring over the chunk is
-wrong by orders of magnitude when keys are correlated.)
+These are C × C matrices of short chunks, a few dozen bytes a token; everything larger is cheaper to compute again than to
+send through memory. T⁻¹ is forward substitution throughout: inside blocks of 16 rows one row after the other, then block row
+after block row as matrix products. (An inverse by repeated squaring over the chunk is wrong by orders of magnitude when
+keys are correlated.)
 """
 
 from __future__ import annotations
@@ -11,69 +11,99 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import kept, live_rows, load_tile, off_diagonal
+from prism.engine.kernels.tiles import kept, load_gate, load_rows, off_diagonal
 
 
-@triton.jit(do_not_specialize=["T", "H", "chunks"])
-def cumulate_kernel(log_decay, mask, cumulated, T, H, chunks, C: tl.constexpr, MASKED: tl.constexpr):
-    """G_i = Σ_{j ≤ i} g_j inside each chunk, summed in float64, in base 2. One program a chunk and head."""
-    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
-    b, h = bh // H, bh % H
-    i = tl.arange(0, C)
-    t = n * C + i
-    live = live_rows(mask, b, t, T, MASKED)
-    g = tl.load(log_decay + (b.to(tl.int64) * T + t) * H + h, mask=live, other=0.0).to(tl.float64)
-    G = tl.cumsum(g, 0) * 1.4426950408889634
-    tl.store(cumulated + (bh.to(tl.int64) * chunks + n) * C + i, G.to(cumulated.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["T", "H", "chunks"])
-def inverse_kernel(
-    x,
-    erase_key,
+@triton.jit(do_not_specialize=["T", "H", "padded"])
+def gates_kernel(
+    log_decay,
     strength,
     cumulated,
+    strengths,
+    T,
+    H,
+    padded,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    STRENGTH: tl.constexpr,
+):
+    """`[B, T, H]` → `[B, H, padded]`: G_i = Σ_{j ≤ i} g_j inside each chunk, summed in float64, in base 2; and β."""
+    chunks = padded // C
+    bh, t = tl.program_id(0) // chunks, tl.program_id(0) % chunks * C
+    i = tl.arange(0, C)
+    given = ((bh // H).to(tl.int64) * T + t + i) * H + bh % H
+    place = bh.to(tl.int64) * padded + t + i
+    if DECAY:
+        g = tl.load(log_decay + given, mask=t + i < T, other=0.0).to(tl.float64)
+        G = tl.cumsum(g, 0) * 1.4426950408889634
+        tl.store(cumulated + place, G.to(cumulated.dtype.element_ty))
+    if STRENGTH:
+        tl.store(strengths + place, tl.load(strength + given, mask=t + i < T, other=0.0))
+
+
+@triton.jit(do_not_specialize=["T", "H", "padded"])
+def prepare_kernel(
+    q,
+    x,
+    erase_key,
+    strengths,
+    cumulated,
     documents,
-    mask,
+    grams,
     inverse,
     T,
     H,
-    chunks,
+    padded,
     J: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    ERASE: tl.constexpr,
     TIED: tl.constexpr,
     STRENGTH: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
-    MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """T⁻¹ of one chunk and head, `[B, H, chunks, C, C]`."""
+    """One chunk and head. `inverse` `[B, H, chunks, C, C]` is T⁻¹; `grams` `[B, H, chunks, 2J or J, C, C]` holds
+    N_jᵀ = X_j Qᵀ ⊙ Γᵀ for every column, then -β ⊙ M_jᵀ = -β ⊙ X_j Bᵀ ⊙ Γᵀ (strict)."""
+    chunks = padded // C
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h = bh // H, bh % H
-    i = tl.arange(0, C)
-    t = n * C + i
-    live = live_rows(mask, b, t, T, MASKED)
-    row = b.to(tl.int64) * T + n * C
-    EXACT: tl.constexpr = K % BK == 0
-
-    gram = tl.zeros((C, C), tl.float32)
-    for k0 in tl.static_range(0, K, BK):
-        ks = k0 + tl.arange(0, BK)
-        keys = load_tile(x + (row * H + h) * (J * K), i, ks, live, H * (J * K), K, EXACT)
-        if TIED:
-            gram = tl.dot(keys, tl.trans(keys), gram, input_precision=PRECISION)
-        else:
-            lookup = load_tile(erase_key + (row * H + h) * K, i, ks, live, H * K, K, EXACT)
+    t = n * C
+    GRAMS: tl.constexpr = 2 * J if ERASE else J
+    place = (bh * chunks + n) * GRAMS
+    turned = kept(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, True)
+    if ERASE:
+        beta = tl.full((C,), 1.0, tl.float32)
+        if STRENGTH:
+            beta = load_gate(strengths, bh, t, padded, C)
+        seen = off_diagonal(turned * -beta[None, :], C)
+    for j in tl.static_range(J):
+        gram_q = tl.zeros((C, C), tl.float32)
+        gram_b = tl.zeros((C, C), tl.float32)
+        for k in tl.static_range(0, K, BK):
+            keys = load_rows(x, b, t, (h * J + j) * K + k, C, BK)
+            asked = load_rows(q, b, t, h * K + k, C, BK)
+            gram_q = tl.dot(keys, tl.trans(asked), gram_q, input_precision=PRECISION)
+            if ERASE:
+                if TIED:
+                    lookup = load_rows(x, b, t, h * (J * K) + k, C, BK)
+                else:
+                    lookup = load_rows(erase_key, b, t, h * K + k, C, BK)
+                gram_b = tl.dot(keys, tl.trans(lookup), gram_b, input_precision=PRECISION)
+        grams.store([(place + j) * C, 0], (gram_q * turned).to(grams.dtype))
+        if ERASE:
+            grams.store([(place + J + j) * C, 0], (gram_b * seen).to(grams.dtype))
+    if ERASE:
+        gram = tl.zeros((C, C), tl.float32)
+        for k in tl.static_range(0, K, BK):
+            keys = load_rows(x, b, t, h * (J * K) + k, C, BK)
+            lookup = keys if TIED else load_rows(erase_key, b, t, h * K + k, C, BK)
             gram = tl.dot(lookup, tl.trans(keys), gram, input_precision=PRECISION)
-    lower = off_diagonal(gram * kept(cumulated, documents, bh, b, n, chunks, T, C, DECAY, DOCUMENTS, False), C)
-    if STRENGTH:
-        beta = tl.load(strength + (row + i) * H + h, mask=live, other=0.0).to(tl.float32)
-        lower *= beta[:, None]
-    out = inverse + (bh.to(tl.int64) * chunks + n) * (C * C) + i[:, None] * C + i[None, :]
-    tl.store(out, invert_unit_lower(lower, C, PRECISION).to(inverse.dtype.element_ty))
+        gram *= kept(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, False) * beta[:, None]
+        solved = invert_unit_lower(off_diagonal(gram, C), C, PRECISION)
+        inverse.store([(bh * chunks + n) * C, 0], solved.to(inverse.dtype))
 
 
 @triton.jit

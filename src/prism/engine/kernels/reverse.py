@@ -1,9 +1,10 @@
-"""Backward, the serial half: the gradient of the state from the last chunk to the first, `[K, BV]` in registers.
+"""Backward, the serial half: the gradient of the state from the last chunk to the first, in registers.
 
-    dY_0 = tril(Q X_0ᵀ ⊙ Γ)ᵀ dO + (X_0 ⊙ e^{G_C - G}) dS'        dU = T⁻ᵀ dY_0, the gradient of W_0        dR = -β ⊙ dU
+    dY_0 = N_0ᵀ dO + (X_0 ⊙ e^{G_C - G}) dS'        dU = T⁻ᵀ dY_0, the gradient of W_0        dR = -β ⊙ dU
     dS   = e^{G_C} dS' + (Q ⊙ e^G)ᵀ dO + (B ⊙ e^G)ᵀ dR
 
-dU is itself a result (the gradient of the first write); it and each chunk's dS' are all that `tokens.py` needs.
+dU is itself a result (the gradient of the first write); it and dS' every SAVED chunks are all that the parallel half needs.
+As in `scan.py`, everything that has a value column is held turned.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import borders, kept, live_rows, load_state, load_tile, store_state, store_tile
+from prism.engine.kernels.tiles import borders, load_gate, load_rows, store_rows
 
 
-@triton.jit(do_not_specialize=["T", "H", "chunks", "per_segment", "segments"])
+@triton.jit(do_not_specialize=["T", "H", "padded", "per_segment", "segments"])
 def reverse_kernel(
     q,
     x,
     erase_key,
-    strength,
+    strengths,
     cumulated,
     documents,
-    mask,
+    grams,
     inverse,
     d_o,
     d_final,
@@ -31,13 +32,12 @@ def reverse_kernel(
     d_initial,
     T,
     H,
-    chunks,
+    padded,
     per_segment,
     segments,
     J: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
     ERASE: tl.constexpr,
@@ -45,61 +45,53 @@ def reverse_kernel(
     STRENGTH: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
-    MASKED: tl.constexpr,
     FINAL: tl.constexpr,
-    SAVE: tl.constexpr,
+    SAVED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`d_final`, `d_initial` `[segments, B, H, K, V]`; `d_states` `[B, H, chunks, K, V]` holds dS' of each chunk."""
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    """`d_final`, `d_initial` `[segments, B, H, K, V]`; `d_states` `[B, H, padded / (SAVED · C), V, K]` holds dS'."""
+    BLOCKS: tl.constexpr = V // BV
     pid = tl.program_id(0)
-    block = pid % BLOCKS
+    first_column = (pid % BLOCKS) * BV
     segment = (pid // BLOCKS) % segments
     bh = pid // (BLOCKS * segments)
     b, h = bh // H, bh % H
     heads = tl.num_programs(0) // (BLOCKS * segments)
+    chunks = padded // C
+    matrix = (segment * heads + bh) * K
 
-    i = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = block * BV + tl.arange(0, BV)
-    KEYS: tl.constexpr = K == BK
-    VALUES: tl.constexpr = V % BV == 0
-    dtype = x.dtype.element_ty
-    own = (segment * heads + bh).to(tl.int64) * (K * V)
-
-    dS = tl.zeros((BK, BV), tl.float32)
+    dS = tl.zeros((BV, K), tl.float32)
     if FINAL:
-        dS = load_state(d_final + own, ks, vs, K, V).to(tl.float32)
+        dS = tl.trans(d_final.load([matrix, first_column]))
 
     begin = segment * per_segment
     end = tl.minimum(chunks, begin + per_segment)
     for back in range(0, end - begin):
         n = end - 1 - back
-        live = live_rows(mask, b, n * C + i, T, MASKED)
-        row = b.to(tl.int64) * T + n * C
-        token = row * H + h
-        from_start, to_end, carried = borders(cumulated, documents, bh, b, n, chunks, T, C, DECAY, DOCUMENTS)
-        outgoing = dS.to(dtype)
-        if SAVE:
-            store_state(d_states + (bh.to(tl.int64) * chunks + n) * (K * V), ks, vs, outgoing, K, V)
-        asked = load_tile(q + token * K, i, ks, live, H * K, K, KEYS)
-        answered = load_tile(d_o + token * V, i, vs, live, H * V, V, VALUES)
-        left = (answered.to(tl.float32) * from_start[:, None]).to(dtype)
-        dS = tl.dot(tl.trans(asked), left, dS * carried, input_precision=PRECISION)
+        t = n * C
+        chunk = bh * chunks + n
+        from_start, to_end, carried = borders(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS)
+        outgoing = dS.to(x.dtype)
+        if SAVED:
+            if n % SAVED == SAVED - 1:
+                d_states.store([chunk // SAVED * V + first_column, 0], outgoing)
+        asked = load_rows(q, b, t, h * K, C, K)
+        answered = tl.trans(load_rows(d_o, b, t, h * V + first_column, C, BV))
+        left = (answered.to(tl.float32) * from_start[None, :]).to(x.dtype)
+        dS = tl.dot(left, asked, dS * carried, input_precision=PRECISION)
         if ERASE:
-            key = load_tile(x + token * (J * K), i, ks, live, H * (J * K), K, KEYS)
-            lookup = key if TIED else load_tile(erase_key + token * K, i, ks, live, H * K, K, KEYS)
-            weights = kept(cumulated, documents, bh, b, n, chunks, T, C, DECAY, DOCUMENTS, True)
-            gram = tl.dot(key, tl.trans(asked), input_precision=PRECISION) * weights
-            written = tl.dot(key, outgoing, input_precision=PRECISION) * to_end[:, None]
-            written = tl.dot(gram.to(dtype), answered, written, input_precision=PRECISION)
-            solve = tl.load(inverse + (bh.to(tl.int64) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
-            wanted = tl.dot(tl.trans(solve), written.to(dtype), input_precision=PRECISION)
-            if SAVE:
-                store_tile(d_w + token * (J * V), i, vs, n * C + i < T, H * (J * V), wanted, V, VALUES)
+            key = load_rows(x, b, t, h * (J * K), C, K)
+            lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
+            gram = grams.load([chunk * (2 * J) * C, 0])
+            written = tl.dot(outgoing, tl.trans(key), input_precision=PRECISION) * to_end[None, :]
+            written = tl.dot(answered, tl.trans(gram), written, input_precision=PRECISION)
+            solve = inverse.load([chunk * C, 0])
+            wanted = tl.dot(written.to(x.dtype), solve, input_precision=PRECISION)
             if STRENGTH:
-                wanted *= tl.load(strength + (row + i) * H + h, mask=live, other=0.0).to(tl.float32)[:, None]
-            seen = (wanted * -from_start[:, None]).to(dtype)
-            dS = tl.dot(tl.trans(lookup), seen, dS, input_precision=PRECISION)
+                from_start *= load_gate(strengths, bh, t, padded, C)
+            seen = (wanted * -from_start[None, :]).to(x.dtype)
+            dS = tl.dot(seen, lookup, dS, input_precision=PRECISION)
+            if SAVED:
+                store_rows(d_w, b, t, h * (J * V) + first_column, tl.trans(wanted), C, BV)
 
-    store_state(d_initial + own, ks, vs, dS, K, V)
+    d_initial.store([matrix, first_column], tl.trans(dS))

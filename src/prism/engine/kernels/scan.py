@@ -1,9 +1,12 @@
-"""Forward: the chunks of a sequence one after the other, the state `[K, BV]` in registers, outputs on the way.
+"""Forward: the chunks of a sequence one after the other, the state in registers, outputs on the way.
 
-One program runs one segment of one head and BV value columns. What does not depend on the order (T⁻¹) is ready; what
-depends on it is computed here and never leaves the chip, except the outputs and, for training, each chunk's incoming state
-and Y_0. With `MAP` the same code carries the columns of the identity instead of a state and writes nothing: after a segment
-it holds the matrix by which the segment multiplies whatever enters it, so that segments can run side by side.
+One program runs one segment of one head and BV value columns. What does not depend on the order is ready (`prepare.py`);
+what depends on it is computed here and never leaves the chip, except the outputs and, for training, the state every SAVED
+chunks and Y_0. With `MAP` the same code carries the columns of the identity instead of a state and writes nothing: after a
+segment it holds the matrix by which the segment multiplies whatever enters it, so that segments can run side by side.
+
+Everything that has a value column is held turned (Sᵀ `[BV, K]`, Oᵀ and Yᵀ `[BV, C]`): then each product's left factor is
+already in registers, its right factor is a tile as it was loaded, and a chunk may be shorter than a tensor core's 64 rows.
 """
 
 from __future__ import annotations
@@ -11,28 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import (
-    borders,
-    kept,
-    live_rows,
-    load_state,
-    load_tile,
-    off_diagonal,
-    store_state,
-    store_tile,
-)
+from prism.engine.kernels.tiles import borders, load_gate, load_rows, store_rows
 
 
-@triton.jit(do_not_specialize=["T", "H", "chunks", "per_segment", "segments"])
+@triton.jit(do_not_specialize=["T", "H", "padded", "per_segment", "segments"])
 def scan_kernel(
     q,
     x,
     w,
     erase_key,
-    strength,
+    strengths,
     cumulated,
     documents,
-    mask,
+    grams,
     inverse,
     initial,
     o,
@@ -41,13 +35,12 @@ def scan_kernel(
     final,
     T,
     H,
-    chunks,
+    padded,
     per_segment,
     segments,
     J: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
     ERASE: tl.constexpr,
@@ -55,87 +48,75 @@ def scan_kernel(
     STRENGTH: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
-    MASKED: tl.constexpr,
     INITIAL: tl.constexpr,
     MAP: tl.constexpr,
     READ: tl.constexpr,
-    SAVE: tl.constexpr,
+    SAVED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BK ≥ K holds all key channels. `initial`, `final` `[segments, B, H, K, V]`; `states` `[B, H, chunks, K, V]`;
-    `fed` (Y_0) `[B, T, H, V]`."""
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    """`initial`, `final` `[segments, B, H, K, V]`; `states` `[B, H, padded / (SAVED · C), V, K]`; `fed` (Y_0)
+    `[B, T, H, V]`. `per_segment` chunks are a multiple of SAVED; SAVED = 0 saves nothing."""
+    BLOCKS: tl.constexpr = V // BV
+    GRAMS: tl.constexpr = 2 * J if ERASE else J
     pid = tl.program_id(0)
-    block = pid % BLOCKS
+    first_column = (pid % BLOCKS) * BV
     segment = (pid // BLOCKS) % segments
     bh = pid // (BLOCKS * segments)
     b, h = bh // H, bh % H
     heads = tl.num_programs(0) // (BLOCKS * segments)
+    chunks = padded // C
+    matrix = (segment * heads + bh) * K
 
-    i = tl.arange(0, C)
-    ks = tl.arange(0, BK)
-    vs = block * BV + tl.arange(0, BV)
-    KEYS: tl.constexpr = K == BK
-    VALUES: tl.constexpr = V % BV == 0
-    dtype = x.dtype.element_ty
-    own = (segment * heads + bh).to(tl.int64) * (K * V)
-
-    S = tl.zeros((BK, BV), tl.float32)
+    S = tl.zeros((BV, K), tl.float32)
     if MAP:
-        S = tl.where(ks[:, None] == vs[None, :], 1.0, 0.0)
+        S = tl.where(tl.arange(0, K)[None, :] == first_column + tl.arange(0, BV)[:, None], 1.0, 0.0)
     if INITIAL:
-        S = load_state(initial + own, ks, vs, K, V).to(tl.float32)
+        S = tl.trans(initial.load([matrix, first_column]))
 
     for n in range(segment * per_segment, tl.minimum(chunks, (segment + 1) * per_segment)):
-        live = live_rows(mask, b, n * C + i, T, MASKED)
-        row = b.to(tl.int64) * T + n * C
-        token = row * H + h
-        from_start, to_end, carried = borders(cumulated, documents, bh, b, n, chunks, T, C, DECAY, DOCUMENTS)
-        incoming = S.to(dtype)
-        if SAVE:
-            store_state(states + (bh.to(tl.int64) * chunks + n) * (K * V), ks, vs, incoming, K, V)
+        t = n * C
+        chunk = bh * chunks + n
+        from_start, to_end, carried = borders(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS)
+        incoming = S.to(x.dtype)
+        if SAVED:
+            if n % SAVED == 0:
+                states.store([chunk // SAVED * V + first_column, 0], incoming)
         S = S * carried
-        if not MAP:
-            weights = kept(cumulated, documents, bh, b, n, chunks, T, C, DECAY, DOCUMENTS, False)
         if READ:
-            asked = load_tile(q + token * K, i, ks, live, H * K, K, KEYS)
-            out = tl.dot(asked, incoming, input_precision=PRECISION) * from_start[:, None]
+            asked = load_rows(q, b, t, h * K, C, K)
+            out = tl.dot(incoming, tl.trans(asked), input_precision=PRECISION) * from_start[None, :]
         if ERASE:
-            key = load_tile(x + token * (J * K), i, ks, live, H * (J * K), K, KEYS)
-            lookup = key if TIED else load_tile(erase_key + token * K, i, ks, live, H * K, K, KEYS)
-            seen = tl.dot(lookup, incoming, input_precision=PRECISION) * from_start[:, None]
+            key = load_rows(x, b, t, h * (J * K), C, K)
+            lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
+            if STRENGTH:
+                from_start *= load_gate(strengths, bh, t, padded, C)
+            wanted = tl.dot(incoming, tl.trans(lookup), input_precision=PRECISION) * -from_start[None, :]
 
         # Writes that no erase feeds: extra columns of the same products.
         if not MAP:
             for j in tl.static_range(1 if ERASE else 0, J):
-                keys = load_tile(x + (token * J + j) * K, i, ks, live, H * (J * K), K, KEYS)
-                values = load_tile(w + (token * J + j) * V, i, vs, live, H * (J * V), V, VALUES)
+                keys = load_rows(x, b, t, (h * J + j) * K, C, K)
+                values = tl.trans(load_rows(w, b, t, (h * J + j) * V + first_column, C, BV))
                 if ERASE:
-                    gram = off_diagonal(tl.dot(lookup, tl.trans(keys), input_precision=PRECISION) * weights, C)
-                    seen = tl.dot(gram.to(dtype), values, seen, input_precision=PRECISION)
+                    seen = grams.load([(chunk * GRAMS + J + j) * C, 0])
+                    wanted = tl.dot(values, seen, wanted, input_precision=PRECISION)
                 if READ:
-                    gram = tl.dot(asked, tl.trans(keys), input_precision=PRECISION) * weights
-                    out = tl.dot(gram.to(dtype), values, out, input_precision=PRECISION)
-                left = (values.to(tl.float32) * to_end[:, None]).to(dtype)
-                S = tl.dot(tl.trans(keys), left, S, input_precision=PRECISION)
+                    out = tl.dot(values, grams.load([(chunk * GRAMS + j) * C, 0]), out, input_precision=PRECISION)
+                left = (values.to(tl.float32) * to_end[None, :]).to(x.dtype)
+                S = tl.dot(left, keys, S, input_precision=PRECISION)
 
         if ERASE:
-            if STRENGTH:
-                seen *= tl.load(strength + (row + i) * H + h, mask=live, other=0.0).to(tl.float32)[:, None]
-            if MAP:
-                wanted = -seen
-            else:
-                wanted = load_tile(w + token * (J * V), i, vs, live, H * (J * V), V, VALUES).to(tl.float32) - seen
-            solve = tl.load(inverse + (bh.to(tl.int64) * chunks + n) * (C * C) + i[:, None] * C + i[None, :])
-            written = tl.dot(solve, wanted.to(dtype), input_precision=PRECISION)
+            if not MAP:
+                wanted += tl.trans(load_rows(w, b, t, h * (J * V) + first_column, C, BV)).to(tl.float32)
+            solve = inverse.load([chunk * C, 0])
+            written = tl.dot(wanted.to(x.dtype), tl.trans(solve), input_precision=PRECISION)
+            S = tl.dot((written * to_end[None, :]).to(x.dtype), key, S, input_precision=PRECISION)
             if READ:
-                gram = tl.dot(asked, tl.trans(key), input_precision=PRECISION) * weights
-                out = tl.dot(gram.to(dtype), written.to(dtype), out, input_precision=PRECISION)
-            if SAVE:
-                store_tile(fed + token * V, i, vs, live, H * V, written, V, VALUES)
-            left = (written * to_end[:, None]).to(dtype)
-            S = tl.dot(tl.trans(key), left, S, input_precision=PRECISION)
+                gram = grams.load([chunk * GRAMS * C, 0])
+                out = tl.dot(written.to(x.dtype), gram, out, input_precision=PRECISION)
+            if SAVED:
+                store_rows(fed, b, t, h * V + first_column, tl.trans(written), C, BV)
         if READ:
-            store_tile(o + token * V, i, vs, n * C + i < T, H * V, out, V, VALUES)
+            store_rows(o, b, t, h * V + first_column, tl.trans(out), C, BV)
 
-    store_state(final + own, ks, vs, S, K, V)
+    final.store([matrix, first_column], tl.trans(S))
