@@ -1,5 +1,6 @@
 """How a memory is computed. Knows no rule. Read update.py, recurrent.py and chunkwise.py first."""
 
+from prism.engine import kinds  # noqa: F401 - registers the memories beyond the linear one
 from prism.engine.dispatch import BACKENDS, FORMS, engine_of, memory
 from prism.engine.recurrent import step
 from prism.engine.update import InvalidValueError, Update

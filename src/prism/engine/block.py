@@ -92,6 +92,18 @@ def affine(rows: Rows) -> Affine:
     return Affine(P, diagonal, D - erased[..., :V], F - unread[..., V:], E - unread[..., :V])
 
 
+def hand_on(rows: Rows, S: Tensor) -> tuple[Tensor, Tensor]:
+    """The memory each block starts from, `[B, H, N, K, V]`, and the one after the last; for rows that erase nothing."""
+    decay = rows.decay()
+    kept = decay.carry().unsqueeze(-1)
+    D = decay.to_end(rows.k).flatten(-3, -2).transpose(-1, -2) @ rows.w.flatten(-3, -2)
+    incoming = []
+    for n in range(D.shape[2]):
+        incoming.append(S)
+        S = kept[:, :, n] * S + D[:, :, n]
+    return torch.stack(incoming, 2), S
+
+
 def blocks(steps: Steps, size: int) -> Rows:
     """`[B, R, H, …]` → `[B, H, N, size, …]`, padded at the end with rows that are identities."""
     short = -steps.rows % size

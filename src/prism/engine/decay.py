@@ -98,6 +98,28 @@ class ChannelDecay:
         gram = blocks[..., 0, :C, :C]
         return gram if self.documents is None else torch.where(self.documents.same.unsqueeze(-3), gram, 0.0)
 
+    def spread(self, attention: Tensor, columns: Tensor) -> Tensor:
+        """`[…, C, C]`, `[…, C, K]` → `[…, C, K]`: Σ_{j≤i} attention_ij columns_j, each channel by what is left of j at i.
+
+        The mirror image of `gram`: there channels are summed over, here they stay (memories that decay per value channel).
+        """
+        C = columns.shape[-2]
+        if self.documents is not None:
+            attention = torch.where(self.documents.same, attention, 0.0)
+        size = 1 << (C - 1).bit_length()
+        y, g = _pad(columns, size), _pad(self.g, size)
+        A = torch.nn.functional.pad(attention, (0, size - C, 0, size - C))
+        out = A.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * y
+        h = 1
+        while h < size:
+            left_of_mid, right_of_mid = _halves(g, h)
+            pairs = A.unflatten(-2, (-1, 2 * h)).unflatten(-1, (-1, 2 * h)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+            left = _halves(y, h)[0] * _after(left_of_mid).exp()
+            right = (pairs[..., h:, :h] @ left) * right_of_mid.cumsum(-2).exp()
+            out = out + torch.stack([torch.zeros_like(right), right], -3).flatten(-4, -2)
+            h *= 2
+        return out[..., :C, :]
+
     def from_start(self, rows: Tensor, before: bool) -> Tensor:
         left = (_before(self.g) if before else self.g.cumsum(-2)).exp()
         if self.documents is not None:

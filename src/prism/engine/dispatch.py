@@ -1,8 +1,8 @@
 """`memory`: the one call through which every rule, model and benchmark computes a memory.
 
 An *engine* serves one type of update: it lists its forms and says, per backend, what it cannot serve. The linear memory
-(`Update`) and attention (`Attend`) are registered at the bottom; memories of another kind register their own update type
-and every caller of `memory` then has them too.
+(`Update`) and attention (`Attend`) are registered at the bottom, memories of other kinds in kinds.py: every caller of
+`memory` then has them too.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Engine:
     choose: Callable[[Any], str]
     """The form that `"auto"` stands for."""
     check_state: Callable[[Any, Any], None] = lambda update, state: None
+    delegate: Callable[[Any, Any, str, str], tuple[Any, Any]] | None = None
+    """Set where an update only wraps others: it calls `memory` on them with the form and backend asked for."""
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -88,6 +90,8 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: choose from auto, {', '.join(BACKENDS)}")
     engine.check_state(update, state)
+    if engine.delegate is not None:
+        return engine.delegate(update, state, form, backend)
     return choose_path(engine, update, form, backend).run(update, state)
 
 

@@ -18,7 +18,7 @@ def scan(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     S0 = steps.initial(state)
     P, D = _maps(steps)
     D = torch.cat([(_apply(P[:, :1], S0.unsqueeze(1)) + D[:, :1]), D[:, 1:]], 1)  # the first map starts from S0
-    states = _prefixes(P, D)[1]  # [B, R, H, K, V]
+    states = prefixes(P, D)[1]  # [B, R, H, K, V]
     seen = states
     if not steps.read_after:
         seen = torch.cat([S0.unsqueeze(1), states[:, :-1]], 1)
@@ -56,14 +56,17 @@ def _compose(first: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> tuple
     return _apply(then[0], first[0]), _apply(then[0], first[1]) + then[1]
 
 
-def _prefixes(P: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
-    """All prefix compositions along dimension 1: pair up neighbours, scan the pairs, fill in the rest."""
+def prefixes(P: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
+    """All prefix compositions along dimension 1: pair up neighbours, scan the pairs, fill in the rest.
+
+    P `[B, R, H, K, K]`, or a diagonal `[B, R, H, K, 1]`, and D `[B, R, H, K, V]`.
+    """
     rows = D.shape[1]
     if rows == 1:
         return P, D
     even, odd = (P[:, 0::2], D[:, 0::2]), (P[:, 1::2], D[:, 1::2])
     pairs = odd[0].shape[1]
-    at_odd = _prefixes(*_compose((even[0][:, :pairs], even[1][:, :pairs]), odd))
+    at_odd = prefixes(*_compose((even[0][:, :pairs], even[1][:, :pairs]), odd))
     later = even[0].shape[1] - 1
     at_even = _compose((at_odd[0][:, :later], at_odd[1][:, :later]), (even[0][:, 1:], even[1][:, 1:]))
     return _interleave(even[0], at_even[0], at_odd[0], rows), _interleave(even[1], at_even[1], at_odd[1], rows)

@@ -63,8 +63,8 @@ class Update:
 
     def __post_init__(self) -> None:
         _check_shapes(self)
-        if values_may_be_read(self.w):
-            _check_values(self)
+        if self.log_decay is not None and values_may_be_read(self.w):
+            check_log_decay(self.log_decay, self.mask)
 
     @property
     def batch(self) -> int:
@@ -191,14 +191,13 @@ def values_may_be_read(x: Tensor) -> bool:
     return x.device.type == "cpu" or os.environ.get("PRISM_CHECK") == "1"
 
 
-def _check_values(u: Update) -> None:
-    if u.log_decay is None:
-        return
-    g = u.log_decay.detach()
+def check_log_decay(log_decay: Tensor, mask: Tensor | None) -> None:
+    """`[B, T, …]` must be finite and ≤ 0 where `mask` `[B, T]` says that a token is real."""
+    g = log_decay.detach()
     # One pass when all is well (NaN fails the comparison too); what is wrong is found out only when something is.
     good = (g <= 0) & (g > -torch.inf)
-    if u.mask is not None:
-        good = good | ~u.mask.reshape(*u.mask.shape, *[1] * (g.ndim - 2))
+    if mask is not None:
+        good = good | ~mask.reshape(*mask.shape, *[1] * (g.ndim - 2))
     if bool(good.all()):
         return
     worst = g[~good]

@@ -1,0 +1,122 @@
+"""Slot memories: M slots hold keys and values, a query looks for slots by their keys and reads their values.
+
+    K̃_t = Diag(exp g_t) K̃_{t-1} + s_t k_tᵀ          Ṽ_t = Diag(exp g_t) Ṽ_{t-1} + s_t v_tᵀ          o_t = Ṽ_tᵀ softmax(K̃_t q_t)
+
+Both recurrences are linear with a decay per slot; only the read between them is not. Ṽ is a memory of the normal form whose
+key channels are the slots. K̃ is read the other way round, over its values: in a chunk that is the attention matrix q kᵀ
+spread over the slots (`ChannelDecay.spread`). The state is `{"keys": [B, H, M, K], "values": [B, H, M, V]}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from prism.engine.block import blocks, hand_on, unblocks
+from prism.engine.chunkwise import chunkwise as linear_chunkwise
+from prism.engine.decay import ChannelDecay
+from prism.engine.recurrent import recurrent as linear_recurrent
+from prism.engine.steps import Steps, resolve
+from prism.engine.update import Update
+from prism.engine.update import check_state as check_memory
+
+Memories = dict[str, Tensor]
+CHUNK = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """The tensors of T tokens.
+
+    Args:
+        q: `[B, T, H, K]`, what is asked.
+        k: `[B, T, H, K]`, what the slots are found by.
+        v: `[B, T, H, V]`, what they answer.
+        write: s, `[B, T, H, M]`, how much of the token each slot takes.
+        log_decay: g, `[B, T, H, M]`; finite and ≤ 0.
+        reset, mask: as in `Update`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    write: Tensor
+    log_decay: Tensor
+    reset: Tensor | None = None
+    mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, x in (
+            ("q", self.q),
+            ("k", self.k),
+            ("v", self.v),
+            ("write", self.write),
+            ("log_decay", self.log_decay),
+        ):
+            if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[:3] != self.q.shape[:3]:
+                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{name} must be a tensor of shape [B, T, H, ·] like q, got {got}")
+        if self.q.shape != self.k.shape:
+            raise ValueError(f"k has shape {list(self.k.shape)}, expected that of q, {list(self.q.shape)}")
+        self.written(self.k)  # checks the rest
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[1]
+
+    def written(self, what: Tensor, asked: Tensor | None = None) -> Update:
+        """The memory `[M, ·]` that takes `what` `[B, T, H, ·]` into its slots, asked with a weight per slot."""
+        q = self.write if asked is None else asked
+        return Update(q, self.write.unsqueeze(3), what.unsqueeze(3), self.log_decay, reset=self.reset, mask=self.mask)
+
+
+def recurrent(update: Slots, state: Memories | None = None) -> tuple[Tensor, Memories]:
+    """The definition, one token after the other."""
+    steps, keys = _keys(update, state)
+    scores = []
+    for t in range(steps.rows):
+        if steps.reset is not None:
+            keys = torch.where(steps.reset[:, t, None, None, None], 0.0, keys)
+        assert steps.log_decay is not None
+        keys = steps.log_decay[:, t].exp().unsqueeze(-1) * keys + steps.k[:, t].transpose(-1, -2) @ steps.w[:, t]
+        scores.append((keys @ steps.q[:, t].unsqueeze(-1)).squeeze(-1))
+    return _values(update, torch.stack(scores, 1), keys, state, linear_recurrent)
+
+
+def chunkwise(update: Slots, state: Memories | None = None, chunk: int = CHUNK) -> tuple[Tensor, Memories]:
+    steps, keys = _keys(update, state)
+    rows = blocks(steps, min(chunk, steps.rows))
+    incoming, keys = hand_on(rows, keys)
+    decay = rows.decay()
+    assert isinstance(decay, ChannelDecay)
+    attention = rows.q @ rows.w.squeeze(-3).transpose(-1, -2)  # q kᵀ, [B, H, N, C, C]
+    scores = decay.spread(attention, rows.k.squeeze(-3)) + decay.from_start(rows.q @ incoming.mT, before=False)
+    return _values(update, unblocks(scores, steps.rows), keys, state, linear_chunkwise)
+
+
+def check_state(update: Slots, state: Memories | None) -> None:
+    if state is None:
+        return
+    if not isinstance(state, dict) or set(state) != {"keys", "values"}:
+        raise ValueError("state of a Slots must be a dict of the tensors keys and values, as `memory` returned it")
+    check_memory(update.written(update.k), state["keys"])
+    check_memory(update.written(update.v), state["values"])
+
+
+def _keys(u: Slots, state: Memories | None) -> tuple[Steps, Tensor]:
+    """The rows of K̃ with the real query in them, and K̃ before the first."""
+    steps = resolve(u.written(u.k))
+    q = u.q.to(steps.q.dtype)
+    if u.mask is not None:
+        q = torch.where(u.mask[..., None, None], q, 0.0)
+    return replace(steps, q=q), steps.initial(None if state is None else state["keys"])
+
+
+def _values(
+    u: Slots, scores: Tensor, keys: Tensor, state: Memories | None, form: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Memories]:
+    o, values = form(u.written(u.v, scores.softmax(-1)), None if state is None else state["values"])
+    return o, {"keys": keys, "values": values}
