@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import hypothesis.strategies as st
@@ -42,6 +43,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "kda": [{"lower_bound": -5.0, "negative_eigenvalues": True}],
     "mamba2": [{"key_dim": 6}, {"key_dim": 4, "groups": 2, "value_dim": 5}],
+    "based": [{"key_dim": 3, "value_dim": 5}],
+    "gsa": [{"slots": 5, "value_dim": 3, "conv_size": 4}],
+    "mesa": [{"key_dim": 5, "value_dim": 3}],
+    "mom": [{"inner": "mlstm", "memories": 3}, {"inner": "mamba2", "shared": False, "memories": 2}],
+    "hgrn": [{"layer_index": 1, "layer_count": 3, "conv_size": 3}],
     "softmax": [{"kv_heads": 1, "rope_base": None}],
     "sliding_window": [{"window": 5}, {"window": 1}],
 }
@@ -447,7 +453,8 @@ def test_unknown_rule_is_answered_with_the_likely_one(wrong: str, meant: str) ->
 @pytest.mark.parametrize("name", rules.names())
 def test_unknown_option_is_answered_with_those_there_are(name: str) -> None:
     message = refusal(lambda: Mixer(name, WIDTH, HEADS, stepz=2))
-    assert "'stepz'" in message and repr(name) in message and "key_dim" in message
+    own = list(inspect.signature(type(Mixer(name, WIDTH, HEADS).rule)).parameters)[2:]
+    assert "'stepz'" in message and repr(name) in message and own and all(option in message for option in own)
 
 
 @pytest.mark.parametrize("name", rules.names())

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from prism.rules.parts import ShortConv
+from prism.rules.parts import BlockLinear, ShortConv
 from prism.rules.rule import Rule
 
-_WEIGHTS = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, ShortConv)
+_WEIGHTS = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, ShortConv, BlockLinear)
 _HALF = (torch.bfloat16, torch.float16)
 
 

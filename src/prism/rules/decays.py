@@ -16,6 +16,23 @@ def log_sigmoid_decay(z: Tensor, power: float = 16.0) -> Tensor:
     return F.logsigmoid(at_least_float32(z)) / power
 
 
+def log_lower_bound(logits: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
+    """log γ and log(1 - γ) from a table `[layers, …]`: γ is the share of a softmax over all layers that layers 1 … ℓ hold.
+
+    Layer 0 has γ = 0, an empty sum.
+    """
+    share = at_least_float32(logits).log_softmax(0)
+    first, below, above = share.split([1, layer_index, len(share) - 1 - layer_index])
+    return below.logsumexp(0), torch.cat([first, above]).logsumexp(0)
+
+
+def bounded_decay(z: Tensor, bound: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """log f and 1 - f for f = γ + (1 - γ)σ(z), from log γ and log(1 - γ) (HGRN, HGRN2)."""
+    z = at_least_float32(z)
+    log_decay = torch.logaddexp(bound[0], bound[1] + F.logsigmoid(z)).clamp(max=0.0)  # rounding may lift it above 0
+    return log_decay, bound[1].exp() * torch.sigmoid(-z)  # 1 - f without the cancellation
+
+
 def timescale_bias(size: int, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4) -> Tensor:
     """softplus⁻¹ of step sizes drawn log-uniformly from [low, high] (Mamba's Δ bias)."""
     step = torch.exp(torch.rand(size) * (math.log(high) - math.log(low)) + math.log(low)).clamp(min=floor)

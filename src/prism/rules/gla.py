@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.rules.decays import log_sigmoid_decay
+from prism.rules.decays import bounded_decay, log_lower_bound, log_sigmoid_decay
 from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.norms import HeadNorm, WidthNorm
 from prism.rules.objectives import DECAYED_CORRELATION
-from prism.rules.parts import Carry, LowRank, at_least_float32, split_heads
+from prism.rules.parts import Carry, LowRank, split_heads
 from prism.rules.rule import depth, per_head
 from prism.rules.span import Span
 
@@ -83,14 +83,11 @@ class Hgrn2(HebbianFamily):
 
     def log_bound(self) -> tuple[Tensor, Tensor]:
         """log γ and log(1 - γ), each `[H, K]`; layer 0 has γ = 0, an empty sum."""
-        share = split_heads(at_least_float32(self.bound).log_softmax(0), self.heads)  # [layers, H, K]
-        first, below, above = share.split([1, self.layer_index, len(share) - 1 - self.layer_index])
-        return below.logsumexp(0), torch.cat([first, above]).logsumexp(0)
+        return log_lower_bound(split_heads(self.bound, self.heads), self.layer_index)
 
     def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
         p = super().project(x, carry, span)
-        z = at_least_float32(p.k)  # the projection that would be the key holds the logits of f
-        bound, free = self.log_bound()
-        log_decay = torch.logaddexp(bound, free + F.logsigmoid(z)).clamp(max=0.0)  # rounding may lift it above 0
-        k = (free.exp() * torch.sigmoid(-z)).to(p.v.dtype)  # 1 - f, without the cancellation
-        return p._replace(q=F.silu(p.q) * self.key_dim**-0.5, k=k, log_decay=log_decay)
+        log_decay, k = bounded_decay(
+            p.k, self.log_bound()
+        )  # the projection that would be the key holds the logits of f
+        return p._replace(q=F.silu(p.q) * self.key_dim**-0.5, k=k.to(p.v.dtype), log_decay=log_decay)

@@ -66,7 +66,7 @@ class HebbianFamily(Rule):
         G, H = self.groups, self.heads
         return Projections(split_heads(q, G), split_heads(k, G), split_heads(v, H), {"conv": window})
 
-    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
         p = self.project(x, carry, span)
         update = Update(p.q, p.k.unsqueeze(3), p.v.unsqueeze(3), p.log_decay, reset=span.reset, mask=span.mask)
         return update, p.carry, p.extra

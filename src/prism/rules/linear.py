@@ -8,14 +8,13 @@ value column of ones. The default is the modern one: no z, queries scaled by K^-
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import CORRELATION
-from prism.rules.parts import Carry
+from prism.rules.parts import Carry, with_normaliser
 from prism.rules.rule import per_head
 from prism.rules.span import Span
 
@@ -64,7 +63,7 @@ class Linear(HebbianFamily):
         features = _FEATURES[self.feature_map]
         q, k = features(p.q), features(p.k)
         if self.normalize:
-            return p._replace(q=q, k=k, v=torch.cat([p.v, torch.ones_like(p.v[..., :1])], -1))
+            return p._replace(q=q, k=k, v=with_normaliser(p.v))
         return p._replace(q=q * self.key_dim**-0.5, k=k)
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:

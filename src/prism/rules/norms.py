@@ -32,9 +32,11 @@ class WidthNorm(nn.Module):
 class HeadLayerNorm(nn.Module):
     """LayerNorm over each head's values with one scale and shift per channel of the full width (RWKV's group norm)."""
 
-    def __init__(self, heads: int, value_dim: int, eps: float) -> None:
+    def __init__(self, heads: int, value_dim: int, eps: float, bias: bool = True) -> None:
         super().__init__()
         self.norm = nn.GroupNorm(heads, heads * value_dim, eps=eps)
+        if not bias:
+            self.norm.register_parameter("bias", None)
 
     def forward(self, o: Tensor) -> Tensor:
         return self.norm(o.flatten(-2).flatten(0, 1)).unflatten(0, o.shape[:2])

@@ -1,4 +1,4 @@
-"""What rules are built from: short convolutions, token shift, low-rank maps, rotary positions.
+"""What rules are built from: short convolutions, token shift, low-rank and block-diagonal maps, rotary positions.
 
 Norms are in norms.py, gates that forget in decays.py. Parts that look back keep their window in the caller's `carry`
 under a name of their own, restart at documents and step over padding (see span.py).
@@ -32,6 +32,11 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """`[B, T, H·K]` → `[B, T, H, K]`."""
     return x.unflatten(-1, (heads, -1))
+
+
+def with_normaliser(v: Tensor) -> Tensor:
+    """`[…, V]` → `[…, V + 1]`: a column of ones, whose answer Σ w is what the others' Σ w v is divided by."""
+    return torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
 
 def history(x: Tensor, window: Tensor | None, size: int) -> Tensor:
@@ -116,6 +121,24 @@ def place(x: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor
     start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) if start is None else start
     positions, following = span.positions(x.shape[1], start)
     return positions, {"position": following}
+
+
+class BlockLinear(nn.Module):
+    """`[…, width]` → `[…, width]` by a matrix of blocks along the diagonal: each group of channels is mapped by itself."""
+
+    def __init__(self, width: int, blocks: int, bias: bool = False) -> None:
+        super().__init__()
+        if width % blocks:
+            raise ValueError(f"a block-diagonal map of {width} channels cannot have {blocks} equal blocks")
+        size = width // blocks
+        self.blocks = blocks
+        self.weight = nn.Parameter(torch.randn(width, size) / math.sqrt(size))  # [block · out, in], block under block
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = self.weight.unflatten(0, (self.blocks, -1))
+        y = torch.einsum("...ni,noi->...no", x.unflatten(-1, (self.blocks, -1)), blocks).flatten(-2)
+        return y if self.bias is None else y + self.bias
 
 
 class Rotary(nn.Module):

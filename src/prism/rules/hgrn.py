@@ -1,0 +1,58 @@
+"""HGRN: a gated vector recurrence whose forget gate has a lower bound that grows with the layer.
+
+    h_t = f_t ⊙ h_{t-1} + (1 - f_t) ⊙ SiLU(W_i x_t)          f = γ + (1 - γ)σ(W_f x)          (Qin et al., 2023)
+
+γ is HGRN2's (gla.py): layer 0 has none, deeper layers remember longer. This is the real recurrence; the first published
+version also rotated a phase. The state is as wide as the layer, and the answer RMSNorm(h) times a gate.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine.diagonal import Diagonal
+from prism.rules.decays import bounded_decay, log_lower_bound
+from prism.rules.norms import WidthNorm
+from prism.rules.objectives import Objective
+from prism.rules.parts import Carry, ShortConv
+from prism.rules.rule import Rule, depth
+from prism.rules.span import Span
+
+
+class Hgrn(Rule):
+    """Heads have no meaning here: every channel is a memory of its own.
+
+    Args:
+        conv_size: of a short convolution on W_i x and W_f x; 1, as published, is none.
+    """
+
+    name = "hgrn"
+    objective = Objective("–")
+    forgetting = "per channel, bounded below"
+    transition = "diagonal"
+    forms = ("recurrent", "scan")
+
+    def __init__(
+        self, width: int, heads: int, *, conv_size: int = 1, layer_index: int = 0, layer_count: int = 1
+    ) -> None:
+        depth(layer_index, layer_count)  # checks them
+        super().__init__(width, heads, 1, width)
+        self.state_size = width
+        self.layer_index = layer_index
+        self.into = nn.Linear(width, 2 * width, bias=False)
+        self.conv = ShortConv(2 * width, conv_size, activation=False)
+        self.bound = nn.Parameter(torch.zeros(layer_count, width))
+        self.norm = WidthNorm(1, width)
+        self.gate = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], None]:
+        mixed, window = self.conv(self.into(x), carry.get("conv"), span)
+        i, f = mixed.chunk(2, -1)
+        log_decay, free = bounded_decay(f, log_lower_bound(self.bound, self.layer_index))
+        return Diagonal(free * F.silu(i), log_decay, reset=span.reset, mask=span.mask), {"conv": window}, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        return self.out(self.norm(o.to(x.dtype).unsqueeze(-2), F.silu(self.gate(x))))

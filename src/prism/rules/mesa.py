@@ -1,0 +1,79 @@
+"""Mesa: at every token the memory is the exact solution of a regularised regression on all that came before.
+
+    S_t = argmin_S Σ_j ζ_j ‖Sk_j - v_j‖² + tr(S Λ Sᵀ)          o_t = S_t q_t          (von Oswald et al., 2025)
+
+with ζ_j = β_j γ_{j+1} … γ_t. Where the delta rule takes one step towards a fit, this is the fit; see
+engine/least_squares.py for how it is found. q and k go through a short convolution, SiLU and L2 normalisation; v is a plain
+projection. γ and β are sigmoids with a bias, one per head; Λ = softplus(λ) + ¼ per key channel, which starts at 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine import Update
+from prism.engine.least_squares import LeastSquares
+from prism.rules.norms import HeadNorm
+from prism.rules.objectives import Objective
+from prism.rules.parts import Carry, ShortConv, at_least_float32, l2_normalize, split_heads
+from prism.rules.rule import Rule, per_head
+from prism.rules.span import Span
+
+_LEAST_RIDGE = 0.25
+
+
+class Mesa(Rule):
+    """Defaults as published: K = V = width / heads (128 in the released models), no output gate.
+
+    Args:
+        iterations: of conjugate gradients, the same in every form and while decoding.
+    """
+
+    name = "mesa"
+    objective = Objective("Σζ‖Sk - v‖² + tr SΛSᵀ, solved")
+    forgetting = "per head"
+    transition = "scalar"
+    forms = ("recurrent", "chunkwise")
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        iterations: int = 30,
+    ) -> None:
+        K, V = per_head(width, heads, key_dim), per_head(width, heads, value_dim)
+        super().__init__(width, heads, K, V)
+        if not isinstance(iterations, int) or iterations < 1:
+            raise ValueError(f"iterations must be a whole number ≥ 1, got {iterations!r}")
+        self.iterations = iterations
+        self.state_size = heads * K * (K + V)
+        self.qk = nn.Linear(width, 2 * heads * K, bias=False)
+        self.conv = ShortConv(2 * heads * K, conv_size)
+        self.value = nn.Linear(width, heads * V, bias=False)
+        self.beta = nn.Linear(width, heads)
+        self.decay_in = nn.Linear(width, heads)
+        self.ridge = nn.Parameter(torch.full((heads, K), math.log(math.expm1(1 - _LEAST_RIDGE))))
+        self.norm = HeadNorm(V)
+        self.out = nn.Linear(heads * V, width, bias=False)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[LeastSquares, dict[str, Tensor], None]:
+        mixed, window = self.conv(self.qk(x), carry.get("conv"), span)
+        q, k = (l2_normalize(split_heads(z, self.heads)) for z in mixed.chunk(2, -1))
+        v = split_heads(self.value(x), self.heads)
+        beta = self.beta(x).sigmoid().unsqueeze(-1)
+        log_decay = F.logsigmoid(at_least_float32(self.decay_in(x)))
+        write = beta * torch.cat([v, k], -1)
+        linear = Update(q, k.unsqueeze(3), write.unsqueeze(3), log_decay, reset=span.reset, mask=span.mask)
+        ridge = F.softplus(self.ridge) + _LEAST_RIDGE
+        return LeastSquares(linear, ridge, self.iterations), {"conv": window}, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        return self.out(self.norm(o))

@@ -1,0 +1,117 @@
+"""Mixture of memories: a router sends every token to a few of several memories, each of which is another rule's.
+
+    o_t = Σ_{m routed} g_{t,m} S^m_t q_t  (+ S^shared_t q_t)      g = top-k of softmax(W_r x), renormalised    (Du et al., 2025)
+
+A memory that a token is not sent to stands still: it is neither written nor decayed, and its convolution sees the neighbours
+that were sent there, not those in the text. Memories share what asks and answers (q, output norm, gate and projection, the
+convolution, the constants of the decay); each has its own maps to what it writes and forgets. Where a rule's answer is more
+than a read of the memory (Mamba's skip, mLSTM's divisor, RWKV's bonus), whole answers are mixed instead of reads.
+
+Memories lie side by side in the batch: row b·M + m holds the tokens of sequence b that were sent to memory m, in order and
+then padding, so that every rule, form and backend serves a mixture without knowing of it.
+
+The load-balance loss (`balance` · M Σ_m share_m · probability_m) is added to `shared["balance_loss"]`, the dict a pass hands
+from layer to layer; a training loop adds it to its loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prism.engine.folded import Folded, fold, unfold
+from prism.rules.memory_maps import give_each_memory_its_maps
+from prism.rules.objectives import Objective
+from prism.rules.parts import Carry, at_least_float32
+from prism.rules.routing import Routing, borders, imbalance, take
+from prism.rules.rule import Rule
+from prism.rules.span import Span
+
+
+class Mom(Rule):
+    """Defaults as published: four memories and a shared one, two of the four for each token, around Gated DeltaNet.
+
+    Args:
+        inner: the rule of every memory; any whose state has a constant size.
+        memories: how many a router chooses from.
+        top_k: how many it chooses. With 1 their weight is always 1, and only the balance loss teaches the router.
+        shared: one memory more, which every token goes to.
+        balance: weight of the load-balance loss.
+        inner_options: the inner rule's own.
+    """
+
+    name = "mom"
+    objective = Objective("the inner rule's")
+    forgetting = "the inner rule's, none if not routed"
+    transition = "the inner rule's, per memory"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        inner: str = "gated_delta",
+        memories: int = 4,
+        top_k: int = 2,
+        shared: bool = True,
+        balance: float = 0.01,
+        inner_options: dict[str, Any] | None = None,
+        layer_index: int = 0,
+        layer_count: int = 1,
+    ) -> None:
+        from prism import rules  # the registry knows this module, so it cannot be imported above
+
+        if not isinstance(memories, int) or memories < 1:
+            raise ValueError(f"memories must be a whole number ≥ 1, got {memories!r}")
+        if not isinstance(top_k, int) or not 1 <= top_k <= memories:
+            raise ValueError(f"top_k must be one of 1 … memories = {memories}, got {top_k!r}")
+        kind = rules.get(inner)
+        if kind is Mom or not kind.constant_state:
+            raise ValueError(f"inner must be a rule whose state has a constant size, other than mom: got {inner!r}")
+        place = {"layer_index": layer_index, "layer_count": layer_count}
+        accepted = inspect.signature(kind.__init__).parameters
+        options = {**{n: v for n, v in place.items() if n in accepted}, **(inner_options or {})}
+        super().__init__(width, heads, 1, 1)
+        count = memories + shared
+        self.inner = give_each_memory_its_maps([kind.build(width, heads, **options) for _ in range(count)])
+        self.router = nn.Linear(width, memories, bias=False)
+        self.top_k, self.shared, self.balance, self.count = top_k, shared, balance, count
+        self.key_dim, self.value_dim, self.forms = self.inner.key_dim, self.inner.value_dim, self.inner.forms
+        self.state_size = count * self.inner.state_size
+        self.write_rank = (top_k + shared) * self.inner.write_rank
+
+    def route(self, x: Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        """Weights `[B, T, M]`, and where a token goes, bool; the shared memory comes last."""
+        # In float32 however the model is: what is nearly a tie must not be decided by rounding.
+        scores = (at_least_float32(x) @ at_least_float32(self.router.weight).T).softmax(-1)
+        best = scores.topk(self.top_k, -1)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best.indices, True)
+        weights = torch.where(chosen, scores, 0.0) / best.values.sum(-1, keepdim=True)
+        if span.shared is not None:
+            loss = self.balance * imbalance(scores, chosen, span.mask)
+            span.shared["balance_loss"] = span.shared["balance_loss"] + loss if "balance_loss" in span.shared else loss
+        if self.shared:
+            always = torch.ones_like(scores[..., :1])
+            weights, chosen = torch.cat([weights, always], -1), torch.cat([chosen, always.bool()], -1)
+        return weights, chosen if span.mask is None else chosen & span.mask.unsqueeze(-1)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Folded, dict[str, Tensor], Routing]:
+        weights, chosen = self.route(x, span)
+        order = torch.argsort(~chosen.mT, dim=-1, stable=True)  # [B, M, T]: the routed first
+        mask = chosen.mT.gather(-1, order)
+        reset, stale = borders(order, mask, carry.get("stale"), span)
+        tokens = fold(take(x.unsqueeze(1).expand(-1, self.count, -1, -1), order))
+        old = {name.removeprefix("inner."): fold(z) for name, z in carry.items() if name.startswith("inner.")}
+        update, new, extra = self.inner.update(tokens, old, Span(fold(mask), None if reset is None else fold(reset)))
+        following = {f"inner.{name}": unfold(z, self.count) for name, z in new.items()}
+        return Folded(update, self.count), {**following, "stale": stale}, Routing(weights.mT, order, tokens, extra)
+
+    def output(self, o: Tensor, x: Tensor, extra: Routing) -> Tensor:
+        linear = extra.extra is None
+        answers = unfold(o if linear else self.inner.output(o, extra.x, extra.extra), self.count).flatten(3)
+        answers = take(answers, extra.order.argsort(-1))  # back into the text's order
+        mixed = (extra.weights.to(answers.dtype).unsqueeze(-1) * answers).sum(1)
+        return self.inner.output(mixed.view(*mixed.shape[:2], *o.shape[2:]), x, None) if linear else mixed

@@ -1,0 +1,74 @@
+"""RG-LRU, the recurrence of Griffin and RecurrentGemma: a vector whose channels forget by how much they take in.
+
+    h_t = a_t ⊙ h_{t-1} + √(1 - a_t²) ⊙ (i_t ⊙ x_t)          a = exp(-8 r softplus(Λ))          (De et al., 2024)
+
+r and i are sigmoids of block-diagonal maps of x, one block a head. √(1 - a²) keeps the size of h whatever a is; at the start
+of a document, where there is nothing to keep, it is 1. Before it a short convolution (with bias, no activation), after it a
+GELU branch that multiplies. Λ starts such that exp(-softplus Λ)² is uniform on [.9², .999²], as in the released code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine.diagonal import Diagonal
+from prism.rules.objectives import Objective
+from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, place
+from prism.rules.rule import Rule
+from prism.rules.span import Span
+
+_STEEPEST = 1000.0
+
+
+class RgLru(Rule):
+    """Defaults as published: as many channels as the layer is wide."""
+
+    name = "rg_lru"
+    objective = Objective("–")
+    forgetting = "per channel"
+    transition = "diagonal"
+    forms = ("recurrent", "scan")
+
+    def __init__(self, width: int, heads: int, *, conv_size: int = 4) -> None:
+        if width % heads:
+            raise ValueError(f"heads must divide width = {width}, got {heads}")
+        super().__init__(width, heads, 1, width // heads)
+        self.state_size = width
+        self.into = nn.Linear(width, width)
+        self.branch = nn.Linear(width, width)
+        self.conv = ShortConv(width, conv_size, bias=True, activation=False)
+        self.input_gate = BlockLinear(width, heads, bias=True)
+        self.forget_gate = BlockLinear(width, heads, bias=True)
+        kept = torch.empty(width).uniform_(0.9**2, 0.999**2).sqrt()
+        self.rate = nn.Parameter(torch.log(torch.expm1(-kept.log())))  # Λ
+        self.out = nn.Linear(width, width)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], None]:
+        u, window = self.conv(self.into(x), carry.get("conv"), span)
+        positions, counted = place(x, carry, span)
+        log_decay = -8 * at_least_float32(self.forget_gate(u)).sigmoid() * F.softplus(self.rate)
+        room = _ClippedRoot.apply(-torch.expm1(2 * log_decay))
+        room = torch.where((positions == 0).unsqueeze(-1), 1.0, room)
+        write = (u * self.input_gate(u).sigmoid(), room)
+        return Diagonal(write, log_decay, reset=span.reset, mask=span.mask), {"conv": window, **counted}, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        return self.out(o * F.gelu(self.branch(x), approximate="tanh"))
+
+
+class _ClippedRoot(torch.autograd.Function):
+    """√x with a slope of at most 1000: where a is nearly 1 the true one is unbounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] / (4 * x).clamp(min=_STEEPEST**-2).sqrt()

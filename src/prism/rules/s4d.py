@@ -1,0 +1,66 @@
+"""S4D, the ancestor of selective state spaces: a linear system with a constant, complex diagonal, per channel.
+
+    h' = A h + u,  y = 2 Re(C h) + D u          discretised:  h_t = e^{ΔA} h_{t-1} + (e^{ΔA} - 1)/A · u_t      (Gu et al., 2022)
+
+Nothing depends on the data but u itself, so the whole layer is also one convolution (the form `"parallel"`). Complex numbers
+come in conjugate pairs, of which one is kept: N / 2 of them a channel. A starts as -½ + iπn, Δ log-uniform in [.001, .1]; the
+real part of A is kept as a logarithm. GELU, then a linear map with a gated linear unit. The authors train A and Δ with a
+smaller learning rate and no weight decay.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine.diagonal import Diagonal
+from prism.rules.objectives import Objective
+from prism.rules.parts import Carry
+from prism.rules.rule import Rule
+from prism.rules.span import Span
+
+
+class S4d(Rule):
+    """Defaults as published: N = 64. Heads have no meaning here.
+
+    Args:
+        key_dim: N, the numbers a channel keeps; even.
+    """
+
+    name = "s4d"
+    objective = Objective("projection of the history (HiPPO)")
+    forgetting = "per channel and state, constant"
+    transition = "constant diagonal, complex"
+    forms = ("recurrent", "parallel", "scan")
+
+    def __init__(self, width: int, heads: int, *, key_dim: int = 64) -> None:
+        super().__init__(width, heads, key_dim, 1)
+        if key_dim % 2:
+            raise ValueError(f"key_dim must be even, half as many complex numbers: got {key_dim}")
+        self.state_size = width * key_dim
+        pairs = key_dim // 2
+        low, high = math.log(1e-3), math.log(1e-1)
+        self.log_step = nn.Parameter(low + torch.rand(width) * (high - low))
+        self.log_rate = nn.Parameter(torch.full((width, pairs), math.log(0.5)))  # log of -Re A
+        self.frequency = nn.Parameter((math.pi * torch.arange(pairs)).expand(width, -1).clone())  # Im A
+        self.read = nn.Parameter(torch.randn(width, pairs, 2) * math.sqrt(0.5))  # C
+        self.skip = nn.Parameter(torch.randn(width))
+        self.out = nn.Linear(width, 2 * width)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], None]:
+        A = torch.complex(-self.log_rate.exp(), self.frequency)  # [D, N/2]
+        log_decay = A * self.log_step.exp().unsqueeze(-1)
+        update = Diagonal(
+            write=(x.unsqueeze(-1), (torch.expm1(log_decay) / A)[None, None]),
+            log_decay=log_decay[None, None],
+            read=2 * torch.view_as_complex(self.read)[None, None],
+            reset=span.reset,
+            mask=span.mask,
+        )
+        return update, {}, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        return F.glu(self.out(F.gelu(o + self.skip.to(x.dtype) * x)), -1)

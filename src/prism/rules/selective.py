@@ -1,0 +1,113 @@
+"""Selective state spaces: every channel keeps N numbers, and the input decides how fast they change.
+
+    Mamba-1 (S6)   h_t[c,n] = exp(-Δ_t[c] e^{A[c,n]}) h_{t-1}[c,n] + Δ_t[c] B_t[n] x_t[c]              (Gu & Dao, 2023)
+    Longhorn       h_t[c,n] = (1 - Δ_t[c] k_t[n]²) h_{t-1}[c,n] + Δ_t[c] k_t[n] x_t[c],  Δ = β/(1 + β kᵀk)  (Liu et al., 2024)
+
+Longhorn is the implicit step on ‖S - S_{t-1}‖² + ‖Sk - x‖²_β with the diagonal of kkᵀ in place of all of it: its decay
+follows from what is written, without a forget gate. Neither decay is an outer product, so there is a scan but no chunk form.
+
+Around both the same block: x through a short convolution with bias, y = Σ_n read_n h[c,n] + D x, times SiLU(z).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine.diagonal import Diagonal
+from prism.rules.decays import timescale_bias
+from prism.rules.objectives import Objective
+from prism.rules.parts import Carry, ShortConv
+from prism.rules.rule import Rule
+from prism.rules.span import Span
+
+
+class SelectiveFamily(Rule):
+    """Defaults as published: 2 · width channels of N = 16 numbers. Heads have no meaning here.
+
+    Args:
+        key_dim: N.
+        expand: channels over width.
+        rank: of the map to Δ; width / 16, rounded up, unless given.
+    """
+
+    transition = "diagonal, not separable"
+    forms = ("recurrent", "scan")
+
+    def __init__(
+        self, width: int, heads: int, *, key_dim: int = 16, expand: int = 2, rank: int | None = None, conv_size: int = 4
+    ) -> None:
+        super().__init__(width, heads, key_dim, expand * width)
+        inner = expand * width
+        rank = math.ceil(width / 16) if rank is None else rank
+        self.state_size = inner * key_dim
+        self.sizes = [rank, key_dim, key_dim]
+        self.into = nn.Linear(width, 2 * inner, bias=False)
+        self.conv = ShortConv(inner, conv_size, bias=True)
+        self.select = nn.Linear(inner, sum(self.sizes), bias=False)
+        self.step_in = nn.Linear(rank, inner, bias=False)
+        self.step_bias = nn.Parameter(torch.zeros(inner))
+        self.skip = nn.Parameter(torch.ones(inner))
+        self.out = nn.Linear(inner, width, bias=False)
+        self.start()
+
+    def start(self) -> None:
+        """What a rule adds to the block, or starts in its own way."""
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], tuple[Tensor, Tensor]]:
+        u, z = self.into(x).chunk(2, -1)
+        u, window = self.conv(u, carry.get("conv"), span)
+        step, k, q = self.select(u).split(self.sizes, -1)
+        step = self.step_in(step).to(self.step_bias.dtype) + self.step_bias
+        return self.diagonal(u, step, k, q, span), {"conv": window}, (u, z)
+
+    def diagonal(self, u: Tensor, step: Tensor, k: Tensor, q: Tensor, span: Span) -> Diagonal:
+        """u and the logits of Δ `[B, T, inner]`, what is written along and asked with `[B, T, N]`."""
+        raise NotImplementedError
+
+    def output(self, o: Tensor, x: Tensor, extra: tuple[Tensor, Tensor]) -> Tensor:
+        u, z = extra
+        return self.out((o.to(x.dtype) + self.skip.to(x.dtype) * u) * F.silu(z))
+
+
+class Mamba1(SelectiveFamily):
+    name = "mamba1"
+    objective = Objective("–")
+    forgetting = "per channel and state"
+
+    def start(self) -> None:
+        self.A_log = nn.Parameter(torch.arange(1.0, self.key_dim + 1).log().expand(self.value_dim, -1).clone())
+        bound = self.step_in.in_features**-0.5
+        nn.init.uniform_(self.step_in.weight, -bound, bound)
+        with torch.no_grad():
+            self.step_bias.copy_(timescale_bias(self.value_dim))
+
+    def diagonal(self, u: Tensor, step: Tensor, k: Tensor, q: Tensor, span: Span) -> Diagonal:
+        step = F.softplus(step)
+        return Diagonal(
+            write=((step * u).unsqueeze(-1), k.unsqueeze(2)),
+            log_decay=(step.unsqueeze(-1), -self.A_log.exp()[None, None]),
+            read=q.unsqueeze(2),
+            reset=span.reset,
+            mask=span.mask,
+        )
+
+
+class Longhorn(SelectiveFamily):
+    name = "longhorn"
+    objective = Objective("implicit ½‖Sk - x‖²")
+    forgetting = "along the key, per channel and state"
+
+    def diagonal(self, u: Tensor, step: Tensor, k: Tensor, q: Tensor, span: Span) -> Diagonal:
+        k = k.to(step.dtype)
+        step = 1 / (1 + (-step).exp() + k.square().sum(-1, keepdim=True))  # β/(1 + β kᵀk) with β = σ(step)
+        return Diagonal(
+            write=((step * u).unsqueeze(-1), k.unsqueeze(2)),
+            forget=(step.unsqueeze(-1), k.square().unsqueeze(2)),
+            read=q.unsqueeze(2),
+            reset=span.reset,
+            mask=span.mask,
+        )
