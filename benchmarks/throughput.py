@@ -1,0 +1,252 @@
+"""Whole language models of about 130 M parameters on one GPU: tokens/s and peak memory, in training and in decoding.
+
+    python benchmarks/throughput.py                                    # the table of docs/performance.md
+    python benchmarks/throughput.py --models prism-2 transformer --contexts 2048 131072
+    python benchmarks/throughput.py --tiny                             # a smoke test that also runs on a CPU
+
+Every batch holds the same number of tokens, whatever the context, so that a column shows what context itself costs. A step is
+forward, backward and a fused AdamW step, in bfloat16 autocast, each layer compiled; the loss is taken in slices so that the
+logits of a batch never exist at once. Figures are the median of the timed steps; models run one after the other in one
+process. `gated_delta-fla` is the same model with flash-linear-attention's kernels under it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import prism
+from prism.engine import dispatch
+from prism.evaluate.report import write_results
+from prism.models import PrismConfig, PrismForCausalLM
+from prism.nn import no_weight_decay
+
+HEAD = {"key_dim": 128, "value_dim": 128}
+MODELS: dict[str, dict[str, Any]] = {
+    "prism-1": {"layers": "prism", "rule_options": {"prism": {**HEAD, "steps": 1}}},
+    "prism-2": {"layers": "prism", "rule_options": {"prism": {**HEAD, "steps": 2}}},
+    "prism-4": {"layers": "prism", "rule_options": {"prism": {**HEAD, "steps": 4}}},
+    "gated_delta": {"layers": "gated_delta", "rule_options": {"gated_delta": HEAD}},
+    "gated_delta-fla": {"layers": "gated_delta", "rule_options": {"gated_delta": HEAD}},
+    "mamba2": {"layers": "mamba2", "num_heads": 12},
+    "transformer": {"layers": "softmax", "num_heads": 12},
+}
+OTHERS = ("ttt_linear", "ttt_mlp", "ttt_mlp-serial", "titans", "slstm")
+"""Rules far from the others in speed: timed only when asked for, with fewer tokens."""
+CONTEXTS = (2048, 8192, 32768, 131072)
+
+
+def configuration(name: str, tiny: bool) -> PrismConfig:
+    chosen = MODELS.get(name, {"layers": name.removesuffix("-serial"), "num_heads": 12})
+    sizes = {"vocab_size": 32000, "hidden_size": 768, "num_heads": 6, "num_hidden_layers": 12}
+    if tiny:
+        sizes = {"vocab_size": 256, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2}
+        chosen = {"layers": chosen["layers"]}
+    return PrismConfig(**{**sizes, **chosen})
+
+
+def slice_loss(head: nn.Module, hidden: Tensor, labels: Tensor, size: int = 16384) -> Tensor:
+    """Cross-entropy over all tokens, a slice of logits at a time."""
+
+    def one(h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(head(h).float(), y, reduction="sum")
+
+    slices = zip(hidden.flatten(0, 1).split(size), labels.flatten().split(size), strict=True)
+    return sum(checkpoint(one, h, y, use_reentrant=False) for h, y in slices) / labels.numel()  # type: ignore[return-value]
+
+
+class Trainer:
+    def __init__(self, name: str, device: str, tiny: bool, compiled: bool) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.model = PrismForCausalLM(configuration(name, tiny)).to(device).train()
+        if name.endswith("-serial"):
+            for module in self.model.modules():
+                if isinstance(module, prism.Mixer):
+                    module.forward = _in_form(module.forward, "serial")  # type: ignore[method-assign]
+        if compiled:
+            for layer in self.model.model.layers:
+                layer.compile(dynamic=True)
+        still = no_weight_decay(self.model)
+        groups = [
+            {"params": [p for n, p in self.model.named_parameters() if (n in still) == quiet], "weight_decay": decay}
+            for quiet, decay in ((False, 0.1), (True, 0.0))
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=device == "cuda")
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def step(self, batch: Tensor) -> float:
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
+            hidden = self.model.model(batch[:, :-1], use_cache=False).last_hidden_state
+            loss = slice_loss(self.model.lm_head, hidden, batch[:, 1:])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.item()  # waits for the device
+
+
+def _in_form(forward: Callable[..., Any], form: str) -> Callable[..., Any]:
+    def run(*arguments: Any, **options: Any) -> Any:
+        return forward(*arguments, **{**options, "form": form})
+
+    return run
+
+
+def train(name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    trainer = Trainer(name, arguments.device, arguments.tiny, arguments.compile)
+    for context in contexts:
+        rows = max(1, tokens // context)
+        batch = torch.randint(0, trainer.model.config.vocab_size, (rows, context + 1), device=arguments.device)
+        started = time.perf_counter()
+        trainer.step(batch)
+        first = time.perf_counter() - started
+        trainer.step(batch)
+        _reset_peak(arguments.device)
+        seconds = []
+        for _ in range(arguments.steps):
+            started = time.perf_counter()
+            loss = trainer.step(batch)
+            seconds.append(time.perf_counter() - started)
+        yield {
+            "model": name,
+            "parameters": trainer.parameters,
+            "context": context,
+            "batch": rows,
+            "tokens_per_second": rows * context / statistics.median(seconds),
+            "peak_bytes": _peak(arguments.device),
+            "first_step_seconds": first,
+            "loss": loss,
+        }
+
+
+@torch.inference_mode()
+def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Milliseconds of one more token for every row, after a context, and the bytes of state a row then has."""
+    torch.manual_seed(0)
+    model = PrismForCausalLM(configuration(name, arguments.tiny)).to(arguments.device).eval()
+    if arguments.device == "cuda":
+        model = model.to(torch.bfloat16)
+    for context in contexts:
+        tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=arguments.device)
+        out = model(tokens, use_cache=True, logits_to_keep=1)
+        seconds = []
+        for _ in range(arguments.steps + 2):
+            following = out.logits[:, -1:].argmax(-1)
+            following[0, 0].item()
+            started = time.perf_counter()
+            out = model(following, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
+            out.logits[0, 0, 0].item()
+            seconds.append(time.perf_counter() - started)
+        yield {
+            "model": name,
+            "context": context,
+            "batch": batch,
+            "milliseconds": 1e3 * statistics.median(seconds[2:]),
+            "state_bytes_a_row": out.past_key_values.nbytes // batch,
+        }
+
+
+@contextmanager
+def fla_kernels(active: bool) -> Iterator[None]:
+    """Gated DeltaNet updates go to flash-linear-attention's chunk kernel while this holds."""
+    if not active:
+        yield
+        return
+    from fla.ops.common import chunk_o
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True  # for timing only: this compiler makes its backward refuse on Hopper
+
+    def run(update: prism.Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        beta = update.erase_strength.unsqueeze(-1)
+        return chunk_gated_delta_rule(
+            update.q,
+            update.k.squeeze(3),
+            update.w.squeeze(3) / beta,
+            update.log_decay,
+            beta.squeeze(-1),
+            scale=1.0,
+            initial_state=state,
+            output_final_state=True,
+        )
+
+    ours = dispatch.engine_of(prism.Update)
+    path = dispatch.Path(torch.compiler.disable(run))
+    dispatch.register(prism.Update, dispatch.Engine({("chunkwise", "fla"): path}, lambda update: "chunkwise"))
+    try:
+        yield
+    finally:
+        dispatch.register(prism.Update, ours)
+
+
+def _reset_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak(device: str) -> int | None:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--models", nargs="+", default=list(MODELS), help=f"from {', '.join([*MODELS, *OTHERS])}, or any rule"
+    )
+    parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS))
+    parser.add_argument("--tokens", type=int, default=131072, help="tokens in a batch")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--decode", nargs="*", default=["prism-2", "gated_delta", "mamba2", "transformer"])
+    parser.add_argument("--decode-batch", type=int, default=32)
+    parser.add_argument("--tiny", action="store_true", help="small models, for a machine without a GPU")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the layers as they are")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "throughput.json")
+    arguments = parser.parse_args()
+    arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.device == "cpu" and not arguments.tiny:
+        parser.error("no GPU here: only --tiny makes sense")
+
+    training, decoding, failed = [], [], []
+    for name in arguments.models:
+        try:
+            with fla_kernels(name.endswith("-fla")):
+                for row in train(name, tuple(arguments.contexts), arguments.tokens, arguments):
+                    training.append(row)
+                    memory = f"{row['peak_bytes'] / 2**30:6.1f} GiB" if row["peak_bytes"] else ""
+                    print(
+                        f"{name:16} {row['parameters'] / 1e6:6.1f} M  context {row['context']:>7}  batch {row['batch']:>3}  "
+                        f"{row['tokens_per_second'] / 1e3:9.1f} K tokens/s  {memory}  first {row['first_step_seconds']:.1f} s",
+                        flush=True,
+                    )
+        except (RuntimeError, ValueError, ImportError) as error:  # one model out of memory must not cost the others
+            failed.append({"model": name, "error": str(error).splitlines()[0]})
+            print(f"{name:16} failed: {failed[-1]['error']}", flush=True)
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+    for name in arguments.decode:
+        for row in decode(name, tuple(c for c in arguments.contexts if c <= 32768), arguments.decode_batch, arguments):
+            decoding.append(row)
+            print(
+                f"decode {name:14} context {row['context']:>6}  batch {row['batch']}  {row['milliseconds']:.2f} ms a token  "
+                f"{row['state_bytes_a_row'] / 2**20:.2f} MiB a row",
+                flush=True,
+            )
+    results = {"training": training, "decoding": decoding, "failed": failed}
+    print("written to", write_results(arguments.output, results, command="python benchmarks/throughput.py"))
+
+
+if __name__ == "__main__":
+    main()
