@@ -118,6 +118,12 @@ def test_a_cache_cannot_be_cropped_and_says_why() -> None:
         model("prism")(tokens(1, 3)).past_key_values.crop(1)
 
 
+def test_a_cache_of_another_model_is_refused() -> None:
+    cache = model("prism*2")(tokens(1, 3)).past_key_values
+    with pytest.raises(ValueError, match="past_key_values has 2 layers, the model 3"):
+        model("prism*3")(tokens(1, 3), past_key_values=cache)
+
+
 def test_another_kind_of_cache_is_refused() -> None:
     from transformers import DynamicCache
 

@@ -74,6 +74,16 @@ def test_tied_embeddings_are_one_matrix_saved_once(tmp_path: Path) -> None:
     assert model("prism").lm_head.weight is not model("prism").model.embed_tokens.weight
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_vocabulary_can_grow(tied: bool) -> None:
+    lm, ids = model("prism", tie_word_embeddings=tied), tokens(1, 9)
+    before = lm(ids).logits
+    lm.resize_token_embeddings(70)
+    assert lm.config.vocab_size == 70
+    assert_close("old tokens", lm(ids).logits[..., : before.shape[-1]], before, 1e-12)
+    assert lm(ids + 9).logits.shape == (1, 9, 70)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", rules.names())
 def test_gates_stay_in_float32(rule: str, dtype: torch.dtype, tmp_path: Path) -> None:

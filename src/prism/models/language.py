@@ -125,6 +125,8 @@ class PrismModel(PrismPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         states: list[Any] = past_key_values.states if past_key_values is not None else []
+        if states and len(states) != len(self.layers):
+            raise ValueError(f"past_key_values has {len(states)} layers, the model {len(self.layers)}")
         mask = _padding_mask(attention_mask, B, T)
         reset = _document_starts(reset, position_ids, B, T, fresh=not states)
         shared: dict[str, Tensor] = {}
