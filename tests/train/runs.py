@@ -67,12 +67,12 @@ def losses(run: Path) -> list[tuple[int, float | None]]:
 
 
 def final_tensors(run: Path) -> dict[str, torch.Tensor]:
-    """Everything the newest checkpoint holds of a run in one process, weights, optimiser and random state."""
+    """Everything the newest checkpoint holds, file by file: weights, optimiser and random state."""
     newest = max((run / "checkpoints").glob("step-????????"))
     found = {}
     for path in newest.rglob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {f"{path.parent.name}/{name}": file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            found |= {f"{path.name}/{name}": file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return found
 
 
