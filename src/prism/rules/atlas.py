@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine.inner_loop import Momentum
+from prism.rules.neural_memory import NeuralMemory
 from prism.rules.objectives import Objective
 from prism.rules.parts import at_least_float32
 from prism.rules.rule import per_head
-from prism.rules.titans import NeuralMemory
 
 
 class Polynomial(nn.Module):

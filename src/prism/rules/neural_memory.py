@@ -1,0 +1,95 @@
+"""What Titans and ATLAS share: an MLP M without biases as memory, its gates, and what is around it."""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine.inner_loop import InnerUpdate, Momentum
+from prism.rules.fast_weights import FastWeights
+from prism.rules.norms import HeadNorm
+from prism.rules.parts import Carry, ShortConv, at_least_float32, l2_normalize, split_heads
+from prism.rules.rule import Rule
+from prism.rules.span import Span
+
+
+class NeuralMemory(Rule):
+    """Subclasses say what goes into M (`features`) and how it learns (`learner`).
+
+    Args:
+        features: how many numbers M takes in for a key.
+        depth: layers of M.
+        expand: size of the hidden layers, in value_dims.
+        mini_batch: b, how many tokens take their gradients at the same weights.
+        momentum: whether U outlives a token.
+        base_lr: the largest step; 1 / 2b unless given.
+        conv_size: of the convolution before SiLU and L2 norm.
+        gate: whether the answer is multiplied by SiLU(W x).
+    """
+
+    transition = "nonlinear"
+    forgetting = "per head, of all weights"
+    forms = ("recurrent", "chunkwise")
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        features: int,
+        *,
+        depth: int,
+        expand: int,
+        mini_batch: int,
+        momentum: bool,
+        base_lr: float | None,
+        conv_size: int,
+        gate: bool,
+    ) -> None:
+        super().__init__(width, heads, key_dim, value_dim, write_rank=mini_batch)
+        for option, number in {"depth": depth, "expand": expand, "mini_batch": mini_batch}.items():
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{option} must be a whole number ≥ 1, got {number!r}")
+        self.mini_batch = mini_batch
+        self.base_lr = 1 / (2 * mini_batch) if base_lr is None else base_lr
+        self.largest_rate = self.base_lr
+        keys, values = heads * key_dim, heads * value_dim
+        self.sizes = [keys, keys, values]
+        self.qkv = nn.Linear(width, sum(self.sizes), bias=False)
+        self.conv = ShortConv(sum(self.sizes), conv_size)
+        self.rate = nn.Linear(width, heads)
+        self.decay = nn.Linear(width, heads)
+        nn.init.constant_(self.decay.bias, math.log(0.99 / 0.01))  # 1 - α starts at .99
+        self.momentum = nn.Linear(width, heads) if momentum else None
+        # A linear M starts near zero, a deep one where gradients reach all of its layers.
+        layers = [features, *[expand * value_dim] * (depth - 1), value_dim]
+        self.fast = FastWeights(heads, layers, std=0.02 if depth == 1 else None)
+        self.state_size = (2 if momentum else 1) * self.fast.size
+        self.norm = HeadNorm(value_dim)
+        self.gate = nn.Linear(width, values, bias=False) if gate else None
+        self.out = nn.Linear(values, width, bias=False)
+
+    def features(self, x: Tensor) -> Tensor:
+        """φ, `[B, T, H, K]` → `[B, T, H, features]`."""
+        return x
+
+    def learner(self, x: Tensor) -> tuple[Tensor, Momentum]:
+        """How much each example weighs, `[B, T, H]`, and what becomes of its gradient."""
+        log_decay = F.logsigmoid(at_least_float32(self.decay(x)))
+        log_momentum = None if self.momentum is None else F.logsigmoid(at_least_float32(self.momentum(x)))
+        return self.largest_rate * at_least_float32(self.rate(x)).sigmoid(), Momentum(log_decay, log_momentum)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[InnerUpdate, dict[str, Tensor], None]:
+        mixed, window = self.conv(self.qkv(x), carry.get("conv"), span)
+        q, k, v = (split_heads(z, self.heads) for z in mixed.split(self.sizes, -1))
+        q, k = (self.features(l2_normalize(z)) for z in (q, k))
+        rate, learner = self.learner(x)
+        network = self.fast.network(loss_scale=1.0)
+        update = InnerUpdate(q, k, v, rate, network, learner, self.mini_batch, span.reset, span.mask)
+        return update, {"conv": window}, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        return self.out(self.norm(o, None if self.gate is None else F.silu(self.gate(x))))
