@@ -66,18 +66,24 @@ def losses(run: Path) -> list[tuple[int, float | None]]:
     return [(r["step"], r.get("loss"), r.get("gradient_norm"), r.get("validation_nats")) for r in records]
 
 
-def final_tensors(run: Path) -> dict[str, torch.Tensor]:
-    """Everything the newest checkpoint holds, file by file: weights, optimiser and random state."""
+def final_tensors(run: Path) -> dict[str, list[torch.Tensor]]:
+    """Everything the newest checkpoint holds: weights, optimiser and random state, each with all of its shards.
+
+    Which of two processes writes a tensor that both have is not fixed, so tensors are not told apart by their file.
+    """
     newest = max((run / "checkpoints").glob("step-????????"))
-    found = {}
-    for path in newest.rglob("*.safetensors"):
+    found: dict[str, list[torch.Tensor]] = {}
+    for path in sorted(newest.rglob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {f"{path.name}/{name}": file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                found.setdefault(f"{path.parent.name}/{name}", []).append(file.get_tensor(name))
     return found
 
 
-def same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def same_tensors(a: dict[str, list[torch.Tensor]], b: dict[str, list[torch.Tensor]]) -> bool:
+    return a.keys() == b.keys() and all(
+        len(a[name]) == len(b[name]) and all(map(torch.equal, a[name], b[name])) for name in a
+    )
 
 
 def start(
