@@ -55,7 +55,7 @@ def main(kills: int = 20, processes: int = 1, seed: int = 0, steps: int = 200) -
             else:
                 step = 1 if number == 1 else round((number - 1 + chance.random()) * 0.95 * steps / kills)
                 what, moment = f"from step {step} on", _after(reached(hunted.out, step), chance.uniform(0, 0.1))
-            kill_when(start(hunted, build_model, processes, pause=0.005), moment)
+            kill_when(start(hunted, build_model, processes, slow="steps" if number else "tokens"), moment)
             records = read_log(hunted.out / "log.jsonl")
             print(
                 f"kill {number + 1:2d} {what}: the log ends at step {records[-1]['step'] if records else 0}", flush=True

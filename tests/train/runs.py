@@ -87,15 +87,16 @@ def same_tensors(a: dict[str, list[torch.Tensor]], b: dict[str, list[torch.Tenso
 
 
 def start(
-    settings: Settings, build: Builder = build_plain, processes: int = 1, pause: float = 0.0
+    settings: Settings, build: Builder = build_plain, processes: int = 1, slow: str | None = None
 ) -> list[BaseProcess]:
-    """Train in children, as torchrun would start them; `pause` slows every write of tokens and every step down."""
+    """Train in children, as torchrun would start them; `slow` gives time to meet them at their "tokens" or "steps"."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["prism.train.loop", "torch._dynamo", "transformers.tokenization_utils_tokenizers"])
+    context.set_forkserver_preload(
+        ["prism.train.loop", "prism.models.language", "torch._dynamo", "transformers.tokenization_utils_tokenizers"]
+    )
     port = _free_port() if processes > 1 else 0
     children = [
-        context.Process(target=_child, args=(settings, build, rank, processes, port, pause))
-        for rank in range(processes)
+        context.Process(target=_child, args=(settings, build, rank, processes, port, slow)) for rank in range(processes)
     ]
     for child in children:
         child.start()
@@ -131,26 +132,27 @@ def reached(run: Path, step: int) -> Callable[[], bool]:
     return lambda: any(record["step"] >= step for record in read_log(run / "log.jsonl"))
 
 
-def _child(settings: Settings, build: Builder, rank: int, processes: int, port: int, pause: float) -> None:
+def _child(settings: Settings, build: Builder, rank: int, processes: int, port: int, slow: str | None) -> None:
     torch.set_num_threads(1)
     if processes > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if pause:
+    if slow == "tokens":
         append = StreamWriter.append
 
         def slow_append(self: StreamWriter, tokens: Any) -> None:
-            time.sleep(pause)
+            time.sleep(0.005)
             append(self, tokens)
 
         StreamWriter.append = slow_append  # type: ignore[method-assign]
-        plain, build = build, lambda *arguments: _slow(plain(*arguments), pause)
-    train(settings, build)
+    plain = build
 
+    def build_slow(*arguments: Any) -> torch.nn.Module:
+        model = plain(*arguments)
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
+        return model
 
-def _slow(model: torch.nn.Module, pause: float) -> torch.nn.Module:
-    model.register_forward_pre_hook(lambda *_: time.sleep(pause))
-    return model
+    train(settings, build_slow if slow == "steps" else build)
 
 
 def _free_port() -> int:

@@ -19,13 +19,13 @@ def test_killed_three_times_and_resumed_is_bit_identical(tmp_path: Path, process
     hunted = small(tmp_path / "hunted", **parallel)
     shard = tmp_path / "hunted" / "cache" / "tokens"
     chance = random.Random(processes)
-    moments = [
-        lambda: any(shard.glob(".*.partial/train-*.bin")),  # while tokens are made
-        reached(hunted.out, 2),  # before the first checkpoint
-        reached(hunted.out, chance.randrange(7, 22)),
-    ]
-    for moment in moments:
-        kill_when(start(hunted, build_with_dropout, processes, pause=0.005), moment)
+    moments = {
+        "tokens": lambda: any(shard.glob(".*.partial/train-*.bin")),
+        "steps, before the first checkpoint": reached(hunted.out, 2),
+        "steps, after it": reached(hunted.out, chance.randrange(7, 22)),
+    }
+    for where, moment in moments.items():
+        kill_when(start(hunted, build_with_dropout, processes, slow=where.partition(",")[0]), moment)
     assert finish(start(hunted, build_with_dropout, processes)) == [0] * processes
 
     assert losses(hunted.out) == losses(calm.out)

@@ -104,7 +104,7 @@ def test_too_many_in_a_row_stop_the_run_with_the_samples_saved(tmp_path: Path, k
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_cleanly_and_the_run_goes_on(tmp_path: Path, number: int) -> None:
     settings = small(tmp_path / "stopped", checkpoint={"every": 0})
-    children = start(settings, build_with_dropout, pause=0.005)
+    children = start(settings, build_with_dropout, slow="steps")
     signal_when(children, reached(settings.out, 3), number)
     assert finish(children) == [0]
     (saved,) = (settings.out / "checkpoints").iterdir()

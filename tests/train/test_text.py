@@ -106,3 +106,21 @@ def test_the_offset_of_a_bad_byte_is_right_in_later_pieces(tmp_path: Path, monke
     path.write_bytes(b"abcdefg\xc3(hi")  # a lead byte at the end of one piece, no continuation in the next
     with pytest.raises(ValueError, match="byte 0xc3 at offset 7 "):
         read(path)
+
+
+def test_a_hub_dataset_is_asked_for_by_name_and_a_failure_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked = []
+
+    def load(*arguments: object, **options: object) -> list[dict[str, str]]:
+        asked.append((*arguments, options))
+        if arguments[0] == "no/where":
+            raise ConnectionError("the hub cannot be reached\nand more")
+        return [{"text": row} for row in ROWS]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert ["".join(document) for document in text.hub_documents("hub:owner/data:clean")] == ROWS
+    assert asked == [("owner/data", "clean", {"split": "train"})]
+    with pytest.raises(ValueError, match=r"^the dataset no/where could not be opened: the hub cannot be reached$"):
+        text.hub_documents("hub:no/where")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -73,14 +73,26 @@ def default_cache() -> Path:
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prism"
 
 
-def prepare(recipe: Recipe, cache: Path | None = None, verify: bool = True) -> Corpus:
-    """The tokens of a recipe, made now if no one has made them before; `verify` compares every shard with its hash."""
+def prepare(
+    recipe: Recipe,
+    cache: Path | None = None,
+    verify: bool = True,
+    report: Callable[[str], None] = lambda message: None,
+) -> Corpus:
+    """The tokens of a recipe, made now if no one has made them before.
+
+    Args:
+        cache: the folder that keeps tokens.
+        verify: compare every shard with its hash.
+        report: is told when tokens are made, which can take long.
+    """
     cache = (cache or default_cache()) / "tokens"
     cache.mkdir(parents=True, exist_ok=True)
     source = _Source(recipe)
     folder = cache / source.key()
     with FileLock(f"{folder}.lock"):
         if not (folder / MANIFEST).exists():
+            report(f"making tokens of {source.name}, once")
             partial = fresh_folder(cache / f".{folder.name}.partial")
             _write(source, partial)
             commit_folder(partial, folder)

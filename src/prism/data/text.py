@@ -66,7 +66,11 @@ def hub_documents(name: str, field: str = "text") -> Iterator[Document]:
     from datasets import load_dataset
 
     repository, _, configuration = name.removeprefix(HUB).partition(":")
-    rows = load_dataset(repository, configuration or None, split="train", streaming=True)
+    try:
+        rows = load_dataset(repository, configuration or None, split="train")
+    except Exception as error:  # whatever a network, a hub or a dataset can do wrong
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"the dataset {repository} could not be opened: {reason}") from error
     return ([_text_of(row, field, name)] for row in rows)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -61,7 +62,9 @@ def train(settings: Settings, build: Builder = build_model) -> Outcome:
     check_folder(settings.out, settings.resume)
     weights = None if settings.model.weights is None else read_weights(settings.model.weights)
     verify = settings.data.verify and os.environ.get("LOCAL_RANK", "0") == "0"
-    corpus = prepare(settings.data.recipe(), settings.data.cache, verify)
+    corpus = prepare(
+        settings.data.recipe(), settings.data.cache, verify, lambda message: print(message, file=sys.stderr)
+    )
     vocab_size = vocabulary(settings.model, corpus.manifest)
     end = corpus.manifest.end
     Windows(corpus.stream("train"), settings.data.context)  # enough data?

@@ -21,6 +21,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from prism.train.distributed import World
 from prism.train.optimizer import Optimizers
 
+if not hasattr(dcp, "HuggingFaceStorageWriter"):
+    raise ImportError(f"checkpoints as safetensors need torch 2.9 or later, this is {torch.__version__}")
+
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones once) and the buffers that belong to the state."""
