@@ -1,38 +1,95 @@
-"""`prism rules`: one table of all rules, read off the registry."""
+"""`prism rules`: one table of all rules, read off the registry, for the terminal or as a page of the documentation."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from prism import rules as registry
+from prism.engine import FORMS
+
+WIDTH, HEADS = 1024, 4
+COMMAND = "prism rules --output docs/rules.md"
 
 
-def rules(width: int = 1024, heads: int = 4) -> None:
+class Row(NamedTuple):
+    """The table's columns, in this order."""
+
+    rule: str
+    objective: str
+    forgetting: str
+    write_rank: str
+    transition: str
+    forms: str
+    state_size: str
+
+
+def rules(width: int = WIDTH, heads: int = HEADS, output: Path | None = None) -> None:
     """Print every rule: objective, forgetting, write rank, transition, forms, state size.
 
     Args:
         width: width of the layer for which state sizes are given.
         heads: number of heads.
+        output: write the table to this file, as Markdown, instead of printing it.
     """
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page(width, heads), encoding="utf-8")
+        return
     table = Table(title=f"Rules at width {width} with {heads} heads (defaults)", header_style="bold")
-    for column in ("rule", "objective", "forgetting", "transition", "forms"):
-        table.add_column(column, overflow="fold")
-    for column in ("write rank", "state size"):
-        table.add_column(column, justify="right")
+    for column in Row._fields:
+        table.add_column(_title(column), overflow="fold", justify=_justify(column))
+    for row in rows(width, heads):
+        table.add_row(*row)
+    Console().print(table)
+    print(f"forms: {', '.join(form.capitalize() for form in FORMS)}")
+    print("state size: numbers a sequence keeps in memory in one layer, whatever its length")
+
+
+def rows(width: int, heads: int) -> list[Row]:
+    table = []
     for name in registry.names():
         kind = registry.get(name)
         with torch.device("meta"):  # sizes need no weights
             rule = kind.build(width, heads)
         size = f"{rule.state_size:,}" if kind.constant_state else f"{rule.state_size:,} a token"
-        table.add_row(
-            name, kind.objective.text, kind.forgetting, kind.transition, _forms(kind.forms), str(rule.write_rank), size
+        forms = " ".join(form[0].upper() for form in FORMS if form in rule.forms)
+        table.append(
+            Row(name, kind.objective.text, kind.forgetting, str(rule.write_rank), kind.transition, forms, size)
         )
-    Console().print(table)
-    print("forms: Recurrent, Parallel, Chunkwise, Scan")
-    print("state size: numbers a sequence keeps in memory in one layer, whatever its length")
+    return table
 
 
-def _forms(forms: tuple[str, ...]) -> str:
-    return " ".join(form[0].upper() for form in forms)
+def page(width: int = WIDTH, heads: int = HEADS) -> str:
+    """The table as a page of Markdown."""
+    lines = [
+        "# Rules",
+        "",
+        "Every rule of the library, as the registry describes it. Do not edit this page: it is written by",
+        "",
+        f"    {COMMAND}",
+        "",
+        f"and a test compares it with the registry. State sizes are those of one layer of width {width} with {heads} heads",
+        "and default options: the numbers a sequence keeps in memory, whatever its length. Forms are "
+        + ", ".join(f"**{form[0].upper()}** {form}" for form in FORMS)
+        + ".",
+        "",
+        "| " + " | ".join(map(_title, Row._fields)) + " |",
+        "|" + "|".join("--:" if _justify(column) == "right" else "---" for column in Row._fields) + "|",
+    ]
+    for row in rows(width, heads):
+        cells = [f"`{row.rule}`", *row[1:]]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _title(column: str) -> str:
+    return column.replace("_", " ")
+
+
+def _justify(column: str) -> Literal["left", "right"]:
+    return "right" if column in ("write_rank", "state_size") else "left"

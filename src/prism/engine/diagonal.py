@@ -135,7 +135,7 @@ def _chunk(update: Diagonal, h: Tensor) -> tuple[Tensor, Tensor]:
     # Every number is a state of its own: K = the size of S, V = 1.
     columns = (*x.shape[:2], 1, -1, 1)
     states = prefixes(a.reshape(columns), x.reshape(columns))[1].view_as(x)
-    return _read(update, states), states[:, -1]
+    return _read(update, states), states[:, -1].clone()  # a view would keep all states alive
 
 
 def _maps(u: Diagonal) -> tuple[Tensor, Tensor]:

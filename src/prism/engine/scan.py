@@ -24,7 +24,7 @@ def scan(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         seen = torch.cat([S0.unsqueeze(1), states[:, :-1]], 1)
         if steps.reset is not None:
             seen = torch.where(steps.reset[:, :, None, None, None], 0.0, seen)
-    return steps.read((steps.q.unsqueeze(-2) @ seen).squeeze(-2)), states[:, -1]
+    return steps.read((steps.q.unsqueeze(-2) @ seen).squeeze(-2)), states[:, -1].clone()  # a view keeps all alive
 
 
 def _maps(steps: Steps) -> tuple[Tensor, Tensor]:

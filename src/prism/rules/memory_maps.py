@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from prism.rules.rule import Rule
 
 _ONE_FOR_ALL = ("query", "receptance", "gate", "out")
-"""Maps of a rule that ask or answer, by name; in `qkv` the first rows do."""
+"""Maps of a rule that ask or answer, by name; in a `qkv` of `sizes` the first rows do."""
 
 
 class MemoryMaps(nn.Module):
@@ -17,7 +19,7 @@ class MemoryMaps(nn.Module):
     `first` is a map that all have in common; its outputs come before the others.
     """
 
-    def __init__(self, maps: list[nn.Linear], first: nn.Linear | None = None) -> None:
+    def __init__(self, maps: Sequence[nn.Module], first: nn.Linear | None = None) -> None:
         super().__init__()
         self.maps = nn.ModuleList(maps)
         self.first = first
@@ -34,18 +36,19 @@ class MemoryMaps(nn.Module):
 def give_each_memory_its_maps(rules: list[Rule]) -> Rule:
     """The first rule, with the maps of all of them in place of its own; it then expects its batch to be B·M rows."""
     rule = rules[0]
-    places = [name for name, part in rule.named_modules() if isinstance(part, nn.Linear)]
-    for name in places:
+    for name in [name for name, part in rule.named_modules() if isinstance(part, nn.Linear)]:
         if name.split(".")[0] in _ONE_FOR_ALL:
             continue
         maps = [one.get_submodule(name) for one in rules]
-        owner = rule.get_submodule(name.rpartition(".")[0])
-        setattr(owner, name.rpartition(".")[2], _split(rule, maps) if name == "qkv" else MemoryMaps(maps))  # type: ignore[arg-type]
+        place, _, leaf = name.rpartition(".")
+        sizes = getattr(rule, "sizes", None) if name == "qkv" else None
+        setattr(
+            rule.get_submodule(place), leaf, MemoryMaps(maps) if sizes is None else _split(rule.width, sizes, len(maps))
+        )
     return rule
 
 
-def _split(rule: Rule, maps: list[nn.Module]) -> MemoryMaps:
+def _split(width: int, sizes: list[int], memories: int) -> MemoryMaps:
     """A map to q, k and v in one: q becomes the memories' common one."""
-    asked, *written = rule.sizes  # type: ignore[misc]
-    first = nn.Linear(rule.width, int(asked), bias=False)
-    return MemoryMaps([nn.Linear(rule.width, sum(written), bias=False) for _ in maps], first)
+    first, own = nn.Linear(width, sizes[0], bias=False), sum(sizes[1:])
+    return MemoryMaps([nn.Linear(width, own, bias=False) for _ in range(memories)], first)
