@@ -85,7 +85,9 @@ class Checkpoints:
         except NotFiniteError:
             raise
         except Exception as error:
-            raise OSError(self._explain(error, name, partial)) from error
+            if self.world.main:
+                shutil.rmtree(partial, ignore_errors=True)  # on a full disk every byte is wanted
+            raise OSError(self._explain(error, name)) from error
 
     def newest_good(self, report: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that passes every check; damaged ones are reported and set aside."""
@@ -131,13 +133,13 @@ class Checkpoints:
         for name in self.names()[: -self.keep]:
             remove_folder(self.folder / name)
 
-    def _explain(self, error: Exception, name: str, partial: Path) -> str:
+    def _explain(self, error: Exception, name: str) -> str:
         names = [other for other in self.names() if other != name]
         last = f"the last good checkpoint, {names[-1]}, is untouched" if names else "there is no earlier checkpoint"
         reason, advice = _reason(error), "run the same command again to go on"
         if "No space left" in reason:
             advice = "free some space and " + advice
-        return f"checkpoint {name} could not be written to {partial.parent} ({reason}): {last}; {advice}"
+        return f"checkpoint {name} could not be written to {self.folder} ({reason}): {last}; {advice}"
 
 
 def find_damage(folder: Path) -> str | None:
@@ -174,12 +176,7 @@ def _write_rng(path: Path, rng: dict[str, Tensor]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What the operating system said, out of whatever it was wrapped in."""
-    failures = getattr(error, "failures", None)  # torch.distributed.checkpoint's CheckpointException: by rank
-    if isinstance(failures, dict) and failures:
-        return _reason(next(iter(failures.values()))[0])
+    """What the operating system said, or else the last line of what anyone said."""
     if isinstance(error, OSError) and error.errno is not None:
         return "No space left on device" if error.errno == errno.ENOSPC else str(error.strerror)
-    if error.__cause__ is not None:
-        return _reason(error.__cause__)
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

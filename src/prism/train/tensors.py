@@ -16,6 +16,7 @@ from typing import cast
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from prism.train.distributed import World
@@ -45,7 +46,7 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Ten
 
 def save(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _quiet():
+    with _plain_errors():
         dcp.save(tensors, storage_writer=writer, no_dist=world.parallel == "none")
 
 
@@ -64,7 +65,7 @@ def load(folder: Path, model: nn.Module, optimizers: Optimizers | None, world: W
             )
     if optimizers is not None:
         targets |= _make_optimizer_state(stored, model, optimizers)
-    with _quiet():
+    with _plain_errors():
         dcp.load(targets, storage_reader=reader, no_dist=world.parallel == "none")
 
 
@@ -95,8 +96,11 @@ def _check_names(expected: set[str], found: set[str], folder: Path) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """torch warns that a single process is a single process."""
+def _plain_errors() -> Iterator[None]:
+    """A failure as the process that had it saw it (torch wraps it in a BaseException that no `except Exception` catches)."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant to be one
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from error
