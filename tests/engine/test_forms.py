@@ -146,6 +146,19 @@ def test_strong_decay_neither_overflows_nor_loses_a_token(form: str, decay: str,
         assert_all_close(f"{dtype}", problem.run(inputs, form, dtype), reference, tolerance, scales(reference, dtype))
 
 
+@pytest.mark.parametrize("form", ["parallel", "chunkwise", "scan"])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("rate", [1.0, 5.0])
+def test_small_gradients_of_a_strong_decay_keep_their_digits(form: str, decay: str, rate: float) -> None:
+    """At -5 a token the gradient of the decay is a hundredth of the others; it is compared with itself nonetheless."""
+    problem = replace(DELTA, tokens=100, decay=decay)
+    inputs = problem.inputs()
+    inputs["log_decay"] = torch.full_like(inputs["log_decay"], -rate)
+    reference = problem.run(inputs, "recurrent")
+    for dtype, tolerance in ((torch.float64, FLOAT64), (torch.float32, FLOAT32)):
+        assert_all_close(f"{dtype}", problem.run(inputs, form, dtype), reference, tolerance, {})
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_tensors_may_be_strided(form: str) -> None:
     """Heads-first tensors seen through a transpose, and expanded ones, give what contiguous ones give."""
