@@ -23,6 +23,7 @@ import prism
 from helpers import assert_close
 from prism import Update
 from prism.rules.span import Span
+from reference_code import load_all, transformers_module
 
 BATCH, TOKENS = 2, 37
 TOLERANCE = 1e-5
@@ -175,7 +176,7 @@ def test_retention_has_the_decays_of_retnet(fla: SimpleNamespace) -> None:
 
 
 def test_transformers_chunked_gated_delta_rule() -> None:
-    module = _transformers("qwen3_next")
+    module = transformers_module("qwen3_next")
     update, _, state = tell(stirred("gated_delta"), tokens=130)
     t = Told(update, state)
     expected, final = inspect.unwrap(module.torch_chunk_gated_delta_rule)(
@@ -199,7 +200,7 @@ def test_kda_gates(fla: SimpleNamespace, lower_bound: float | None) -> None:
 
 
 def test_the_whole_gated_delta_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _transformers("qwen3_next", monkeypatch)
+    module = transformers_module("qwen3_next", monkeypatch)
     ours: Any = stirred("gated_delta")
     config = SimpleNamespace(
         hidden_size=WIDTH,
@@ -217,7 +218,7 @@ def test_the_whole_gated_delta_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_head(*weights: Tensor) -> Tensor:  # theirs: head by head, ours: one map after the other
         return torch.cat([z.unflatten(0, (HEADS, -1)) for z in weights], 1).flatten(0, 1)
 
-    _load(
+    load_all(
         theirs,
         {
             "in_proj_qkvz": by_head(*ours.qkv.weight.split(ours.sizes), ours.gate.weight),
@@ -233,7 +234,7 @@ def test_the_whole_gated_delta_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_whole_kda_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _transformers("kimi_linear", monkeypatch)
+    module = transformers_module("kimi_linear", monkeypatch)
     size = WIDTH // HEADS
     config = SimpleNamespace(
         hidden_size=WIDTH,
@@ -247,7 +248,7 @@ def test_the_whole_kda_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = module.KimiLinearDeltaAttention(config, 0).eval()
     ours: Any = stirred("kda")
     torch.nn.init.zeros_(ours.gate.up.bias)  # theirs has none
-    _load(
+    load_all(
         theirs,
         {
             **dict(zip(("q_proj", "k_proj", "v_proj"), ours.qkv.weight.split(ours.sizes), strict=True)),
@@ -267,7 +268,7 @@ def test_the_whole_kda_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_whole_mamba2_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _transformers("mamba2", monkeypatch)
+    module = transformers_module("mamba2", monkeypatch)
     from transformers import Mamba2Config
 
     groups, state = 2, 6
@@ -287,7 +288,7 @@ def test_the_whole_mamba2_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat(z.split(ours.sizes)[::-1])
 
     projections = [ours.gate.weight, reorder(ours.qkv.weight), ours.decay_in.weight]
-    _load(
+    load_all(
         theirs,
         {
             "in_proj": torch.cat(projections),
@@ -301,25 +302,6 @@ def test_the_whole_mamba2_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         },
     )
     _same_layer(ours, theirs)
-
-
-def _transformers(model: str, monkeypatch: pytest.MonkeyPatch | None = None) -> Any:
-    """A modeling file. Its functions call GPU packages where those are installed: with `monkeypatch`, torch only."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}")
-    if monkeypatch is not None:
-        for name, function in vars(module).copy().items():
-            if inspect.isfunction(function) and hasattr(function, "__wrapped__"):
-                monkeypatch.setattr(module, name, inspect.unwrap(function))
-    return module
-
-
-def _load(module: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Every parameter exactly once; a module's name stands for its weight."""
-    own = dict(module.named_parameters())
-    named = {name if name in own else f"{name}.weight": z.detach() for name, z in tensors.items()}
-    module.load_state_dict(named, strict=True)
 
 
 def _same_layer(ours: Any, theirs: torch.nn.Module) -> None:
