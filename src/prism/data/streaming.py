@@ -9,29 +9,35 @@ from typing import Protocol
 
 from prism.data.tokenizer import Tokenizer, byte_alphabet
 
-CONTEXT = 8
-"""Tokens after which no earlier one matters: a character has at most 4 bytes."""
-
 
 class TextStream:
     """Joined, what `push` and at the end `flush` return is what the tokenizer makes of all tokens at once.
 
     Args:
-        recent: the last tokens of a text that was shown before; the stream goes on after them.
+        recent: what `recent` of an earlier stream was; this one goes on after it.
     """
 
     def __init__(self, tokenizer: Tokenizer, recent: Iterable[int] = ()) -> None:
-        self.recent = [int(token) for token in recent]
         self._decoder: _Decoder = (
             _ByteDecoder(tokenizer) if _is_byte_level(tokenizer.definition) else _OtherDecoder(tokenizer)
         )
-        for token in self.recent:
-            self._decoder.push(token)
+        self._shown: list[int] = []
+        self._waiting: list[int] = []
+        for token in recent:
+            self.push(token)
+
+    @property
+    def recent(self) -> list[int]:
+        """The tokens that what comes next may depend on: those behind the text shown last, and those not shown yet."""
+        return self._shown + self._waiting
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is not whole."""
-        self.recent = [*self.recent, int(token)][-CONTEXT:]
-        return self._decoder.push(int(token))
+        self._waiting.append(int(token))
+        text = self._decoder.push(int(token))
+        if text:
+            self._shown, self._waiting = self._waiting, []
+        return text
 
     def flush(self) -> str:
         """What an unfinished character looks like if nothing follows."""

@@ -1,0 +1,100 @@
+"""`prism generate`: text from a model, as it comes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from prism.evaluate.generate import Sampling, Session
+from prism.evaluate.language_model import open_model
+from prism.train.saved import model_folder
+
+
+def generate(
+    model: Positional[Path],
+    prompt: str | None = None,
+    file: Path | None = None,
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    state: Path | None = None,
+    save_state: Path | None = None,
+    device: str = "auto",
+) -> None:
+    """Continue a text. The new text goes to the output as it is written, everything else to the error stream.
+
+    The text to continue is --prompt, --file, or else the standard input (not with --state, which needs none). A run that
+    stops, saves its state and is continued writes the same text as one that does not stop, given the same options.
+
+    Args:
+        model: a folder with a saved model, or a run folder of `prism train lm`.
+        prompt: the text to continue.
+        file: a file with the text to continue; `-` is the standard input.
+        max_new_tokens: at most this many; the end token ends the text before.
+        temperature: low is likely, high is varied, 0 always takes the most likely token.
+        top_k: choose among this many tokens only.
+        top_p: choose among the most likely tokens that have this probability together.
+        seed: of the random choices; None is 0, or with --state where the random numbers were.
+        state: go on from this file; a prompt, if there is one, follows what was read and written then.
+        save_state: write the state after the last token to this file (.safetensors).
+        device: cpu, cuda …; auto is cuda where there is one.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
+    _check_target(save_state)
+    text = _prompt(prompt, file, state)
+    with model_folder(model, _say) as folder:
+        lm = open_model(folder, device)
+    session = Session(lm, seed or 0) if state is None else Session.load(state, lm, seed)
+    session.read(text)
+    started, count = time.perf_counter(), 0
+    for piece in session.write(max_new_tokens, sampling):
+        count += 1
+        print(piece, end="", flush=True)
+    seconds = time.perf_counter() - started
+    if save_state is None:
+        print(session.text.flush())
+    else:  # an unfinished character is finished by whoever goes on
+        session.save(save_state)
+    stopped = ", end of text" if session.ended else ""
+    rate = f", {count / seconds:,.0f} tokens/s" if count else ""
+    _say(f"\n[{count} tokens{rate}, state of {session.nbytes:,} bytes{stopped}]")
+
+
+def _prompt(prompt: str | None, file: Path | None, state: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise ValueError("--prompt and --file both give a text to continue: use one")
+    if prompt is not None:
+        return prompt
+    if file is not None and str(file) != "-":
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no file {file}")
+        data = file.read_bytes()
+    elif file is not None or (state is None and not sys.stdin.isatty()):
+        data = sys.stdin.buffer.read()
+    else:
+        return ""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file or 'the standard input'} is not UTF-8 text: {error}") from error
+
+
+def _check_target(path: Path | None) -> None:
+    """Before the writing, not after it."""
+    if path is None:
+        return
+    if path.suffix != ".safetensors":
+        raise ValueError(f"save_state must be a file name that ends in .safetensors, got {path}")
+    if not path.resolve().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to save the state in")
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)

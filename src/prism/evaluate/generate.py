@@ -1,0 +1,162 @@
+"""Text from a language model, token by token, and the place in a text as a file to go on from later.
+
+Design choices
+- A session has always read what it has written, and holds the logits of what comes next: stopping and going on takes the
+  same steps as not stopping, so it gives the same text, bit for bit.
+- Random numbers come from a generator of the session's own, on the CPU whatever the model is on. Its state is part of what
+  is saved; a token takes one draw. Greedy writing (temperature 0) draws nothing.
+- The end token ends the writing and is not read. The text stays open: once more of it is read, writing may go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as save_safetensors
+from torch import Tensor
+
+from prism.data.files import write_atomically
+from prism.data.streaming import TextStream
+from prism.evaluate.language_model import LanguageModel
+from prism.evaluate.reader import Reader
+from prism.models import PrismCache
+
+FORMAT = "prism generation state 1"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. The filters are transformers' own, in the order in which its `generate` applies them."""
+
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int | None = None
+    """Only the k most likely tokens."""
+    top_p: float | None = None
+    """Only the most likely tokens that together have this probability."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be a number ≥ 0, got {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be at least 1, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
+            raise ValueError("top_k and top_p choose among drawn tokens: with temperature 0 nothing is drawn")
+
+    def choose(self, logits: Tensor, random: torch.Generator) -> int:
+        """A token by its logits `[V]`."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        weights = self._filters(None, logits[None].cpu()).softmax(-1)
+        return int(torch.multinomial(weights, 1, generator=random))
+
+    @cached_property
+    def _filters(self) -> Any:
+        from transformers.generation import logits_process as filters
+
+        chosen = filters.LogitsProcessorList([filters.TemperatureLogitsWarper(float(self.temperature))])
+        if self.top_k is not None:
+            chosen.append(filters.TopKLogitsWarper(self.top_k))
+        if self.top_p is not None:
+            chosen.append(filters.TopPLogitsWarper(self.top_p))
+        return chosen
+
+
+class Session:
+    """A text that is being read and written."""
+
+    def __init__(self, lm: LanguageModel, seed: int = 0) -> None:
+        self.lm = lm
+        self.reader = Reader(lm.model, lm.tokenizer.end)
+        self.random = torch.Generator().manual_seed(seed)
+        self.text = TextStream(lm.tokenizer)
+        self.logits: Tensor | None = None
+        """Of the next token, `[V]`; None before anything was read."""
+        self.ended = False
+        """The model had nothing more to write."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the state: the same after any number of tokens if all of the model's rules have one of fixed size."""
+        return self.reader.cache.nbytes
+
+    def read(self, text: str) -> int:
+        """Read on; returns the number of tokens."""
+        tokens = torch.tensor(self.lm.tokenizer.encode([text])[0].astype("int64"))
+        if len(tokens):
+            self.text = TextStream(self.lm.tokenizer)  # a character that was left unfinished stays so
+            self.logits = self.reader.read_all(tokens)
+            self.ended = False
+        return len(tokens)
+
+    def write(self, tokens: int, sampling: Sampling) -> Iterator[str]:
+        """Up to this many tokens as they come, each as the text it completes (which may be empty)."""
+        if self.logits is None:  # a new document: what follows the end of another
+            self.logits = self.reader.read_all(torch.tensor([self.lm.tokenizer.end]))
+        for _ in range(0 if self.ended else tokens):
+            # The embedding may have more rows than there are tokens.
+            token = sampling.choose(self.logits[: self.lm.tokenizer.size], self.random)
+            self.ended = token == self.lm.tokenizer.end
+            if self.ended:
+                return
+            self.logits = self.reader.read_all(torch.tensor([token]))
+            yield self.text.push(token)
+
+    def save(self, path: Path) -> None:
+        """Everything that going on depends on; the file is written whole or not at all."""
+        tensors = {f"state.{name}": value for name, value in self.reader.cache.tensors().items()}
+        if self.logits is None or self.reader.last is None:
+            raise ValueError("there is no state to save: nothing was read or written")
+        tensors |= {
+            "logits": self.logits,
+            "ended": torch.tensor(self.ended),
+            "last": torch.tensor(self.reader.last),
+            "recent": torch.tensor(self.text.recent, dtype=torch.int64),
+            "random": self.random.get_state(),
+        }
+        about = {"format": FORMAT, "model": self.lm.name, **_identity(self.lm)}
+        write_atomically(path, save_safetensors({n: x.detach().cpu().clone() for n, x in tensors.items()}, about))
+
+    @classmethod
+    def load(cls, path: Path, lm: LanguageModel, seed: int | None = None) -> Session:
+        """Go on where `save` was called. Random numbers go on too, or start from `seed`."""
+        tensors, about = _open_state(path)
+        for name, what in (("config_sha256", "another configuration"), ("weights_sha256", "other weights")):
+            if about.get(name) != _identity(lm)[name]:
+                raise ValueError(
+                    f"the state in {path} was made by a model with {what} ({about['model']}), not by {lm.name}"
+                )
+        session = cls(lm, 0 if seed is None else seed)
+        states = {name[6:]: x.to(lm.device) for name, x in tensors.items() if name.startswith("state.")}
+        session.reader = Reader(lm.model, lm.tokenizer.end, PrismCache.load(states), int(tensors["last"]))
+        session.logits, session.ended = tensors["logits"].to(lm.device), bool(tensors["ended"])
+        session.text = TextStream(lm.tokenizer, tensors["recent"].tolist())
+        if seed is None:
+            session.random.set_state(tensors["random"])
+        return session
+
+
+def _identity(lm: LanguageModel) -> dict[str, str]:
+    return {"config_sha256": lm.config_sha256, "weights_sha256": lm.weights_sha256}
+
+
+def _open_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no state file {path}")
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a saved state: {error}") from error
+    if about.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a saved state of the kind {FORMAT!r}")
+    return tensors, about

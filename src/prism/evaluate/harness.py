@@ -1,0 +1,132 @@
+"""lm-eval's tasks on local files: no network, no download.
+
+For each task a small YAML file includes the stock task and points its data at a local file; everything else (prompts,
+answers, metrics) is lm-eval's own. The local file has the rows of the split that the task is evaluated on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import lzma
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prism.evaluate.language_model import LanguageModel
+
+ENDINGS = (".jsonl", ".json", ".jsonl.xz", ".json.xz")
+
+
+def run_tasks(
+    lm: LanguageModel,
+    folder: Path,
+    tasks: Sequence[str],
+    data: Path,
+    limit: int | None = None,
+    batch: int = 8,
+    max_length: int = 2048,
+) -> dict[str, dict[str, Any]]:
+    """Metrics by task.
+
+    Args:
+        folder: the model's, for its tokenizer.
+        tasks: lm-eval's names.
+        data: a folder with a file for each task, named after it or after the first part of its name.
+        limit: at most this many rows of each.
+        max_length: tokens of context a question may have; longer ones lose their beginning.
+    """
+    files = {task: find_data(data, task) for task in tasks}  # before anything heavy
+    evaluator = _import_lm_eval()
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoTokenizer
+
+    stock = {task: _stock_task(task) for task in tasks}
+    wrapped = HFLM(
+        pretrained=lm.model,
+        tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        batch_size=batch,
+        max_length=max_length,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        for task in tasks:
+            _write_task(task, stock[task], files[task], Path(scratch))
+        manager = TaskManager(include_path=scratch, include_defaults=False)
+        results = evaluator.simple_evaluate(
+            model=wrapped,
+            tasks=list(tasks),
+            task_manager=manager,
+            limit=limit,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
+    return {task: _metrics(results, task) for task in tasks}
+
+
+def find_data(folder: Path, task: str) -> Path:
+    """`piqa.jsonl` for piqa; for lambada_openai `lambada_openai.jsonl`, or else `lambada.jsonl`; xz-compressed or not."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no data folder {folder}")
+    parts = task.split("_")
+    for count in range(len(parts), 0, -1):
+        for ending in ENDINGS:
+            path = folder / ("_".join(parts[:count]) + ending)
+            if path.is_file():
+                return path
+    raise FileNotFoundError(
+        f"{folder} has no data for the task {task}: it needs a file {task}.jsonl or {task}.jsonl.xz"
+    )
+
+
+def _import_lm_eval() -> Any:
+    try:
+        from lm_eval import evaluator
+    except ImportError as error:
+        raise ImportError("lm-eval tasks need the extra eval: pip install 'prism-sequence[eval]'") from error
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    return evaluator
+
+
+def _stock_task(task: str) -> Path:
+    """The file that defines a task. lm-eval's own index would take half a minute to read all fourteen thousand."""
+    import lm_eval.tasks
+
+    found = sorted(Path(lm_eval.tasks.__file__).parent.rglob(f"{task}.yaml"))
+    if not found:
+        raise ValueError(f"lm-eval has no task {task!r} in a file of that name")
+    return found[0]
+
+
+def _write_task(task: str, stock: Path, source: Path, folder: Path) -> None:
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    settings = load_yaml(stock, resolve_func=False)
+    if settings.get("task") != task:
+        raise ValueError(f"lm-eval's {stock.name} is not a single task, which is what local data can serve")
+    split = settings.get("test_split") or settings.get("validation_split")
+    rows = folder / f"{task}.jsonl"
+    with lzma.open(source) if source.suffix == ".xz" else source.open("rb") as packed, rows.open("wb") as plain:
+        try:
+            shutil.copyfileobj(packed, plain)
+        except lzma.LZMAError as error:
+            raise ValueError(f"{source} is damaged: {error}") from error
+    changes = {
+        "include": str(stock),
+        "task": task,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {split: str(rows)}, "cache_dir": str(folder / "cache")},
+        "training_split": None,
+        "fewshot_split": None,
+    }
+    (folder / f"{task}.yaml").write_text(json.dumps(changes))  # JSON is YAML
+
+
+def _metrics(results: dict[str, Any], task: str) -> dict[str, Any]:
+    """`acc,none` is called acc; the rows that were asked stand beside."""
+    named = {key.removesuffix(",none"): value for key, value in results["results"][task].items()}
+    numbers = {key: value for key, value in named.items() if isinstance(value, float)}
+    return {**numbers, "rows": results["n-samples"][task]["effective"]}

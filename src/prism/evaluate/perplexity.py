@@ -1,0 +1,186 @@
+"""How well a model predicts files of text: nats per token, perplexity, bits per byte.
+
+The tokens of a file are one stream: an end token, a document, an end token, the next document, …, an end token; every
+token but the first is predicted and counts, ends of documents included (as in training's validation). What a token is
+predicted from is a choice:
+
+- all of its document, read in segments that hand on the state: exact for any length, in constant memory if the rules' is;
+- at most `context` tokens: windows that start afresh every `stride` tokens, each token counted once, in the first window
+  that reaches it. This is how models with a limited context are compared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prism.data import text
+from prism.data.score import Score
+from prism.evaluate.language_model import LanguageModel
+from prism.evaluate.reader import SEGMENT, Reader
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a token is predicted from."""
+
+    context: int | None = None
+    """At most this many tokens; None: all of its document."""
+    stride: int | None = None
+    """Tokens from one window's start to the next; `context` unless given."""
+    segment: int = SEGMENT
+    """Tokens read at once where the state is handed on. Changes memory and speed, not the result."""
+    batch: int = 8
+    """Windows read at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("context", "stride", "segment", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.stride is not None and (self.context is None or self.stride > self.context):
+            raise ValueError(f"stride is {self.stride}: it needs a context of at least as many tokens")
+
+
+@dataclass
+class Tally:
+    """What was predicted, and how well."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    text_bytes: int = 0
+    documents: int = 0
+
+    def add(self, other: Tally) -> None:
+        self.nats += other.nats
+        self.tokens += other.tokens
+        self.text_bytes += other.text_bytes
+        self.documents += other.documents
+
+    def result(self) -> dict[str, Any]:
+        score = Score(self.nats / self.tokens, self.text_bytes / self.tokens)
+        return {
+            "nats_per_token": score.nats,
+            "perplexity": score.perplexity,
+            "bits_per_byte": score.bits_per_byte,
+            "tokens": self.tokens,
+            "text_bytes": self.text_bytes,
+            "documents": self.documents,
+        }
+
+
+def count_bytes(path: Path, column: str = "text") -> int:
+    """UTF-8 bytes of the text in a file; whatever is wrong with the file is told here, before anything is predicted."""
+    count = sum(len(piece.encode()) for document in text.documents(path, column) for piece in document)
+    if not count:
+        raise ValueError(f"there is no text in {path}")
+    return count
+
+
+def score_file(
+    lm: LanguageModel,
+    path: Path,
+    how: Context | None = None,
+    column: str = "text",
+    report: Callable[[Tally, _Stream], None] = lambda tally, stream: None,
+) -> Tally:
+    """Predict a file; `report(tally so far, stream)` is called as it goes."""
+    how = Context() if how is None else how
+    stream, tally = _Stream(lm, text.documents(path, column)), Tally()
+    for nats, tokens in _through_state(lm, stream, how) if how.context is None else _in_windows(lm, stream, how):
+        tally.nats += nats
+        tally.tokens += tokens
+        report(tally, stream)
+    tally.text_bytes, tally.documents = stream.text_bytes, stream.documents
+    return tally
+
+
+@dataclass
+class _Stream:
+    """The tokens of documents, in pieces, and how many went by."""
+
+    lm: LanguageModel
+    source: Iterable[text.Document]
+    documents: int = 0
+    text_bytes: int = 0
+    tokens: int = field(default=0)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        tokenizer = self.lm.tokenizer
+        end = np.array([tokenizer.end])
+        yield end
+        for document in self.source:
+            empty = True
+            for piece in document:
+                if piece:
+                    (tokens,) = tokenizer.encode([piece])
+                    self.text_bytes += len(piece.encode())
+                    self.tokens += len(tokens)
+                    empty = False
+                    yield tokens
+            if not empty:
+                self.documents += 1
+                self.tokens += 1
+                yield end
+
+
+def _pieces(stream: Iterable[np.ndarray], length: int, stride: int) -> Iterator[tuple[Tensor, int]]:
+    """Stretches of up to `length` tokens and the one after, one every `stride`; and how many of the predicted are old."""
+    held: deque[np.ndarray] = deque()
+    buffer, old = np.empty(0, np.int64), 0
+    for tokens in stream:
+        held.append(tokens)
+        if len(buffer) + sum(map(len, held)) <= length:
+            continue
+        buffer = np.concatenate([buffer, *held]).astype(np.int64)
+        held.clear()
+        start = 0
+        while start + length < len(buffer):
+            yield torch.from_numpy(buffer[start : start + length + 1]), old
+            start, old = start + stride, length - stride
+        buffer = buffer[start:]
+    rest = np.concatenate([buffer, *held]).astype(np.int64)
+    if len(rest) - 1 > old:
+        yield torch.from_numpy(rest), old
+
+
+def _through_state(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[tuple[float, int]]:
+    reader = Reader(lm.model, lm.tokenizer.end)
+    for piece, _ in _pieces(stream, how.segment, how.segment):
+        logits = reader.read(piece[:-1])
+        targets = piece[1:].to(logits.device)
+        yield float(F.cross_entropy(logits, targets, reduction="sum")), len(targets)
+
+
+@torch.no_grad()
+def _in_windows(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[tuple[float, int]]:
+    length = how.context or 0
+    for group in _batches(_pieces(stream, length, how.stride or length), how.batch):
+        tokens = torch.stack([piece for piece, _ in group]).to(lm.device)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+        for row, (_, old) in enumerate(group):
+            targets[row, :old] = -100  # cross_entropy leaves these out
+        reset = F.pad(inputs[:, :-1] == lm.tokenizer.end, (1, 0))
+        logits = lm.model(inputs, reset=reset, use_cache=False).logits.float()
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+        yield float(nats), int((targets != -100).sum())
+
+
+def _batches(pieces: Iterable[tuple[Tensor, int]], size: int) -> Iterator[list[tuple[Tensor, int]]]:
+    """Up to `size` pieces of one length."""
+    group: list[tuple[Tensor, int]] = []
+    for piece in pieces:
+        if group and (len(group) == size or len(piece[0]) != len(group[0][0])):
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group

@@ -1,0 +1,49 @@
+"""Text of any length through a model in constant memory: a segment at a time, only the state is kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from prism.models import PrismCache, PrismForCausalLM
+
+SEGMENT = 2048
+
+
+class Reader:
+    """Where a model is in a text.
+
+    As in training, nothing is carried from one document to the next: after an end token memories start afresh.
+
+    Args:
+        end: the token that ends a document.
+        cache: the state to go on from.
+        last: the last token that `cache` has read.
+    """
+
+    def __init__(
+        self, model: PrismForCausalLM, end: int, cache: PrismCache | None = None, last: int | None = None
+    ) -> None:
+        self.model, self.end, self.last = model, end, last
+        self.cache = PrismCache() if cache is None else cache
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, keep: int = 0) -> Tensor:
+        """Read tokens `[T]` in one pass; logits `[T, V]` of what follows each (or each of the last `keep`), float32."""
+        before = torch.cat([tokens.new_tensor([-1 if self.last is None else self.last]), tokens[:-1]])
+        out = self.model(
+            tokens[None].to(self.model.device),
+            past_key_values=self.cache,
+            reset=(before == self.end)[None].to(self.model.device),
+            logits_to_keep=keep,
+            use_cache=True,
+        )
+        self.last = int(tokens[-1])
+        logits: Tensor = out.logits[0]
+        return logits.float()
+
+    def read_all(self, tokens: Tensor, segment: int = SEGMENT) -> Tensor:
+        """Read tokens `[T]` in segments; logits `[V]` of what follows the last."""
+        for part in tokens.split(segment):
+            logits = self.read(part, keep=1)
+        return logits[-1]
