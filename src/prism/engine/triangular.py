@@ -45,8 +45,5 @@ def _substitute(blocks: Tensor) -> Tensor:
 
 def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
     """`[m, C, C]` → a view of its diagonal blocks `[m, C/size, size, size]`."""
-    m, C, _ = matrix.shape
-    batch, row, column = matrix.stride()
-    return matrix.as_strided(
-        (m, C // size, size, size), (batch, size * (row + column), row, column), matrix.storage_offset()
-    )
+    tiles = matrix.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))  # [m, block row, size, block column, size]
+    return tiles.diagonal(dim1=1, dim2=3).movedim(-1, 1)
