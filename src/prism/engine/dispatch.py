@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from prism.engine import attention
 from prism.engine.chunkwise import chunkwise
 from prism.engine.parallel import parallel
@@ -40,6 +42,8 @@ class Engine:
     choose: Callable[[Any], str]
     """The form that `"auto"` stands for."""
     check_state: Callable[[Any, Any], None] = lambda update, state: None
+    autocast: bool = False
+    """Whether `torch.autocast` may choose the precision inside; a memory that adds up over tokens keeps its own."""
     delegate: Callable[[Any, Any, str, str], tuple[Any, Any]] | None = None
     """Set where an update only wraps others: it calls `memory` on them with the form and backend asked for."""
 
@@ -92,7 +96,16 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     engine.check_state(update, state)
     if engine.delegate is not None:
         return engine.delegate(update, state, form, backend)
-    return choose_path(engine, update, form, backend).run(update, state)
+    run = choose_path(engine, update, form, backend).run
+    return run(update, state) if engine.autocast else _without_autocast(run, update, state)
+
+
+def _without_autocast(run: Form, update: Any, state: Any) -> tuple[Any, Any]:
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return run(update, state)
+    return run(update, state)
 
 
 def choose_path(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> Path:
@@ -142,5 +155,6 @@ register(
         },
         choose=lambda update: "parallel",
         check_state=attention.check_state,
+        autocast=True,
     ),
 )
