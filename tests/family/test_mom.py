@@ -116,6 +116,18 @@ def test_the_balance_loss_is_least_when_all_memories_are_used() -> None:
     assert_close("loss", alone["balance_loss"], 4 * (sent.mean(0) * scores.mean(0)).sum(), 1e-12)
 
 
+def test_a_language_model_in_training_pays_for_imbalance() -> None:
+    from prism.models import PrismConfig, PrismForCausalLM
+
+    lm = PrismForCausalLM(PrismConfig(vocab_size=11, hidden_size=WIDTH, num_heads=HEADS, layers="mom*2+delta"))
+    ids = torch.randint(0, 11, (2, 12))
+    asked, trained = lm.eval()(ids, labels=ids), lm.train()(ids, labels=ids)
+    assert 0.01 * 2 * 2 < asked.balance_loss.item() < 0.01 * 2 * 4  # two layers, between even and all to the same
+    assert_close("loss", trained.loss, asked.loss + asked.balance_loss, 1e-6)
+    plain = PrismForCausalLM(PrismConfig(vocab_size=11, hidden_size=WIDTH, num_heads=HEADS, layers="delta"))
+    assert plain(ids).balance_loss is None
+
+
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [

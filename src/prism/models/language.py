@@ -11,6 +11,7 @@ Design choices
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ class PrismModel(PrismPreTrainedModel):
         reset: Tensor | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        shared: dict[str, Tensor] | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Hidden states `[B, T, hidden_size]`, and with `use_cache` the states after the last token.
@@ -113,6 +115,7 @@ class PrismModel(PrismPreTrainedModel):
             position_ids: `[B, T]`; where one is 0 a document starts. They have no other use: rules count for themselves.
             past_key_values: what an earlier call returned.
             reset: `[B, T]` bool, says the same as `position_ids == 0`.
+            shared: a new dict that layers hand on to one another; a mixture of memories leaves its balance loss there.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -129,7 +132,7 @@ class PrismModel(PrismPreTrainedModel):
             raise ValueError(f"past_key_values has {len(states)} layers, the model {len(self.layers)}")
         mask = _padding_mask(attention_mask, B, T)
         reset = _document_starts(reset, position_ids, B, T, fresh=not states)
-        shared: dict[str, Tensor] = {}
+        shared = {} if shared is None else shared
         hidden: list[Any] = [x]
         new: list[State] = []
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
@@ -147,6 +150,14 @@ class PrismModel(PrismPreTrainedModel):
             hidden_states=(*hidden[:-1], x) if output_hidden_states else None,
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+
+@dataclass
+class PrismOutput(CausalLMOutputWithPast):
+    """What the language model answers."""
+
+    balance_loss: Tensor | None = None
+    """Of mixtures of memories, weighted and summed over layers; in training `loss` includes it. None without such layers."""
 
 
 class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
@@ -175,13 +186,14 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+    ) -> PrismOutput | tuple[Any, ...]:
         """Logits `[B, T, vocab_size]`; the arguments of `PrismModel.forward`, and
 
         Args:
             labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is left out of the loss.
             logits_to_keep: how many of the last tokens get logits (0: all), or which (indices).
         """
+        shared: dict[str, Tensor] = {}
         out = self.model(
             input_ids,
             attention_mask,
@@ -192,14 +204,21 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             reset,
             output_hidden_states,
             return_dict=True,
+            shared=shared,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+            if self.training and "balance_loss" in shared:
+                loss = loss + shared["balance_loss"]
+        output = PrismOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            balance_loss=shared.get("balance_loss"),
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 

@@ -11,7 +11,7 @@ Memories lie side by side in the batch: row b·M + m holds the tokens of sequenc
 then padding, so that every rule, form and backend serves a mixture without knowing of it.
 
 The load-balance loss (`balance` · M Σ_m share_m · probability_m) is added to `shared["balance_loss"]`, the dict a pass hands
-from layer to layer; a training loop adds it to its loss.
+from layer to layer; the language model has it as `balance_loss` and, in training, in its loss.
 """
 
 from __future__ import annotations

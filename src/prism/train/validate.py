@@ -14,9 +14,13 @@ from prism.train.distributed import World
 
 
 def total_nats(model: nn.Module, batch: Batch) -> Tensor:
-    """Summed over all tokens of the batch, in float32."""
-    logits = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    """Summed over all tokens of the batch, in float32; in training with the balance loss of mixtures of memories."""
+    out = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False)
+    nats = F.cross_entropy(out.logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    balance = getattr(out, "balance_loss", None)
+    if model.training and balance is not None:
+        nats = nats + batch.targets.numel() * balance
+    return nats
 
 
 class Validation:
