@@ -1,8 +1,8 @@
 """How well a model predicts files of text: nats per token, perplexity, bits per byte.
 
 The tokens of a file are one stream: an end token, a document, an end token, the next document, …, an end token; every
-token but the first is predicted and counts, ends of documents included (as in training's validation). What a token is
-predicted from is a choice:
+token but the first is predicted and counts, ends of documents included (as in training's validation). No document sees
+another. What a token is predicted from is a choice:
 
 - all of its document, read in segments that hand on the state: exact for any length, in constant memory if the rules' is;
 - at most `context` tokens: windows that start afresh every `stride` tokens, each token counted once, in the first window
@@ -25,7 +25,7 @@ from torch import Tensor
 from prism.data import text
 from prism.data.score import Score
 from prism.evaluate.language_model import LanguageModel
-from prism.evaluate.reader import SEGMENT, Reader
+from prism.evaluate.reader import SEGMENT, Reader, document_starts
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,7 @@ def _in_windows(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[tu
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
         for row, (_, old) in enumerate(group):
             targets[row, :old] = -100  # cross_entropy leaves these out
-        reset = F.pad(inputs[:, :-1] == lm.tokenizer.end, (1, 0))
-        logits = lm.model(inputs, reset=reset, use_cache=False).logits.float()
+        logits = lm.model(inputs, reset=document_starts(inputs, lm.tokenizer.end), use_cache=False).logits.float()
         nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
         yield float(nats), int((targets != -100).sum())
 

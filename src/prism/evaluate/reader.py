@@ -13,7 +13,7 @@ SEGMENT = 2048
 class Reader:
     """Where a model is in a text.
 
-    As in training, nothing is carried from one document to the next: after an end token memories start afresh.
+    Nothing is carried from one document to the next: memories start afresh at an end token, and again after it.
 
     Args:
         end: the token that ends a document.
@@ -30,11 +30,12 @@ class Reader:
     @torch.no_grad()
     def read(self, tokens: Tensor, keep: int = 0) -> Tensor:
         """Read tokens `[T]` in one pass; logits `[T, V]` of what follows each (or each of the last `keep`), float32."""
-        before = torch.cat([tokens.new_tensor([-1 if self.last is None else self.last]), tokens[:-1]])
+        first = None if self.last is None else tokens.new_tensor([self.last])
+        reset = document_starts(tokens[None], self.end, first)
         out = self.model(
             tokens[None].to(self.model.device),
             past_key_values=self.cache,
-            reset=(before == self.end)[None].to(self.model.device),
+            reset=reset.to(self.model.device),
             logits_to_keep=keep,
             use_cache=True,
         )
@@ -47,3 +48,11 @@ class Reader:
         for part in tokens.split(segment):
             logits = self.read(part, keep=1)
         return logits[-1]
+
+
+def document_starts(tokens: Tensor, end: int, before: Tensor | None = None) -> Tensor:
+    """`[B, T]` bool: where memories start afresh; `before` `[B]` are the tokens before the first."""
+    if before is None:
+        before = torch.full_like(tokens[:, 0], -1)
+    earlier = torch.cat([before[:, None], tokens[:, :-1]], 1)
+    return (tokens == end) | (earlier == end)

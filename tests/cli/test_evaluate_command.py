@@ -1,0 +1,119 @@
+"""`prism evaluate lm`: a table for people, JSON for programs, sentences for mistakes; and runs as models."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from prism.cli import main
+from prism.train.loop import train
+from prism.train.overrides import override
+from prism.train.settings import Settings
+from tiny_lm import save_lm
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_lm(tmp_path_factory.mktemp("lm"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps, with two checkpoints and an exported model."""
+    root = tmp_path_factory.mktemp("run")
+    (root / "text.txt").write_text("".join(f"{i} bottles, take {i % 7} down\n" for i in range(200)))
+    values = {
+        "out": str(root / "run"),
+        "steps": 4,
+        "device": "cpu",
+        "model": {"layers": "prism", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 1, "head_dim": None},
+        "data": {"sources": [str(root / "text.txt")], "cache": str(root / "cache"), "context": 16},
+        "batch": {"sequences": 2},
+        "optimizer": {"lr": 0.05},
+        "schedule": {"warmup": 0},
+        "validation": {"every": 0, "sequences": 2},
+        "checkpoint": {"every": 2},
+    }
+    outcome = train(override(Settings(), values, "test"))
+    assert outcome.model is not None
+    return root / "run"
+
+
+def test_results_as_json(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"the text of {name}: é\n")
+    arguments = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--output", str(tmp_path / "out" / "result.json")]
+    assert main(["evaluate", "lm", str(folder), *arguments]) == 0
+    assert "bits/byte" in capsys.readouterr().out
+    results = json.loads((tmp_path / "out" / "result.json").read_text())["results"]["files"]
+    a, b, total = results[str(tmp_path / "a.txt")], results[str(tmp_path / "b.txt")], results["total"]
+    assert total["tokens"] == a["tokens"] + b["tokens"] == 2 * (len("the text of a.txt: é\n".encode()) + 1)
+    nats = sum(r["nats_per_token"] * r["tokens"] for r in (a, b))
+    assert total["bits_per_byte"] == pytest.approx(nats / math.log(2) / total["text_bytes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "nothing to evaluate: give files, or --tasks with --data-dir"),
+        (["nowhere.txt"], "there is no file or folder nowhere.txt"),
+        (["--tasks", "piqa"], "--tasks needs --data-dir"),
+        (["--tasks", "piqa", "--data-dir", "nowhere"], "there is no data folder nowhere"),
+        (["README.md", "--stride", "3"], "stride is 3: it needs a context"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(folder: Path, capsys: Captured, arguments: list[str], told: str) -> None:
+    assert main(["evaluate", "lm", str(folder), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_layers_that_keep_every_token_say_so(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    assert main(["evaluate", "lm", str(save_lm(tmp_path / "lm", "prism+softmax")), str(tmp_path / "a.txt")]) == 0
+    assert "memory grows" in capsys.readouterr().err
+
+
+class TestRuns:
+    """A run folder stands for its newest model."""
+
+    def text(self, run: Path, capsys: Captured) -> tuple[str, str]:
+        assert main(["generate", str(run), "--prompt", "9 bottles", "--max-new-tokens", "20"]) == 0
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    def test_its_exported_model(self, run: Path, capsys: Captured) -> None:
+        text, told = self.text(run, capsys)
+        assert text == self.text(run / "model", capsys)[0]
+        assert "using checkpoint" not in told
+
+    def test_a_newer_checkpoint(self, run: Path, tmp_path: Path, capsys: Captured) -> None:
+        run = shutil.copytree(run, tmp_path / "run")
+        expected = self.text(run, capsys)[0]
+        newest = run / "checkpoints" / "step-00000004"
+        later = (run / "model").stat().st_mtime + 10
+        os.utime(newest, (later, later))
+        text, told = self.text(run, capsys)
+        assert text == expected
+        assert f"using checkpoint step-00000004 of {run}" in told
+
+        (newest / "state.json").write_text("{}")  # damaged: the one before it is used, and nothing is moved
+        os.utime(run / "checkpoints" / "step-00000002", (later, later))
+        text, told = self.text(run, capsys)
+        assert text != expected
+        assert "step-00000004 is damaged: state.json" in told
+        assert "using checkpoint step-00000002" in told
+        assert newest.is_dir()
+
+    def test_no_checkpoint_yet(self, run: Path, tmp_path: Path, capsys: Captured) -> None:
+        (tmp_path / "config.json").write_bytes((run / "config.json").read_bytes())
+        assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
+        assert "is a run without a checkpoint" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""`prism generate`: where the text comes from, where it goes, and going on later."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from prism.cli import main
+from tiny_lm import save_lm
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_lm(tmp_path_factory.mktemp("lm"))
+
+
+def generate(capsys: Captured, *arguments: object) -> str:
+    assert main(["generate", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [("--temperature", 0), ("--seed", 5, "--top-k", 40)], ids=["greedy", "sampled"])
+def test_three_runs_write_what_one_writes(
+    folder: Path, tmp_path: Path, capsys: Captured, options: tuple[object, ...]
+) -> None:
+    whole = generate(capsys, folder, "--prompt", "naïve 🙂", "--max-new-tokens", 45, *options)
+    state = tmp_path / "state.safetensors"
+    later = [option for option in options if option not in ("--seed", 5)]  # the random numbers go on
+    parts = [generate(capsys, folder, "--prompt", "naïve 🙂", "--max-new-tokens", 14, *options, "--save-state", state)]
+    parts += [generate(capsys, folder, "--state", state, "--max-new-tokens", 15, *later, "--save-state", state)]
+    parts += [generate(capsys, folder, "--state", state, "--max-new-tokens", 16, *later)]
+    assert "".join(parts) == whole
+    assert len(set(whole)) > 8
+    again = generate(capsys, folder, "--state", state, "--max-new-tokens", 16, *later, "--seed", 5)
+    assert (again == parts[-1]) == (options[1] == 0), "a seed starts other random numbers"
+
+
+def test_prompt_file_and_standard_input_are_the_same_text(
+    folder: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompt.txt").write_text("hello\n")
+
+    def from_input(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+        return generate(capsys, folder, *arguments)
+
+    texts = {
+        generate(capsys, folder, "--prompt", "hello\n"),
+        generate(capsys, folder, "--file", tmp_path / "prompt.txt"),
+        from_input(),
+        from_input("--file", "-"),
+    }
+    assert len(texts) == 1
+
+
+def test_only_the_text_goes_to_the_output(folder: Path, capsys: Captured) -> None:
+    assert main(["generate", str(folder), "--prompt", "abc", "--max-new-tokens", "0"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "\n"
+    assert "[0 tokens, state of" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere", "--prompt", "x"], "there is no model folder nowhere"),
+        (["MODEL", "--prompt", "x", "--file", "y"], "--prompt and --file both give a text"),
+        (["MODEL", "--file", "nowhere.txt"], "there is no file nowhere.txt"),
+        (["MODEL", "--prompt", "x", "--state", "nowhere.safetensors"], "there is no state file nowhere.safetensors"),
+        (["MODEL", "--prompt", "x", "--save-state", "state.pt"], "must be a file name that ends in .safetensors"),
+        (["MODEL", "--prompt", "x", "--save-state", "nowhere/s.safetensors"], "there is no folder nowhere"),
+        (["MODEL", "--prompt", "x", "--max-new-tokens", "-1"], "max_new_tokens must be at least 0"),
+        (["MODEL", "--prompt", "x", "--top-p", "2"], "top_p must be above 0 and at most 1"),
+        (["MODEL", "--prompt", "x", "--device", "abacus"], "device 'abacus' cannot be used here"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence(folder: Path, capsys: Captured, arguments: list[str], told: str) -> None:
+    assert main(["generate", *(str(folder) if word == "MODEL" else word for word in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert told in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_text_that_is_not_utf8(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert main(["generate", str(folder), "--file", str(tmp_path / "latin.txt")]) == 2
+    assert "latin.txt is not UTF-8 text" in capsys.readouterr().err
