@@ -1,7 +1,8 @@
 """Associative recall as a probe: train a small model of one rule on fresh sequences, then count right answers.
 
 Design choices
-- Two layers of norm → short convolution (4, the same for every rule) → mixer, no MLP: what is measured is the memory.
+- Layers of norm → short convolution (4, the same for every rule) → mixer, no MLP: what is measured is the memory. One layer
+  is enough with the convolution, and finds the solution in hundreds of steps where two need thousands.
 - State size is set, not inherited: every rule gets the same key and value width a head, so accuracy can be read against it.
 - Data are drawn afresh at every step from a generator of the run's own seed; test sequences from another one, never seen.
 - Logits are computed only where something is asked.
@@ -36,7 +37,7 @@ class RecallRun:
     options: dict[str, Any] = field(default_factory=dict)
     """The rule's own options (`steps`, `preset`, …)."""
     label: str = ""
-    layers: int = 2
+    layers: int = 1
     width: int = 64
     heads: int = 1
     key_dim: int = 8
@@ -44,7 +45,7 @@ class RecallRun:
     """A head's value width; `width / heads` unless given."""
     steps: int = 900
     batch: int = 32
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     seed: int = 0
     test_sequences: int = 1024
     test_pairs: tuple[int, ...] = ()
