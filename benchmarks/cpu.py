@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import fastest
 from torch import Tensor
 
 import prism
+from common import fastest
 from prism.evaluate.report import write_results
 from prism.rules.parts import l2_normalize
 

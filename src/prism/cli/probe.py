@@ -59,7 +59,7 @@ def mqar(
         if pairs is not None:
             task = Recall(pairs, max(base.task.length, 4 * pairs))
             base = replace(base, task=task, test_pairs=tuple(sorted({max(1, pairs * i // 4) for i in (1, 2, 3, 4)})))
-        chosen = {"layers": layers, "steps": steps, "learning_rate": learning_rate}
+        chosen: dict[str, Any] = {"layers": layers, "steps": steps, "learning_rate": learning_rate}
         base = replace(base, **{k: v for k, v in chosen.items() if v is not None})
         for text in rules:
             rule, options = parse_rule(text)

@@ -12,6 +12,10 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
+_channel: Any = None
+"""In a worker: where progress is told."""
+
+
 def _start(channel: Any) -> None:
     global _channel
     import torch
