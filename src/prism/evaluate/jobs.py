@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-
 _channel: Any = None
 """In a worker: where progress is told."""
 
