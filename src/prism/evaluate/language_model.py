@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from prism.data.files import read_json
 from prism.data.tokenizer import Tokenizer, load_tokenizer
 from prism.models import PrismConfig, PrismForCausalLM
+from prism.models.quiet import without_progress_bars
 
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 """Entries of a configuration that do not change what a model computes."""
@@ -88,17 +88,13 @@ def _check_kind(folder: Path) -> None:
 
 
 def _load(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        loaded: tuple[Any, dict[str, Any]] = PrismForCausalLM.from_pretrained(  # type: ignore[assignment]
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        with without_progress_bars():
+            loaded: tuple[Any, dict[str, Any]] = PrismForCausalLM.from_pretrained(  # type: ignore[assignment]
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
     except (OSError, RuntimeError) as error:  # transformers explains at length
         raise ValueError(f"{folder} does not open as a model: {str(error).strip().splitlines()[0]}") from error
-    finally:
-        if bars:
-            logging.enable_progress_bar()
     return loaded
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from prism.train.command import command_line
 from prism.train.settings import Settings
 
 
@@ -20,6 +21,7 @@ def model_card(
     seen = state["step"] * settings.batch.sequences * data.context
     return f"""---
 library_name: transformers
+license: other
 pipeline_tag: text-generation
 tags:
 - prism
@@ -39,8 +41,13 @@ A language model of {parameters:,} parameters: {model.num_hidden_layers} layers 
 | tokenizer | {data.tokenizer} |
 | seen | {seen:,} tokens in {state["step"]:,} steps of {settings.batch.sequences} × {data.context} |
 | optimiser | {settings.optimizer.name}, learning rate {settings.optimizer.lr:g}, {settings.schedule.name} |
+| training loss | {_training_loss(records)} |
 | skipped steps | {state["skipped"]} |
 | seed | {settings.seed} |
+
+```sh
+{command_line(settings)}
+```
 
 ## Evaluation
 
@@ -62,7 +69,19 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))
 
 The model continues text in the manner of its training data. It knows nothing else, was not aligned with anyone's
 wishes, and what it writes needs checking.
+
+## Licence
+
+The code that made the model is Apache-2.0. What may be done with the weights depends on the data they were trained on.
 """
+
+
+def _training_loss(records: list[dict[str, Any]]) -> str:
+    losses = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
+    if not losses:
+        return "not logged"
+    (first_step, first), (last_step, last) = losses[0], losses[-1]
+    return f"{first:.4f} nats at step {first_step:,}, {last:.4f} at step {last_step:,}"
 
 
 def _validation(records: list[dict[str, Any]]) -> str:

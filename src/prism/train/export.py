@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,6 +19,8 @@ from prism.train.run import CONFIG, stored_settings
 
 def export(run: Path, checkpoint: Checkpoint, out: Path, build: Builder = build_model) -> Path:
     """Write the model of a checkpoint, gathered from however many shards it has, to `out`, replacing what is there."""
+    from prism.models.quiet import without_progress_bars
+
     settings = stored_settings(run)
     if settings is None:
         raise ValueError(f"{run} is not a run folder: it has no {CONFIG}")
@@ -30,7 +30,7 @@ def export(run: Path, checkpoint: Checkpoint, out: Path, build: Builder = build_
     tensors.load(checkpoint.tensors, model, None, World(torch.device("cpu")))
 
     partial = fresh_folder(out.with_name(f".{out.name}.partial"))
-    with _without_progress_bars():
+    with without_progress_bars():
         model.save_pretrained(partial)  # type: ignore[operator]
     _save_tokenizer(run / "tokenizer.json", tokenizer.end_token, partial)
     records = [record for record in read_log(run / "log.jsonl") if record["step"] <= checkpoint.state["step"]]
@@ -41,20 +41,6 @@ def export(run: Path, checkpoint: Checkpoint, out: Path, build: Builder = build_
         remove_folder(out)
     commit_folder(partial, out)
     return out
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """transformers would draw one for every file."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _save_tokenizer(definition: Path, end_token: str, folder: Path) -> None:
