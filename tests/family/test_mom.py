@@ -81,6 +81,17 @@ def test_what_is_not_routed_stands_still() -> None:
                 assert same is (m != chosen[row].item()), name
 
 
+def test_autocast_does_not_decide_where_tokens_go() -> None:
+    """Scores a hundredth of a per cent apart, which bfloat16 cannot tell from equal."""
+    rule: Any = stirred("mom", torch.float32, shared=False, top_k=1).rule
+    x = tokens(1, 200, dtype=torch.float32)
+    rule.router.weight.copy_(rule.router.weight[:1] * (1 + 1e-4 * torch.arange(4.0)[:, None]))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, chosen = rule.route(x, Span())
+    assert torch.equal(chosen, rule.route(x, Span())[1])
+    assert chosen.any(1).sum() == 2  # the largest and the smallest, by the sign of the score
+
+
 def test_memories_differ_and_share_what_asks() -> None:
     mixture = stirred("mom")
     parameters = dict(mixture.rule.inner.named_parameters())

@@ -97,15 +97,16 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     if engine.delegate is not None:
         return engine.delegate(update, state, form, backend)
     run = choose_path(engine, update, form, backend).run
-    return run(update, state) if engine.autocast else _without_autocast(run, update, state)
+    return run(update, state) if engine.autocast else without_autocast(run, update, state)
 
 
-def _without_autocast(run: Form, update: Any, state: Any) -> tuple[Any, Any]:
+def without_autocast(run: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `run` in the precision of its arguments, whatever `torch.autocast` says."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return run(update, state)
-    return run(update, state)
+                return run(*arguments)
+    return run(*arguments)
 
 
 def choose_path(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> Path:

@@ -20,8 +20,10 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism.engine.dispatch import without_autocast
 from prism.engine.folded import Folded, fold, unfold
 from prism.rules.memory_maps import give_each_memory_its_maps
 from prism.rules.objectives import Objective
@@ -86,7 +88,8 @@ class Mom(Rule):
     def route(self, x: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Weights `[B, T, M]`, and where a token goes, bool; the shared memory comes last."""
         # In float32 however the model is: what is nearly a tie must not be decided by rounding.
-        scores = (at_least_float32(x) @ at_least_float32(self.router.weight).T).softmax(-1)
+        logits = without_autocast(F.linear, at_least_float32(x), at_least_float32(self.router.weight))
+        scores = logits.softmax(-1)
         best = scores.topk(self.top_k, -1)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best.indices, True)
         weights = torch.where(chosen, scores, 0.0) / best.values.sum(-1, keepdim=True)
