@@ -24,6 +24,7 @@ COMMANDS = {
     "evaluate lm": Command("prism.cli.evaluate:evaluate_lm", "perplexity on files, and lm-eval tasks from local data"),
     "export": Command("prism.cli.export:export", "write a run's newest checkpoint as a transformers model"),
     "rules": Command("prism.cli.rules:rules", "the table of all rules: what they forget, write and cost"),
+    "demo": Command("prism.cli.demo:demo", "train three small models here and now, and write a report about them"),
     "probe mqar": Command(
         "prism.cli.probe:mqar", "train small models on associative recall and draw what they remember"
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,25 @@ def recall_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
     axes[0][-1].legend(loc="lower left", frameon=False)
     seeds = len({r["seed"] for r in results})
     figure.suptitle(f"Associative recall ({'one seed' if seeds == 1 else f'{seeds} seeds, bands span them'})")
+    figure.tight_layout()
+    save(figure, path)
+    plt.close(figure)
+
+
+def training_picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Training loss and validation against the tokens seen; a run has a `name`, a `log` and `tokens_per_step`."""
+    plt = pyplot()
+    figure, (losses, scores) = plt.subplots(1, 2, figsize=(10.4, 4.0))
+    for run, color in zip(runs, COLORS, strict=False):
+        for axis, key, marker in ((losses, "loss", None), (scores, "validation_bits_per_byte", "o")):
+            points = [(r["step"] * run["tokens_per_step"], r[key]) for r in run["log"] if r.get(key) is not None]
+            axis.plot(*zip(*points, strict=True), color=color, label=run["name"], marker=marker, lw=1.6)
+    losses.set(xlabel="tokens of training text", ylabel="nats per token", title="Training loss")
+    scores.set(xlabel="tokens of training text", ylabel="bits per byte", title="Held-out text")
+    for axis in (losses, scores):
+        axis.grid(alpha=0.3)
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:,.0f}k" if x else "0")
+    scores.legend(frameon=False)
     figure.tight_layout()
     save(figure, path)
     plt.close(figure)

@@ -1,0 +1,27 @@
+"""`prism demo` from end to end, with as little training as it takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prism.cli import main
+from prism.cli.demo import MODELS
+
+
+@pytest.mark.slow
+def test_the_demo_writes_its_report_and_can_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "demo"
+    for _ in range(2):  # --minutes leaves no time at all: the least number of steps is taken
+        assert main(["demo", "--minutes", "0.01", "--recall-steps", "2", "--output", str(out)]) == 0
+    report = (out / "report.html").read_text(encoding="utf-8")
+    assert str((out / "report.html").resolve()) in capsys.readouterr().out
+    results = json.loads((out / "results.json").read_text())["results"]
+    assert [model["name"] for model in results["models"]] == list(MODELS)
+    assert {model["steps"] for model in results["models"]} == {10}
+    for rule, model in zip(MODELS.values(), results["models"], strict=True):
+        assert (out / rule / "model" / "model.safetensors").is_file()
+        assert model["command"] in report
+    assert main(["demo", "--output", str(tmp_path / "demo" / "report.html")]) == 2
