@@ -21,7 +21,7 @@ $(VENV)/ready: $(VENV)/base
 	touch $@
 
 demo: $(VENV)/base
-	$(BIN)/prism probe mqar --output $(PRISM_OUTPUT)/demo
+	$(BIN)/prism demo --output $(PRISM_OUTPUT)/demo
 
 test: lint typecheck unit
 
