@@ -118,14 +118,18 @@ def kill_when(children: list[BaseProcess], moment: Callable[[], bool]) -> None:
 
 
 def signal_when(children: list[BaseProcess], moment: Callable[[], bool], number: int) -> None:
+    wait_until(moment, children)
+    for child in children:
+        assert child.pid is not None
+        os.kill(child.pid, number)
+
+
+def wait_until(moment: Callable[[], bool], children: list[BaseProcess]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not moment():
         assert time.monotonic() < deadline, "the moment never came"
         assert all(child.is_alive() for child in children), "a child ended before the moment came"
         time.sleep(0.002)
-    for child in children:
-        assert child.pid is not None
-        os.kill(child.pid, number)
 
 
 def reached(run: Path, step: int) -> Callable[[], bool]:

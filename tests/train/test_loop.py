@@ -54,6 +54,16 @@ def test_the_last_document_does_not_leak_into_the_next(tmp_path: Path) -> None:
     assert losses(apart)[0][1] != losses(joined)[0][1]
 
 
+@pytest.mark.slow
+def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
+    plain = train(small(tmp_path / "a"), build_plain).run
+    compiled = train(small(tmp_path / "b", compile=True), build_plain).run
+    for (step, loss, *_), (_, other, *_) in zip(losses(plain), losses(compiled), strict=True):
+        assert (loss is None) == (other is None) and abs((loss or 0) - (other or 0)) < 1e-4, f"step {step}"
+    a, b = (load_file(run / "model" / "model.safetensors") for run in (plain, compiled))
+    assert a.keys() == b.keys()
+
+
 class Poisoned(Standin):
     """From its 10th call on for `length` calls, something is not finite."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from runs import final_tensors, finish, losses, small, start
+from runs import final_tensors, finish, losses, reached, small, start, wait_until
 from safetensors.torch import load_file
 from standin import build_plain
 
@@ -59,3 +62,15 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, parallel
     assert [record[0] for record in got] == [record[0] for record in wanted]
     for (step, loss, *_), (_, other, *_) in zip(got, wanted, strict=True):
         assert (loss is None) == (other is None) and abs((loss or 0) - (other or 0)) < 1e-5, f"step {step}"
+
+
+def test_a_signal_to_one_process_stops_all_and_a_refusal_by_one_is_a_refusal_by_all(tmp_path: Path) -> None:
+    settings = small(tmp_path, parallel="fsdp", checkpoint={"every": 0})
+    children = start(settings, processes=2, slow="steps")
+    wait_until(reached(settings.out, 3), children)
+    os.kill(children[1].pid, signal.SIGTERM)
+    assert finish(children) == [0, 0]
+    (saved,) = (settings.out / "checkpoints").iterdir()
+    assert 3 <= int(saved.name[5:]) < 24
+    # The first process finds that the run has another seed; the second hears of it instead of waiting for ever.
+    assert finish(start(replace(settings, seed=1), processes=2)) == [1, 1]

@@ -128,17 +128,21 @@ def spread(build: Callable[[], nn.Module], initialize: Callable[[nn.Module], Non
     with torch.device("meta"):
         model = build()
     mesh = init_device_mesh(world.device.type, (world.size,))
-    layers = set(getattr(model, "_no_split_modules", None) or ())
     ties = _ties(model)
-    for module in list(model.modules()):
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh)
+    for layer in layers_of(model):
+        fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=world.device)
     for place, original in ties:
         _set_parameter(model, place, model.get_parameter(original))
     initialize(model)
     return model
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers that are sharded, and compiled, one by one: those whose classes the model names as not to be split."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def parallel_forward(model: nn.Module, world: World) -> nn.Module:

@@ -30,7 +30,7 @@ from prism.data.windows import Batch, Windows
 from prism.engine.update import InvalidValueError
 from prism.train import rng, tensors
 from prism.train.checkpoint import Checkpoint, Checkpoints
-from prism.train.distributed import World, accumulating, joined, parallel_forward, spread, whole
+from prism.train.distributed import World, accumulating, joined, layers_of, parallel_forward, spread, whole
 from prism.train.export import export
 from prism.train.finite import NotFiniteError
 from prism.train.log import Log
@@ -112,7 +112,8 @@ class _Run:
         with Bar(0, steps, self.world.main) as bar:
             self.resume(bar)
         if self.settings.compile:
-            self.model.compile()
+            for layer in layers_of(self.model):  # alike layers share one compilation
+                layer.compile()
         self.forward = parallel_forward(self.model, self.world)
         with StopRequest() as stop, self.open_log() as log, Bar(self.step, steps, self.world.main) as bar:
             while self.step < steps:

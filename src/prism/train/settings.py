@@ -165,7 +165,7 @@ class Settings:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """What matrix products are computed in (weights stay float32); auto: bf16 on cuda, fp32 elsewhere."""
     compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile the layers with torch.compile."""
     parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
     """How several processes (torchrun) share the work; auto: fsdp when there are several."""
     max_skips: int = 10
