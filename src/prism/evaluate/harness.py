@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import lzma
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -91,34 +92,33 @@ def _import_lm_eval() -> Any:
 
 
 def _stock_task(task: str) -> Path:
-    """The file that defines a task. lm-eval's own index would take half a minute to read all fourteen thousand."""
+    """The file that defines a task. lm-eval's own index would take half a minute to parse all fourteen thousand."""
     import lm_eval.tasks
 
-    found = sorted(Path(lm_eval.tasks.__file__).parent.rglob(f"{task}.yaml"))
-    if not found:
-        raise ValueError(f"lm-eval has no task {task!r} in a file of that name")
-    return found[0]
+    folder = Path(lm_eval.tasks.__file__).parent
+    line = re.compile(rb"^task: *[\"']?" + re.escape(task.encode()) + rb"[\"']? *$", re.MULTILINE)
+    for paths in (folder.rglob(f"{task}.yaml"), folder.rglob("*.yaml")):
+        for path in sorted(paths):
+            if line.search(path.read_bytes()):
+                return path
+    raise ValueError(f"lm-eval has no task {task!r} that is defined in one file")
 
 
 def _write_task(task: str, stock: Path, source: Path, folder: Path) -> None:
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    settings = load_yaml(stock, resolve_func=False)
-    if settings.get("task") != task:
-        raise ValueError(f"lm-eval's {stock.name} is not a single task, which is what local data can serve")
-    split = settings.get("test_split") or settings.get("validation_split")
     rows = folder / f"{task}.jsonl"
     with lzma.open(source) if source.suffix == ".xz" else source.open("rb") as packed, rows.open("wb") as plain:
         try:
             shutil.copyfileobj(packed, plain)
-        except lzma.LZMAError as error:
+        except (lzma.LZMAError, EOFError) as error:
             raise ValueError(f"{source} is damaged: {error}") from error
     changes = {
         "include": str(stock),
         "task": task,
         "dataset_path": "json",
         "dataset_name": None,
-        "dataset_kwargs": {"data_files": {split: str(rows)}, "cache_dir": str(folder / "cache")},
+        "dataset_kwargs": {"data_files": {"test": str(rows)}, "cache_dir": str(folder / "cache")},
+        "test_split": "test",
+        "validation_split": None,
         "training_split": None,
         "fewshot_split": None,
     }
