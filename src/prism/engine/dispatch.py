@@ -15,6 +15,7 @@ import torch
 
 from prism.engine import attention
 from prism.engine.chunkwise import chunkwise
+from prism.engine.kernels import fla, paths
 from prism.engine.parallel import parallel
 from prism.engine.recurrent import recurrent
 from prism.engine.scan import scan
@@ -28,10 +29,12 @@ Form = Callable[[Any, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Path:
-    """One way to compute a form. `refuses` says in one clause why it cannot serve an update, or returns None."""
+    """One way to compute a form. `refuses` says in one clause why it cannot serve an update, or returns None; a path that
+    is not `automatic` for an update serves it only by name."""
 
     run: Form
     refuses: Callable[[Any], str | None] = lambda update: None
+    automatic: Callable[[Any], bool] = lambda update: True
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,8 @@ def choose_path(engine: Engine, update: Any, form: str = "auto", backend: str = 
     for (name, kind), path in engine.paths.items():
         if name != wanted or backend not in ("auto", kind):
             continue
+        if backend == "auto" and not path.automatic(update):
+            continue
         reason = path.refuses(update)
         if reason is None:
             return path
@@ -137,8 +142,11 @@ register(
     Update,
     Engine(
         paths={
+            ("recurrent", "triton"): Path(paths.run_step, paths.step_refuses, paths.on_gpu),
             ("recurrent", "torch"): Path(recurrent),
             ("parallel", "torch"): Path(parallel),
+            ("chunkwise", "triton"): Path(paths.run_chunks, paths.chunks_refuse, paths.on_gpu),
+            ("chunkwise", "fla"): Path(fla.run, fla.refuses, paths.on_gpu),
             ("chunkwise", "torch"): Path(chunkwise),
             ("scan", "torch"): Path(scan),
         },

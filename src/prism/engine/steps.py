@@ -69,13 +69,13 @@ def resolve(u: Update) -> Steps:
     assert q is not None and k is not None and w is not None
     first, last = 0, n - 1
     return Steps(
-        q=_at_substep(q, n, last if u.read == "after" else first),
+        q=at_substep(q, n, last if u.read == "after" else first),
         k=k,
         w=w,
-        log_decay=None if g is None else _at_substep(g, n, first),
+        log_decay=None if g is None else at_substep(g, n, first),
         erase_key=b,
         erase_write=a,
-        reset=None if reset is None else _at_substep(reset, n, first),
+        reset=None if reset is None else at_substep(reset, n, first),
         erase_decayed=u.erase_on == "decayed",
         read_after=u.read == "after",
         substeps=n,
@@ -83,7 +83,7 @@ def resolve(u: Update) -> Steps:
     )
 
 
-def _at_substep(x: Tensor, n: int, position: int) -> Tensor:
+def at_substep(x: Tensor, n: int, position: int) -> Tensor:
     """`[B, T, …]` → `[B, T·n, …]`: x at one sub-step of each token, zero (False) at the others."""
     if n == 1:
         return x

@@ -39,6 +39,8 @@ class Update:
         erase_key: b, `[B, T·n, G, K]`, the direction that is looked up.
         erase_strength: β, `[B, T·n, H]`; the erase then is a = β·b.
         erase_write: a, `[B, T·n, G, K]`, instead of `erase_strength`.
+        erase_first: True erases along the first direction written: `erase_key` is then k's first and is not given. The
+            kernels share that key's products; everything else computes the same either way.
         erase_on: whether b looks at the `"decayed"` state or at the `"undecayed"` one (RWKV-7, linear Titans).
         read: `"after"` reads S_t, `"before"` reads S_{t-1} (RWKV-6).
         reset: `[B, T]` bool, a document starts here: S_{t-1} counts as zero.
@@ -60,8 +62,14 @@ class Update:
     reset: Tensor | None = field(default=None, kw_only=True)
     mask: Tensor | None = field(default=None, kw_only=True)
     substeps: int = field(default=1, kw_only=True)
+    erase_first: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.erase_first:
+            if self.erase_key is not None or self.erase_write is not None:
+                raise ValueError("erase_first takes the erase key from k: leave erase_key and erase_write out")
+            if isinstance(self.k, Tensor) and self.k.ndim == 5:  # otherwise the check below says what is wrong
+                object.__setattr__(self, "erase_key", self.k[..., 0, :])
         _check_shapes(self)
         if self.log_decay is not None and values_may_be_read(self.w):
             check_log_decay(self.log_decay, self.mask)

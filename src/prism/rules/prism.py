@@ -32,7 +32,7 @@ from prism.rules.norms import HeadNorm
 from prism.rules.objectives import RESIDUAL_PROXY
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, split_heads
 from prism.rules.rule import Rule, construct, per_head
-from prism.rules.solver import RESIDUALS, SOLVERS, solve
+from prism.rules.solver import RESIDUALS, SOLVERS, solved_writes
 from prism.rules.span import Span
 
 
@@ -126,14 +126,13 @@ class PaperPrism(Prism):
         beta = self.beta(u).unflatten(-1, (H, L)).sigmoid()
         if self.beta_scale != 1.0:
             beta = torch.cat([self.beta_scale * beta[..., :1], beta[..., 1:]], -1)
-        delta = solve(r, p, L, self.solver, self.nonlinearity)
         update = Update(
             q,
             k.expand(-1, -1, -1, L, -1),
-            beta.unsqueeze(-1) * delta,
+            solved_writes(r, p, beta, None, self.solver, self.nonlinearity),
             F.logsigmoid(self.alpha(u)),
-            erase_key=k[..., 0, :],
             erase_strength=beta[..., 0],
+            erase_first=True,
             reset=span.reset,
             mask=span.mask,
         )
@@ -185,8 +184,7 @@ class ResidualWrites(nn.Module):
         r = v if self.expected is None else v - split_heads(self.expected(u), H)
         p = None if self.gain is None else self.gain(u).unflatten(-1, (H, n, -1))
         beta = self.beta(u).unflatten(-1, (H, n)).sigmoid()
-        delta = solve(r, p, n, self.solver, self.nonlinearity)
-        return k, self.scale.movedim(0, 1).to(v.dtype) * beta.unsqueeze(-1) * delta, window
+        return k, solved_writes(r, p, beta, self.scale, self.solver, self.nonlinearity), window
 
 
 class LanguagePrism(GatedDelta):
@@ -263,8 +261,8 @@ class LanguagePrism(GatedDelta):
             torch.cat([p.k.unsqueeze(3), keys], 3),
             torch.cat([(p.beta.unsqueeze(-1) * p.v).unsqueeze(3), writes], 3),
             self.log_decay(x),
-            erase_key=p.k,
             erase_strength=p.beta,
+            erase_first=True,
             reset=span.reset,
             mask=span.mask,
         )

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism.engine.kernels import paths
+
 SOLVERS = ("gelu", "closed")
 RESIDUALS = ("anchored", "value")
 
@@ -28,6 +30,21 @@ def solve(r: Tensor, p: Tensor | None, steps: int, solver: str, nonlinearity: bo
         corrections.append(delta)
         r = r - delta
     return torch.stack(corrections, -2)
+
+
+def solved_writes(
+    r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, solver: str, nonlinearity: bool = True
+) -> Tensor:
+    """w_l = γ_l ⊙ β_l δ_l: r `[…, H, V]`, p `[…, H, L, V]`, β `[…, H, L]`, γ `[L, H, V]` or None → `[…, H, L, V]`.
+
+    On a GPU one kernel; the same numbers.
+    """
+    if r.is_cuda and paths.INSTALLED and r.dtype != torch.float64:
+        from prism.engine.kernels import ops
+
+        return ops.solve(r, p, beta, scale, solver == "gelu", nonlinearity)
+    w = beta.unsqueeze(-1) * solve(r, p, beta.shape[-1], solver, nonlinearity)
+    return w if scale is None else scale.movedim(0, 1).to(w.dtype) * w
 
 
 def _identity(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+
 @dataclass(frozen=True)
 class Tiling:
     block: int
@@ -23,19 +24,18 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Configuration:
-    """The serial passes go in steps of `step` tokens, the parallel ones in chunks of `chunk` (a multiple).
+    """The serial passes go in steps of `step` tokens, the parallel one in chunks of `chunk` (a multiple).
 
-    `prepare` is cut along K, the others along V; the two parallel passes also by `key_block` along K.
+    The passes are cut along V; the parallel one (`tokens`) also by `key_block` along K.
     """
 
-    prepare: Tiling
     scan: Tiling
     reverse: Tiling
-    lookups: Tiling
-    writes: Tiling
+    tokens: Tiling
     step: int = 32
     chunk: int = 64
     key_block: int = 128
+    prepare_warps: int = 1
     segments: int | None = None
     """Segments of a sequence that run side by side; None: as many as fill the GPU."""
 
@@ -46,7 +46,9 @@ MEASURED: dict[tuple[int, int, int, str], Configuration] = {}
 _forced: list[Configuration] = []
 
 
-def configuration(key_dim: int, value_dim: int, columns: int, dtype: torch.dtype, device: torch.device) -> Configuration:
+def configuration(
+    key_dim: int, value_dim: int, columns: int, dtype: torch.dtype, device: torch.device
+) -> Configuration:
     if _forced:
         return _forced[-1]
     found = None
@@ -58,9 +60,9 @@ def configuration(key_dim: int, value_dim: int, columns: int, dtype: torch.dtype
 def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     if dtype == torch.float32:  # no tensor cores: small tiles keep the unrolled products compilable
         small = Tiling(min(value_dim, 16))
-        return Configuration(small, small, small, small, small, step=16, chunk=32, key_block=min(key_dim, 32))
+        return Configuration(small, small, small, step=16, chunk=32, key_block=min(key_dim, 32))
     wide = Tiling(min(value_dim, 64 if key_dim <= 128 else 32))
-    return Configuration(Tiling(128), wide, wide, wide, wide, key_block=min(key_dim, 128))
+    return Configuration(wide, wide, wide, key_block=min(key_dim, 128))
 
 
 @contextmanager
@@ -71,11 +73,6 @@ def forced(choice: Configuration) -> Iterator[None]:
         yield
     finally:
         _forced.pop()
-
-
-def padded(width: int) -> int:
-    """Tiles are powers of two and at least 16 wide."""
-    return max(16, 1 << (width - 1).bit_length())
 
 
 def architecture(device: torch.device) -> str:

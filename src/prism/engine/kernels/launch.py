@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from prism.engine.kernels.chain import chain_kernel
 from prism.engine.kernels.configurations import Configuration, configuration
-from prism.engine.kernels.lookups import lookups_kernel
+from prism.engine.kernels.decay import decay_kernel
+from prism.engine.kernels.decode import step_kernel
+from prism.engine.kernels.paths import padded
 from prism.engine.kernels.prepare import gates_kernel, prepare_kernel
 from prism.engine.kernels.reverse import reverse_kernel
 from prism.engine.kernels.scan import scan_kernel
-from prism.engine.kernels.writes import writes_kernel
+from prism.engine.kernels.solver import solve_backward_kernel, solve_kernel
+from prism.engine.kernels.tokens import tokens_kernel
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Launch:
         return self.u.w.new_empty(shape, dtype=self.u.w.dtype if dtype is None else dtype)
 
     def prepare(self) -> Prepared:
-        u, C, how = self.u, self.step, self.how.prepare
+        u, C = self.u, self.step
         B, H, steps = self.B, self.H, self.padded // self.step
         exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
         G = None if u.log_decay is None else self.empty(B, H, self.padded, dtype=exact)
@@ -93,11 +97,10 @@ class Launch:
             )  # fmt: skip
         grams = self.empty(B, H, steps, 2 * self.J if u.erases else self.J, C, C)
         inverse = self.empty(B, H, steps, C, C) if u.erases else None
-        block = min(self.K, how.block)
         prepare_kernel[(self.heads * steps,)](
-            _rows(u.q, C, block), _rows(u.x, C, block), _rows(u.erase_key, C, block), beta, G, u.documents,
+            _rows(u.q, C, self.K), _rows(u.x, C, self.K), _rows(u.erase_key, C, self.K), beta, G, u.documents,
             _tiles(grams, C, C), _tiles(inverse, C, C),
-            **self.sizes, **self.flags, C=C, BK=block, num_warps=how.warps, num_stages=how.stages,
+            **self.sizes, **self.flags, C=C, num_warps=self.how.prepare_warps,
         )  # fmt: skip
         return Prepared(G, beta, grams, inverse)
 
@@ -160,38 +163,33 @@ class Launch:
         d_erase_key = None if u.erase_key is None else torch.empty_like(u.erase_key)
         BK = min(self.K, self.how.key_block)
         parts = self.K // BK
-        gate = (parts, self.B, self.T, self.H)
+        gate = (parts, self.B, self.H, self.padded)
         d_strength = None if u.strength is None else self.empty(*gate, dtype=torch.float32)
-        d_log_decay = None if u.log_decay is None else self.empty(1 + self.J, *gate, dtype=torch.float32)
-        gates = (ready.strengths, ready.cumulated, u.documents)
-        shared = {**self.sizes, **self.flags, "V": V, "BK": BK, "C": C, "STEP": self.step}
-
-        how = self.how.lookups
+        d_cumulated = tails = touched = None
+        if u.log_decay is not None:
+            d_cumulated = self.empty(self.J + 2, *gate, dtype=torch.float32)
+            tails = self.empty(self.J, *gate, dtype=torch.float32)
+            touched = self.empty(parts, self.B, self.H, self.chunks, dtype=torch.float32)
+        how = self.how.tokens
         BV = min(how.block, V)
-        lookups_kernel[(parts * self.chunks * self.heads,)](
-            _rows(u.q, C, BK), _rows(u.x, C, BK), _rows(u.w, C, BV), _rows(u.erase_key, C, BK), *gates,
-            _tiles(states, BV, BK), _rows(fed, C, BV), _rows(d_o, C, BV), _tiles(d_states, BV, BK), _rows(d_w, C, BV),
-            _rows(d_q, C, BK), _rows(d_x, C, BK), _rows(d_erase_key, C, BK), d_strength, d_log_decay,
-            **shared, BV=BV, num_warps=how.warps, num_stages=how.stages,
+        tokens_kernel[(parts * self.chunks * self.heads,)](
+            _rows(u.q, C, BK), _rows(u.x, C, BK), _rows(u.w if fed is None else fed, C, BV), _rows(u.w, C, BV),
+            _rows(u.erase_key, C, BK), ready.strengths, ready.cumulated, u.documents,
+            _tiles(states, BV, BK), _rows(d_o, C, BV), _tiles(d_states, BV, BK), _rows(d_w, C, BV),
+            _rows(d_q, C, BK), _rows(d_x, C, BK), _rows(d_erase_key, C, BK), d_strength, d_cumulated, tails, touched,
+            **self.sizes, **self.flags, V=V, BK=BK, BV=BV, C=C, STEP=self.step, num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
-        how = self.how.writes
-        BV = min(how.block, V)
-        for is_fed in (True, False) if u.erases else (False,):
-            columns = 1 if is_fed else self.J - u.erases
-            if columns == 0:
-                continue
-            writes_kernel[(parts * columns * self.chunks * self.heads,)](
-                _rows(u.q, C, BK), _rows(u.x, C, BK), _rows(fed if is_fed else u.w, C, BV), _rows(u.erase_key, C, BK),
-                *gates, _rows(d_o, C, BV), _tiles(d_states, BV, BK), _rows(d_w, C, BV), _rows(d_x, C, BK), d_log_decay,
-                **shared, BV=BV, FED=is_fed, num_warps=how.warps, num_stages=how.stages,
+        d_log_decay = None
+        if u.log_decay is not None:
+            d_log_decay = torch.empty_like(u.log_decay)
+            decay_kernel[(self.chunks * self.heads,)](
+                ready.cumulated, u.documents, d_cumulated, tails, touched, d_log_decay, **self.sizes, heads=self.heads,
+                J=self.J, ERASE=u.erases, BLOCKS=parts, C=C, STEP=self.step, DOCUMENTS=u.documents is not None,
+                num_warps=1,
             )  # fmt: skip
-        return (
-            d_q,
-            d_x,
-            d_erase_key,
-            None if d_strength is None else d_strength.sum(0),
-            None if d_log_decay is None else d_log_decay.sum((0, 1)),
-        )
+        if d_strength is not None:  # [parts, B, H, padded] -> [B, T, H]
+            d_strength = d_strength.sum(0)[..., : self.T].transpose(1, 2).contiguous()
+        return d_q, d_x, d_erase_key, d_strength, d_log_decay
 
     # Segments side by side: each one's map and its state from nothing, then the short chain between segments.
 
@@ -214,25 +212,24 @@ class Launch:
         """The state that enters each segment, `[segments, B, H, K, V]`."""
         if segments == 1:
             return initial
-        maps, added = self.scan(ready, None, segments, as_map=True), self.scan(ready, None, segments)
-        states = torch.zeros_like(added)
-        if initial is not None:
-            states[0] = initial
-        for s in range(segments - 1):
-            states[s + 1] = torch.matmul(maps[s], states[s]).add_(added[s])
-        return states
+        maps = self.scan(ready, None, segments, as_map=True)
+        return self.chain(maps, self.scan(ready, None, segments), initial, backward=False)
 
     def outgoing(self, ready: Prepared, d_o: Tensor, d_final: Tensor | None, segments: int) -> Tensor | None:
         """The gradient of the state that leaves each segment."""
         if segments == 1:
             return d_final
-        maps, added = self.scan(ready, None, segments, as_map=True), self.reverse(ready, d_o, None, segments)
-        grads = torch.zeros_like(added)
-        if d_final is not None:
-            grads[-1] = d_final
-        for s in range(segments - 1, 0, -1):
-            grads[s - 1] = torch.matmul(maps[s].mT, grads[s]).add_(added[s])
-        return grads
+        maps = self.scan(ready, None, segments, as_map=True)
+        return self.chain(maps, self.reverse(ready, d_o, None, segments), d_final, backward=True)
+
+    def chain(self, maps: Tensor, added: Tensor, given: Tensor | None, backward: bool) -> Tensor:
+        entering = torch.empty_like(added)
+        block = min(16, self.V)
+        chain_kernel[(self.V // block * self.heads,)](
+            maps, added, given, entering, segments=added.shape[0], heads=self.heads, K=self.K, V=self.V, BV=block,
+            BACKWARD=backward, GIVEN=given is not None, PRECISION=self.flags["PRECISION"],
+        )  # fmt: skip
+        return entering
 
 
 def _rows(z: Tensor | None, rows: int, width: int) -> TensorDescriptor | None:
@@ -245,7 +242,9 @@ def _tiles(z: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None
     return None if z is None else TensorDescriptor.from_tensor(z.view(-1, z.shape[-1]), [rows, columns])
 
 
-def forward(u: Columns, state: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Prepared]:
+def forward(
+    u: Columns, state: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Prepared]:
     """The outputs, the final state, and for the backward: each chunk's state, Y_0 and what was prepared."""
     run = Launch(u)
     o = run.empty(run.B, run.T, run.H, run.V)
@@ -269,3 +268,57 @@ def backward(
     d_initial = run.reverse(ready, d_o, leaving, segments, d_states, d_w)[0]
     d_q, d_x, d_erase_key, d_strength, d_log_decay = run.tokens(ready, states, fed, d_o, d_states, d_w)
     return d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_initial
+
+
+def step(given: list[Tensor | None], new_state: Tensor, substeps: int) -> Tensor:
+    """The decode kernel on an `Update`'s tensors and a state; fills `new_state`, which may be that state."""
+    q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state = given
+    assert q is not None and k is not None and w is not None
+    (B, T, _, K), (H, L, V) = q.shape, w.shape[2:]
+    groups = {
+        name: 1 if z is None else z.shape[2] for name, z in {"q": q, "k": k, "b": erase_key, "a": erase_write}.items()
+    }
+    o = w.new_empty(B, T, H, V)
+    block = min(padded(V), 32)
+    step_kernel[(-(-V // block) * B * H,)](
+        q, k, w, log_decay, erase_key, erase_strength, erase_write, _bytes(reset), _bytes(mask), state, new_state, o,
+        T=T, H=H, **{f"{name}_groups": count for name, count in groups.items()},
+        SUBSTEPS=substeps, L=L, K=K, V=V, BK=padded(K), BV=block, num_warps=4,
+    )  # fmt: skip
+    return o
+
+
+def _bytes(flags: Tensor | None) -> Tensor | None:
+    return None if flags is None else flags.view(torch.int8)
+
+
+SOLVER_ELEMENTS = 2048
+"""What one program of the solver holds: tokens × value channels."""
+
+
+def solve(r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool) -> Tensor:
+    sizes, grid, _ = _solver(r, beta)
+    w = r.new_empty(*beta.shape, r.shape[-1])
+    solve_kernel[grid](r, p, beta, scale, w, **sizes, GELU=gelu, NONLINEAR=nonlinear)
+    return w
+
+
+def solve_backward(
+    d_w: Tensor, r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    sizes, grid, programs = _solver(r, beta)
+    d_r, d_beta = torch.empty_like(r), torch.empty_like(beta)
+    d_p = None if p is None else torch.empty_like(p)
+    parts = None if scale is None else scale.new_empty(programs, *scale.shape, dtype=torch.float32)
+    solve_backward_kernel[grid](
+        r, p, beta, scale, d_w, d_r, d_p, d_beta, parts, **sizes, GELU=gelu, NONLINEAR=nonlinear
+    )
+    return d_r, d_p, d_beta, None if scale is None or parts is None else parts.sum(0).to(scale.dtype)
+
+
+def _solver(r: Tensor, beta: Tensor) -> tuple[dict[str, int], tuple[int], int]:
+    H, V, L = r.shape[-2], r.shape[-1], beta.shape[-1]
+    rows, block = r.numel() // (H * V), padded(V)
+    per_program = max(1, SOLVER_ELEMENTS // block)
+    programs = -(-rows // per_program)
+    return {"rows": rows, "H": H, "L": L, "V": V, "BV": block, "ROWS": per_program}, (programs * H,), programs

@@ -34,10 +34,11 @@ def memory(
 
 
 @memory.register_fake
-def _(q, x, w, log_decay, erase_key, strength, documents, state, save):  # type: ignore[no-untyped-def]
+def _(q, x, w, log_decay, erase_key, strength, documents, state, save):
     u = Columns(q, x, w, log_decay, erase_key, strength, documents)
     B, T, H, K = q.shape
-    J, V, step, chunk = *w.shape[3:], u.configuration.step, u.configuration.chunk
+    J, V = w.shape[3:]
+    step, chunk = u.configuration.step, u.configuration.chunk
     N = (T + chunk - 1) // chunk
     steps = N * (chunk // step)
     exact = torch.float64 if w.dtype == torch.float32 else torch.float32
@@ -87,7 +88,7 @@ def memory_backward(
 
 
 @memory_backward.register_fake
-def _(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest):  # type: ignore[no-untyped-def]
+def _(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest):
     def like(z: Tensor | None) -> Tensor:
         return w.new_empty(0) if z is None else z.new_empty(z.shape)
 
@@ -128,6 +129,100 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Non
 
 
 memory.register_autograd(_differentiate, setup_context=_keep)
+
+
+@torch.library.custom_op("prism::step", mutates_args=())
+def step(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    log_decay: Tensor | None,
+    erase_key: Tensor | None,
+    erase_strength: Tensor | None,
+    erase_write: Tensor | None,
+    reset: Tensor | None,
+    mask: Tensor | None,
+    state: Tensor | None,
+    substeps: int,
+) -> tuple[Tensor, Tensor]:
+    """Tokens one after the other, as `Update` gives them: the outputs and a new state. Has no backward."""
+    new = w.new_empty(w.shape[0], w.shape[2], q.shape[3], w.shape[4], dtype=torch.float32)
+    given = (q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
+    return launch.step([_contiguous(z) for z in given], new, substeps), new
+
+
+@step.register_fake
+def _(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state, substeps):
+    B, T, _, K = q.shape
+    H, V = w.shape[2], w.shape[4]
+    return w.new_empty(B, T, H, V), w.new_empty(B, H, K, V, dtype=torch.float32)
+
+
+@torch.library.custom_op("prism::step_", mutates_args=("state",))
+def step_(
+    q: Tensor,
+    k: Tensor,
+    w: Tensor,
+    log_decay: Tensor | None,
+    erase_key: Tensor | None,
+    erase_strength: Tensor | None,
+    erase_write: Tensor | None,
+    reset: Tensor | None,
+    mask: Tensor | None,
+    state: Tensor,
+    substeps: int,
+) -> Tensor:
+    """`step` that updates the state in place: contiguous float32 `[B, H, K, V]`. What a captured decode loop replays."""
+    if state.dtype != torch.float32 or not state.is_contiguous():
+        raise ValueError(
+            f"state must be contiguous float32 to be updated in place, got {state.dtype} {list(state.stride())}"
+        )
+    given = (q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
+    return launch.step([_contiguous(z) for z in given], state, substeps)
+
+
+@step_.register_fake
+def _(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state, substeps):
+    return w.new_empty(q.shape[0], q.shape[1], w.shape[2], w.shape[4])
+
+
+@torch.library.custom_op("prism::solve", mutates_args=())
+def solve(r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool) -> Tensor:
+    """PRISM's solver: r `[…, H, V]`, p `[…, H, L, V]`, β `[…, H, L]`, γ `[L, H, V]` → the writes `[…, H, L, V]`."""
+    return launch.solve(r.contiguous(), _contiguous(p), beta.contiguous(), _contiguous(scale), gelu, nonlinear)
+
+
+@solve.register_fake
+def _(r, p, beta, scale, gelu, nonlinear):
+    return r.new_empty(*beta.shape, r.shape[-1])
+
+
+@torch.library.custom_op("prism::solve_backward", mutates_args=())
+def solve_backward(
+    d_w: Tensor, r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    given = (r.contiguous(), _contiguous(p), beta.contiguous(), _contiguous(scale))
+    grads = launch.solve_backward(d_w.contiguous(), *given, gelu, nonlinear)
+    return tuple(_present(z, r) for z in grads)  # type: ignore[return-value]
+
+
+@solve_backward.register_fake
+def _(d_w, r, p, beta, scale, gelu, nonlinear):
+    return tuple(r.new_empty(0) if z is None else z.new_empty(z.shape) for z in (r, p, beta, scale))
+
+
+def _keep_solve(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.gelu, ctx.nonlinear = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_solve(ctx: Any, d_w: Tensor) -> tuple[Tensor | None, ...]:
+    tensors = ctx.saved_tensors
+    grads = solve_backward(d_w, *tensors, ctx.gelu, ctx.nonlinear)
+    return (*[None if z is None else grad for z, grad in zip(tensors, grads, strict=True)], None, None)
+
+
+solve.register_autograd(_differentiate_solve, setup_context=_keep_solve)
 
 
 def _columns(*tensors: Tensor | None) -> Columns:

@@ -56,7 +56,6 @@ def prepare_kernel(
     padded,
     J: tl.constexpr,
     K: tl.constexpr,
-    BK: tl.constexpr,
     C: tl.constexpr,
     ERASE: tl.constexpr,
     TIED: tl.constexpr,
@@ -73,37 +72,26 @@ def prepare_kernel(
     t = n * C
     GRAMS: tl.constexpr = 2 * J if ERASE else J
     place = (bh * chunks + n) * GRAMS
-    turned = kept(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, True)
     if ERASE:
+        key = load_rows(x, b, t, h * (J * K), C, K)
+        lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
+        lower = tl.dot(lookup, tl.trans(key), input_precision=PRECISION)
+        lower *= kept(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, False)
         beta = tl.full((C,), 1.0, tl.float32)
         if STRENGTH:
             beta = load_gate(strengths, bh, t, padded, C)
-        seen = off_diagonal(turned * -beta[None, :], C)
-    for j in tl.static_range(J):
-        gram_q = tl.zeros((C, C), tl.float32)
-        gram_b = tl.zeros((C, C), tl.float32)
-        for k in tl.static_range(0, K, BK):
-            keys = load_rows(x, b, t, (h * J + j) * K + k, C, BK)
-            asked = load_rows(q, b, t, h * K + k, C, BK)
-            gram_q = tl.dot(keys, tl.trans(asked), gram_q, input_precision=PRECISION)
-            if ERASE:
-                if TIED:
-                    lookup = load_rows(x, b, t, h * (J * K) + k, C, BK)
-                else:
-                    lookup = load_rows(erase_key, b, t, h * K + k, C, BK)
-                gram_b = tl.dot(keys, tl.trans(lookup), gram_b, input_precision=PRECISION)
-        grams.store([(place + j) * C, 0], (gram_q * turned).to(grams.dtype))
-        if ERASE:
-            grams.store([(place + J + j) * C, 0], (gram_b * seen).to(grams.dtype))
-    if ERASE:
-        gram = tl.zeros((C, C), tl.float32)
-        for k in tl.static_range(0, K, BK):
-            keys = load_rows(x, b, t, h * (J * K) + k, C, BK)
-            lookup = keys if TIED else load_rows(erase_key, b, t, h * K + k, C, BK)
-            gram = tl.dot(lookup, tl.trans(keys), gram, input_precision=PRECISION)
-        gram *= kept(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, False) * beta[:, None]
-        solved = invert_unit_lower(off_diagonal(gram, C), C, PRECISION)
+        solved = invert_unit_lower(off_diagonal(lower * beta[:, None], C), C, PRECISION)
         inverse.store([(bh * chunks + n) * C, 0], solved.to(inverse.dtype))
+    turned = kept(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, True)
+    asked = load_rows(q, b, t, h * K, C, K)
+    for j in tl.static_range(J):
+        keys = load_rows(x, b, t, (h * J + j) * K, C, K)
+        gram = tl.dot(keys, tl.trans(asked), input_precision=PRECISION)
+        grams.store([(place + j) * C, 0], (gram * turned).to(grams.dtype))
+        if ERASE:
+            gram = tl.dot(keys, tl.trans(lookup), input_precision=PRECISION)
+            seen = off_diagonal(gram * turned * -beta[None, :], C)
+            grams.store([(place + J + j) * C, 0], seen.to(grams.dtype))
 
 
 @triton.jit

@@ -45,7 +45,17 @@ def load_cumulated(cumulated, bh, t, padded, C: tl.constexpr, STEP: tl.constexpr
 
 @triton.jit
 def borders(
-    cumulated, documents, bh, b, t, padded, T, C: tl.constexpr, STEP: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr
+    cumulated,
+    documents,
+    bh,
+    b,
+    t,
+    padded,
+    T,
+    C: tl.constexpr,
+    STEP: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):
     """What a chunk keeps: of the incoming state at each row `[C]`, of each row's write at the end `[C]`, of the state."""
     from_start = tl.full((C,), 1.0, tl.float32)

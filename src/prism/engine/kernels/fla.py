@@ -1,0 +1,82 @@
+"""Decays per key channel on a GPU: flash-linear-attention's kernels, where it is installed and has the memory at hand.
+
+| update | their operator |
+|---|---|
+| no erase, read after / before | GLA / RWKV-6 without its bonus |
+| erase of the undecayed state | DPLR (RWKV-7): S_t = Diag(e^g) S + b̂ (âᵀ S) + k wᵀ with â = b, b̂ = -a |
+| erase of the decayed state along the key written | KDA, which scales its values itself: v = w / β |
+
+Imports it only when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prism.engine.update import Update
+
+INSTALLED = importlib.util.find_spec("fla") is not None
+
+WIDEST_KEY = 256
+
+
+def refuses(u: Update) -> str | None:
+    """Why their kernels cannot serve an update, or None."""
+    if not INSTALLED:
+        return "needs flash-linear-attention, which is not installed"
+    if not u.w.is_cuda:
+        return f"needs a CUDA device, not {u.w.device.type}"
+    if torch.compiler.is_compiling():
+        return "cannot be compiled"
+    if not u.per_channel:
+        return "is used for decays per key channel only"
+    if u.w.dtype not in (torch.bfloat16, torch.float16):
+        return f"serves bfloat16 and float16, not {u.w.dtype}"
+    if u.writes != 1 or u.substeps != 1:
+        return "serves one write a token"
+    if u.reset is not None:
+        return "is not used for packed documents"
+    if u.key_dim > WIDEST_KEY:
+        return f"serves keys up to {WIDEST_KEY} wide, not {u.key_dim}"
+    if u.erases and u.read != "after":
+        return "has no erase with read='before'"
+    if u.erases and u.erase_on == "decayed" and not u.erase_first:
+        return "erases the decayed state only along the key written (erase_first)"
+    return None
+
+
+def run(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    dtype, H = u.w.dtype, u.heads
+
+    def lay(z: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+        z = z.to(dtype)
+        if u.mask is not None:
+            z = torch.where(u.mask.reshape(*u.mask.shape, *[1] * (z.ndim - 2)), z, 0.0)
+        return (z if z.shape[2] == H else z.repeat_interleave(H // z.shape[2], 2)).contiguous()
+
+    assert u.log_decay is not None
+    q, k, v, g = lay(u.q), lay(u.k[..., 0, :]), lay(u.w[..., 0, :]), lay(u.log_decay, torch.float32)
+    shared: dict[str, Any] = {"scale": 1.0, "initial_state": state, "output_final_state": True}
+    if u.erase_key is None:
+        if u.read == "after":
+            from fla.ops.gla import chunk_gla
+
+            return chunk_gla(q, k, v, g, **shared)
+        from fla.ops.rwkv6 import chunk_rwkv6
+
+        return chunk_rwkv6(q, k, v, g, torch.zeros_like(q[0, 0]), **shared)
+    b = lay(u.erase_key)
+    if u.erase_on == "undecayed":
+        from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
+
+        a = lay(u.erase_write) if u.erase_write is not None else b * lay(u.erase_strength).unsqueeze(-1)  # type: ignore[arg-type]
+        return chunk_dplr_delta_rule(q, k, v, b, -a, g, **shared)
+    from fla.ops.kda import chunk_kda
+
+    beta = lay(u.erase_strength, torch.float32)  # type: ignore[arg-type]
+    tiny = torch.finfo(torch.float32).tiny
+    return chunk_kda(q, k, (v / beta.clamp(min=tiny).unsqueeze(-1)).to(dtype), g, beta, **shared)

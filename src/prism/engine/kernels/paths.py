@@ -1,0 +1,144 @@
+"""From an `Update` to the kernels: what they can serve, and the columns they read. Imports Triton only when they run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prism.engine.steps import at_substep
+from prism.engine.update import Update
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton reads the variable when it is imported, so it is read once here too."""
+
+WIDEST_KEY, WIDEST_VALUE, MOST_WRITES = 256, 512, 4
+
+
+def on_gpu(u: Update) -> bool:
+    return u.w.is_cuda
+
+
+def step_refuses(u: Update) -> str | None:
+    """Why the decode kernel cannot serve an update, or None."""
+    if not INSTALLED:
+        return "needs triton, which is not installed"
+    if not u.w.is_cuda and not (INTERPRETED and u.w.device.type == "cpu"):
+        return (
+            f"needs a CUDA device, not {u.w.device.type} (on a CPU, TRITON_INTERPRET=1 runs it in Triton's interpreter)"
+        )
+    if u.w.is_cuda and torch.cuda.get_device_capability(u.w.device) < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    if u.per_channel:
+        return "has no decay per key channel"
+    if u.read != "after":
+        return f"has no read={u.read!r}"
+    if u.erases and u.erase_on != "decayed":
+        return f"has no erase_on={u.erase_on!r}"
+    if u.state_dtype == torch.float64:
+        return "has no float64"
+    if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
+        return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
+    return None
+
+
+def chunks_refuse(u: Update) -> str | None:
+    """Why the chunk kernels cannot serve an update, or None."""
+    if u.writes > MOST_WRITES:
+        return f"serves up to {MOST_WRITES} writes a token, not {u.writes}"
+    return step_refuses(u)
+
+
+def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    from prism.engine.kernels import ops
+
+    K, V, n = u.key_dim, u.value_dim, u.substeps
+    columns = _columns(u)
+    given = None if state is None else _widen(state.float(), padded(K) - K, padded(V) - V)
+    tensors = [z for z in (*columns, given) if z is not None]
+    save = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
+    o, final, *_ = ops.memory(*columns, given, save)
+    return o[:, n - 1 :: n, :, :V], final[..., :K, :V]
+
+
+def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Decoding needs no gradient; where one is wanted, the chunk kernels have it."""
+    tensors = (u.q, u.k, u.w, u.log_decay, u.erase_key, u.erase_strength, u.erase_write, state)
+    if torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors):
+        return run_chunks(u, state)
+    from prism.engine.kernels import ops
+
+    given = None if state is None else state.float()
+    return ops.step(*tensors[:7], u.reset, u.mask, given, u.substeps)
+
+
+def _columns(u: Update) -> tuple[Any, ...]:
+    """q, x, w, log_decay, erase_key, strength, documents, as `launch.Columns` has them."""
+    n, H, dtype = u.substeps, u.heads, u.w.dtype
+    per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
+
+    def lay(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
+        if z is None:
+            return None
+        z = z.to(dtype)
+        if mask is not None:  # `where`, because NaN · 0 is NaN
+            z = torch.where(mask.reshape(*mask.shape, *[1] * (z.ndim - 2)), z, 0.0)
+        return z if z.shape[2] == H else z.repeat_interleave(H // z.shape[2], 2)
+
+    q, g = lay(u.q, u.mask), lay(u.log_decay, u.mask, torch.float32)
+    x, w, b = lay(u.k, per_row), lay(u.w, per_row), None
+    strength = lay(u.erase_strength, per_row, torch.float32)
+    if u.erases and not _erases_first(u):  # the erase feeds a column of its own, which writes nothing else
+        b = lay(u.erase_key, per_row)
+        a = b if u.erase_write is None else lay(u.erase_write, per_row)
+        x = torch.cat([a.unsqueeze(3), x], 3)
+        w = torch.cat([torch.zeros_like(w[..., :1, :]), w], 3)
+        if u.erase_write is None:
+            b = None
+    documents = None
+    if u.reset is not None:
+        reset = u.reset if u.mask is None else u.reset & u.mask
+        documents = at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
+    keys, values = padded(u.key_dim) - u.key_dim, padded(u.value_dim) - u.value_dim
+    return (
+        _widen(at_substep(q, n, n - 1), keys),
+        _widen(x, keys),
+        _widen(w, values),
+        None if g is None else at_substep(g, n, 0),
+        None if b is None else _widen(b, keys),
+        strength,
+        documents,
+    )
+
+
+def _erases_first(u: Update) -> bool:
+    """Whether the erase is known to go along the first key written: said so, or seen to be a view of the same tensor."""
+    if u.erase_first:
+        return True
+    b, k = u.erase_key, u.k
+    if b is None or u.erase_write is not None or torch.compiler.is_compiling():
+        return False
+    first = k[..., 0, :]
+
+    # The same memory is not enough: a detached key has none of k's gradient.
+    def base(z: Tensor) -> Tensor:
+        return z if z._base is None else z._base
+
+    same = b.data_ptr() == first.data_ptr() and b.stride() == first.stride() and b.shape == first.shape
+    return same and base(b) is base(k)
+
+
+def _widen(z: Tensor, columns: int, values: int | None = None) -> Tensor:
+    """Zeros after the last dimension; with `values`, `columns` after the one before it."""
+    padding = (0, columns) if values is None else (0, values, 0, columns)
+    return F.pad(z, padding) if any(padding) else z
+
+
+def padded(width: int) -> int:
+    """Tiles are powers of two and at least 16 wide."""
+    return max(16, 1 << (width - 1).bit_length())

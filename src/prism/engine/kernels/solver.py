@@ -1,0 +1,131 @@
+"""PRISM's write solver in one pass: from residual, gains and step sizes to the L values written, and back.
+
+    gelu     δ_l = GELU(p_l r_l),   r_{l+1} = r_l - δ_l                w_l = γ_l β_l δ_l
+    closed   δ_l = σ(p_l) r_l,      r_{l+1} = r_l - δ_l
+
+One program takes ROWS tokens of one head. Nothing but the inputs is kept for the backward: the L residuals are found again.
+γ's gradient is summed over a program's tokens here and over programs by the caller, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def normal_cdf(x):
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def load_gain(p, place, l, v, inside, L: tl.constexpr, V: tl.constexpr, GELU: tl.constexpr):
+    """p_l, or the constant that stands for it: 1 in the loop, and a half of every residual in the closed form."""
+    if p is None:
+        return 1.0 if GELU else 0.5
+    return tl.load(p + place * L + l * V + v[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def correction(gain, r, GAINS: tl.constexpr, GELU: tl.constexpr, NONLINEAR: tl.constexpr):
+    """δ_l, and its derivatives by r_l and p_l."""
+    if GELU:
+        x = gain * r
+        if NONLINEAR:
+            cdf = normal_cdf(x)
+            slope = cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+            return x * cdf, slope * gain, slope * r
+        return x, gain + 0.0 * r, r
+    if GAINS and NONLINEAR:
+        share = tl.sigmoid(gain)
+        return share * r, share, share * (1.0 - share) * r
+    return gain * r, gain + 0.0 * r, r
+
+
+@triton.jit(do_not_specialize=["rows", "H"])
+def solve_kernel(
+    r,
+    p,
+    beta,
+    scale,
+    w,
+    rows,
+    H,
+    L: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ROWS: tl.constexpr,
+    GELU: tl.constexpr,
+    NONLINEAR: tl.constexpr,
+):
+    """r `[rows, H, V]`, p and w `[rows, H, L, V]`, β `[rows, H, L]`, γ `[L, H, V]`."""
+    h = tl.program_id(0) % H
+    i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    v = tl.arange(0, BV)
+    inside = (i < rows)[:, None] & (v < V)[None, :]
+    head = i.to(tl.int64) * H + h
+    residual = tl.load(r + head[:, None] * V + v[None, :], mask=inside, other=0.0).to(tl.float32)
+    place = head[:, None] * V
+    for l in tl.static_range(L):
+        gain = load_gain(p, place, l, v, inside, L, V, GELU)
+        delta, _, _ = correction(gain, residual, p is not None, GELU, NONLINEAR)
+        step = tl.load(beta + head * L + l, mask=i < rows, other=0.0).to(tl.float32)[:, None]
+        value = delta * step
+        if scale is not None:
+            value *= tl.load(scale + (l * H + h) * V + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
+        tl.store(w + place * L + l * V + v[None, :], value.to(w.dtype.element_ty), mask=inside)
+        residual -= delta
+
+
+@triton.jit(do_not_specialize=["rows", "H"])
+def solve_backward_kernel(
+    r,
+    p,
+    beta,
+    scale,
+    d_w,
+    d_r,
+    d_p,
+    d_beta,
+    d_scale,
+    rows,
+    H,
+    L: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ROWS: tl.constexpr,
+    GELU: tl.constexpr,
+    NONLINEAR: tl.constexpr,
+):
+    """`d_scale` `[programs / H, L, H, V]` holds one program's sum each."""
+    h = tl.program_id(0) % H
+    i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    v = tl.arange(0, BV)
+    inside = (i < rows)[:, None] & (v < V)[None, :]
+    head = i.to(tl.int64) * H + h
+    place = head[:, None] * V
+    first = tl.load(r + place + v[None, :], mask=inside, other=0.0).to(tl.float32)
+    d_residual = tl.zeros((ROWS, BV), tl.float32)
+    for l in tl.static_range(L - 1, -1, -1):
+        residual = first
+        for m in tl.static_range(l):
+            gain = load_gain(p, place, m, v, inside, L, V, GELU)
+            delta, _, _ = correction(gain, residual, p is not None, GELU, NONLINEAR)
+            residual -= delta
+        gain = load_gain(p, place, l, v, inside, L, V, GELU)
+        delta, by_residual, by_gain = correction(gain, residual, p is not None, GELU, NONLINEAR)
+        step = tl.load(beta + head * L + l, mask=i < rows, other=0.0).to(tl.float32)[:, None]
+        d_value = tl.load(d_w + place * L + l * V + v[None, :], mask=inside, other=0.0).to(tl.float32)
+        if scale is not None:
+            tl.store(
+                d_scale + ((tl.program_id(0) // H * L + l) * H + h) * V + v,
+                tl.sum(d_value * delta * step, 0),
+                mask=v < V,
+            )
+            d_value *= tl.load(scale + (l * H + h) * V + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
+        tl.store(d_beta + head * L + l, tl.sum(d_value * delta, 1).to(d_beta.dtype.element_ty), mask=i < rows)
+        d_delta = d_value * step - d_residual
+        if p is not None:
+            tl.store(d_p + place * L + l * V + v[None, :], (d_delta * by_gain).to(d_p.dtype.element_ty), mask=inside)
+        d_residual += d_delta * by_residual
+    tl.store(d_r + place + v[None, :], d_residual.to(d_r.dtype.element_ty), mask=inside)
