@@ -75,6 +75,8 @@ def test_when_all_are_damaged_nothing_is_started_over(root: Path, trained: Path)
     with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged: to start anew, give another run folder"):
         train(settings_of(root, trained), build_with_dropout)
     assert (root / "run" / "log.jsonl").read_bytes() == log
+    with pytest.raises(ValueError, match="is damaged"):
+        train(settings_of(root, trained), build_with_dropout)  # asking again does not help
 
 
 def test_only_the_newest_are_kept_and_nothing_is_a_pickle(trained: Path) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
 from tyro.conf import Positional
 
-from prism.train.checkpoint import Checkpoints
-from prism.train.distributed import World
+from prism.train.checkpoint import find_newest_good
 from prism.train.export import export as export_checkpoint
 
 
@@ -22,9 +20,7 @@ def export(run: Positional[Path], out: Path | None = None) -> None:
     """
     if out is not None and out.exists():
         raise ValueError(f"{out} exists already: give another folder")
-    found = Checkpoints(run / "checkpoints", 1, World(torch.device("cpu"))).newest_good(
-        lambda message: print(message, file=sys.stderr)
-    )
+    found = find_newest_good(run / "checkpoints", lambda message: print(message, file=sys.stderr))
     if found is None:
         raise ValueError(f"{run} has no checkpoint to export")
     print(f"{found.folder.name} is exported to {export_checkpoint(run, found, out or run / 'model')}")

@@ -65,10 +65,6 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, world: World) -> None:
         self.folder, self.keep, self.world = folder, keep, world
 
-    def names(self) -> list[str]:
-        """All that look complete, oldest first."""
-        return sorted(path.name for path in self.folder.glob("step-*") if path.name[5:].isdecimal())
-
     def save(self, tensors: dict[str, Tensor], rng: dict[str, Tensor], state: dict[str, Any]) -> Checkpoint:
         """Write a checkpoint of step `state["step"]`; if that fails, the earlier ones are as they were."""
         name = f"step-{state['step']:08d}"
@@ -91,30 +87,31 @@ class Checkpoints:
 
     def newest_good(self, report: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that passes every check; damaged ones are reported and set aside."""
-        name = self.world.on_main(lambda: self._newest_good(report))
-        name = self.world.gather(name)[0]
-        return None if name is None else Checkpoint(self.folder / name)
+        found = self.world.gather(self.world.on_main(lambda: self._clear_up(report)))[0]
+        return None if found is None else Checkpoint(self.folder / found)
 
-    def _newest_good(self, report: Callable[[str], None]) -> str | None:
-        for leftover in self.folder.glob(".step-*"):
+    def _clear_up(self, report: Callable[[str], None]) -> str | None:
+        for leftover in self.folder.glob(".step-*"):  # of a writer that was killed
             shutil.rmtree(leftover)
-        names = self.names()
-        for name in reversed(names):
-            damage = find_damage(self.folder / name)
-            if damage is None:
-                return name
-            report(f"checkpoint {name} is damaged: {damage}; set aside as {name}.damaged, trying the one before it")
+        names, good = checkpoint_names(self.folder), find_newest_good(self.folder, report)
+        if good is None:
+            if names:
+                raise ValueError(
+                    f"every checkpoint in {self.folder} is damaged: to start anew, give another run folder"
+                )
+            return None
+        for name in names[names.index(good.folder.name) + 1 :]:
             aside = self.folder / f"{name}.damaged"
             if aside.exists():
                 remove_folder(aside)
             (self.folder / name).rename(aside)
-        if names:
-            raise ValueError(f"every checkpoint in {self.folder} is damaged: to start anew, give another run folder")
-        return None
+            report(f"{name} is set aside as {aside.name}")
+        return good.folder.name
 
     def _digest(self, partial: Path) -> dict[str, dict[str, Any]]:
-        """Sync and hash the files, each process its share."""
-        mine = sorted(path for path in partial.rglob("*") if path.is_file())[self.world.rank :: self.world.size]
+        """Sync and hash the files, each process its share of what the first one sees."""
+        files = self.world.on_main(lambda: sorted(path for path in partial.rglob("*") if path.is_file()))
+        mine = (self.world.gather(files)[0] or [])[self.world.rank :: self.world.size]
 
         def hash_mine() -> dict[str, dict[str, Any]]:
             for path in mine:
@@ -130,16 +127,31 @@ class Checkpoints:
     def _commit(self, partial: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
         write_json(partial / MANIFEST, _signed(files))
         commit_folder(partial, final)
-        for name in self.names()[: -self.keep]:
+        for name in checkpoint_names(self.folder)[: -self.keep]:
             remove_folder(self.folder / name)
 
     def _explain(self, error: Exception, name: str) -> str:
-        names = [other for other in self.names() if other != name]
+        names = [other for other in checkpoint_names(self.folder) if other != name]
         last = f"the last good checkpoint, {names[-1]}, is untouched" if names else "there is no earlier checkpoint"
         reason, advice = _reason(error), "run the same command again to go on"
         if "No space left" in reason:
             advice = "free some space and " + advice
         return f"checkpoint {name} could not be written to {self.folder} ({reason}): {last}; {advice}"
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    """All that look complete, oldest first."""
+    return sorted(path.name for path in folder.glob("step-*") if path.name[5:].isdecimal())
+
+
+def find_newest_good(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that passes every check, None if there is none. Looks only: the run may be under way."""
+    for name in reversed(checkpoint_names(folder)):
+        damage = find_damage(folder / name)
+        if damage is None:
+            return Checkpoint(folder / name)
+        report(f"checkpoint {name} is damaged: {damage}; trying the one before it")
+    return None
 
 
 def find_damage(folder: Path) -> str | None:

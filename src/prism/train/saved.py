@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from prism.data.files import read_json
-from prism.train.checkpoint import Checkpoint, Checkpoints, find_damage
-from prism.train.distributed import World
+from prism.train.checkpoint import find_newest_good
 from prism.train.export import export
 from prism.train.run import CONFIG
 
@@ -22,7 +19,7 @@ def model_folder(path: Path, report: Callable[[str], None] = lambda message: Non
     if not _is_run(path):
         yield path
         return
-    model, newest = path / "model", _newest_good(path, report)
+    model, newest = path / "model", find_newest_good(path / "checkpoints", report)
     if model.is_dir() and (newest is None or model.stat().st_mtime >= newest.folder.stat().st_mtime):
         yield model
         return
@@ -38,14 +35,3 @@ def model_folder(path: Path, report: Callable[[str], None] = lambda message: Non
 def _is_run(path: Path) -> bool:
     config = path / CONFIG
     return config.is_file() and "settings" in read_json(config)
-
-
-def _newest_good(run: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """Looks only: the run may be under way, and what is damaged is the run's to set aside."""
-    folder = run / "checkpoints"
-    for name in reversed(Checkpoints(folder, 1, World(torch.device("cpu"))).names()):
-        damage = find_damage(folder / name)
-        if damage is None:
-            return Checkpoint(folder / name)
-        report(f"checkpoint {name} is damaged: {damage}; trying the one before it")
-    return None
