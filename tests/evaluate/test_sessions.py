@@ -261,6 +261,12 @@ class TestOpening:
         with pytest.raises(ValueError, match=r"tokenizer in .* has \d+ tokens, the model knows 264"):
             open_model(tmp_path)
 
+    def test_no_tokenizer(self, tmp_path: Path) -> None:
+        save_lm(tmp_path)
+        (tmp_path / "tokenizer.json").unlink()
+        with pytest.raises(FileNotFoundError, match=r"has no tokenizer\.json"):
+            open_model(tmp_path)
+
     def test_a_device_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="device 'cuda:99' cannot be used here"):
             open_model(save_lm(tmp_path), "cuda:99")

@@ -58,6 +58,8 @@ def open_model(folder: Path, device: str = "auto") -> LanguageModel:
     for what, names in (("lacks", report["missing_keys"]), ("has unknown", report["unexpected_keys"])):
         if names:
             raise ValueError(f"{folder} {what} weights ({min(names)}): its config.json belongs to another model")
+    if not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{folder} has no tokenizer.json, which turns text into the model's tokens and back")
     tokenizer = load_tokenizer(folder / "tokenizer.json", _end_token(folder))
     if tokenizer.size > model.config.vocab_size:
         raise ValueError(
