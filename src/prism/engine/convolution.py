@@ -28,9 +28,8 @@ def refuses(update: Diagonal) -> str | None:
 
 def convolution(update: Diagonal, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Outputs `[B, T, D]` and the state after the last token, for states `[B, D, N]`."""
-    real = update.dtype.to_real()
     rows = Rows.of(update)
-    u = rows.lay(factors(update.write)[0].squeeze(-1).to(real))  # [B, n, L, D]
+    u = rows.lay(factors(update.write)[0].squeeze(-1).to(update.real_dtype))  # [B, n, L, D]
     L = u.shape[2]
     g, b, r = (_constant(update, name) for name in ("log_decay", "write", "read"))
     powers = _powers(g, torch.arange(L + 1, device=u.device), update.dtype)  # [L + 1, D, N]

@@ -14,7 +14,6 @@ Design choices
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -72,12 +71,16 @@ class Diagonal:
                 kind = torch.promote_types(kind, x.dtype)
         return kind
 
+    @property
+    def real_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype in (torch.float64, torch.complex128) else torch.float32
+
     def initial(self, state: Tensor | None) -> Tensor:
         """`[B, *S]`, complex if numbers are."""
         if state is None:
             return torch.zeros(self.shape[0], *self.shape[2:], dtype=self.dtype, device=factors(self.write)[0].device)
         if self.dtype.is_complex:
-            return torch.view_as_complex(state.to(self.dtype.to_real()).contiguous())
+            return torch.view_as_complex(state.to(self.real_dtype).contiguous())
         return state.to(self.dtype)
 
     def answer(self, o: Tensor) -> Tensor:
@@ -158,7 +161,10 @@ def _read(u: Diagonal, states: Tensor) -> Tensor:
 
 def _product(x: Factors) -> Tensor:
     """At least in float32: a decay near 1 does not survive less."""
-    return math.prod(f.float() if f.dtype in (torch.bfloat16, torch.float16) else f for f in factors(x))  # type: ignore[return-value]
+    first, *rest = (f.float() if f.dtype in (torch.bfloat16, torch.float16) else f for f in factors(x))
+    for f in rest:
+        first = first * f
+    return first
 
 
 def _split(u: Diagonal, size: int) -> Iterator[Diagonal]:
