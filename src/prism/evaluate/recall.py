@@ -63,17 +63,16 @@ class RecallModel(nn.Module):
         super().__init__()
         width = run.width
         value_dim = width // run.heads if run.value_dim is None else run.value_dim
-        # The convolution stands before every mixer alike, so rules that have one of their own go without.
-        options = {"conv_size": 1} if "conv_size" in rules.get(run.rule).option_names() else {}
-        options |= run.options
+        # The convolution stands before every mixer alike, so rules that have one of their own go without. Rules whose state
+        # is not K × V have sizes of their own, which the results state.
+        sizes = {"key_dim": run.key_dim, "value_dim": value_dim, "conv_size": 1}
+        taken = rules.get(run.rule).option_names()
+        options = {name: value for name, value in sizes.items() if name in taken} | run.options
         self.embedding = nn.Embedding(run.task.vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=0.02)  # a louder one drowns what the mixers add
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(run.layers))
         self.convolutions = nn.ModuleList(ShortConv(width) for _ in range(run.layers))
-        self.mixers = nn.ModuleList(
-            Mixer(run.rule, width, run.heads, key_dim=run.key_dim, value_dim=value_dim, **options)
-            for _ in range(run.layers)
-        )
+        self.mixers = nn.ModuleList(Mixer(run.rule, width, run.heads, **options) for _ in range(run.layers))
         self.norm = nn.RMSNorm(width)
         self.head = nn.Linear(width, run.task.vocabulary, bias=False)
 
