@@ -13,7 +13,9 @@ process. `gated_delta-fla` is the same model with flash-linear-attention's kerne
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -231,9 +233,13 @@ def main() -> None:
                         f"{row['tokens_per_second'] / 1e3:9.1f} K tokens/s  {memory}  first {row['first_step_seconds']:.1f} s",
                         flush=True,
                     )
-        except (RuntimeError, ValueError, ImportError) as error:  # one model out of memory must not cost the others
-            failed.append({"model": name, "error": str(error).splitlines()[0]})
+        except Exception as error:  # one model out of memory, or one compiler's refusal, must not cost the others
+            failed.append({"model": name, "error": (str(error).splitlines() or [type(error).__name__])[0]})
             print(f"{name:16} failed: {failed[-1]['error']}", flush=True)
+        results = {"training": training, "decoding": decoding, "failed": failed}
+        write_results(
+            arguments.output, results, command=shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]])
+        )
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
     for name in arguments.decode:
@@ -244,8 +250,10 @@ def main() -> None:
                 f"{row['state_bytes_a_row'] / 2**20:.2f} MiB a row",
                 flush=True,
             )
-    results = {"training": training, "decoding": decoding, "failed": failed}
-    print("written to", write_results(arguments.output, results, command="python benchmarks/throughput.py"))
+        write_results(
+            arguments.output, results, command=shlex.join(["python", "benchmarks/throughput.py", *sys.argv[1:]])
+        )
+    print("written to", arguments.output)
 
 
 if __name__ == "__main__":
