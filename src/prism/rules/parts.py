@@ -67,16 +67,18 @@ class ShortConv(nn.Module):
         size, T = self.size, x.shape[1]
         seen = history(x, window, size - 1)
         documents = span.documents
-        y = x if self.weight is None else x * self.weight[-1]
+        # Under autocast x is bfloat16 and the weight float32: their product must not make the whole layer float32.
+        weight = None if self.weight is None else self.weight.to(x.dtype)
+        y = x if weight is None else x * weight[-1]
         for back in range(1, size):
-            assert self.weight is not None
+            assert weight is not None
             past = seen[:, size - 1 - back : size - 1 - back + T]
             if documents is not None:  # a tap that would reach into an earlier document sees nothing
                 age = F.pad(documents, (back, 0))[:, :T]
                 past = torch.where((age == documents).unsqueeze(-1), past, 0.0)
-            y = y + past * self.weight[-1 - back]
+            y = y + past * weight[-1 - back]
         if self.bias is not None:
-            y = y + self.bias
+            y = y + self.bias.to(x.dtype)
         if documents is not None:  # nor may the next segment's taps
             alive = F.pad(documents, (size - 1, 0)) == documents[:, -1:]
             seen = torch.where(alive.unsqueeze(-1), seen, 0.0)
@@ -150,13 +152,13 @@ class Rotary(nn.Module):
             raise ValueError(f"key_dim must be even for rotary positions, got {key_dim}")
         pairs = key_dim // 2
         # RetNet spaces its angles over [0, 1] with the end point, RoPE without it.
-        last = max(1, pairs - 1) if endpoint else pairs
-        self.frequencies = [base ** -(i / last) for i in range(pairs)]
-        self.interleaved = interleaved
+        self.pairs, self.last = pairs, max(1, pairs - 1) if endpoint else pairs
+        self.base, self.interleaved = base, interleaved
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """`[B, T, H, K]`, `[B, T]` → `[B, T, H, K]`. Angles in float64: position 1,000,000 must not lose its phase."""
-        frequencies = torch.tensor(self.frequencies, dtype=torch.float64, device=x.device)
+        # Made on the device: a copy from the host could not be captured in a CUDA graph.
+        frequencies = self.base ** -(torch.arange(self.pairs, dtype=torch.float64, device=x.device) / self.last)
         angle = positions.double()[:, :, None, None] * frequencies
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         if self.interleaved:
