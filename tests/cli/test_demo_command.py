@@ -20,7 +20,7 @@ def test_the_demo_writes_its_report_and_can_be_repeated(tmp_path: Path, capsys: 
     assert str((out / "report.html").resolve()) in capsys.readouterr().out
     results = json.loads((out / "results.json").read_text())["results"]
     assert [model["name"] for model in results["models"]] == list(MODELS)
-    assert {model["steps"] for model in results["models"]} == {10}
+    assert {model["steps"] for model in results["models"]} == {40}
     for rule, model in zip(MODELS.values(), results["models"], strict=True):
         assert (out / rule / "model" / "model.safetensors").is_file()
         assert model["command"] in report

@@ -96,6 +96,8 @@ def _settings(rule: str, steps: int, out: Path) -> Settings:
         "steps": steps,
         "seed": SEED,
         "model": {"layers": rule, "num_hidden_layers": 2},
+        "data": {"context": 128},
+        "optimizer": {"lr": 4e-3},
         "schedule": {"warmup": max(1, steps // 10)},
         "validation": {"every": max(1, steps // VALIDATIONS)},
         "checkpoint": {"every": 0},
@@ -104,7 +106,7 @@ def _settings(rule: str, steps: int, out: Path) -> Settings:
     return override(preset("tiny"), values, "demo")
 
 
-def _affordable(settings: list[Settings], seconds: float, trial: int = 4, least: int = 10) -> int:
+def _affordable(settings: list[Settings], seconds: float, trial: int = 6, least: int = 40) -> int:
     """How many steps each of these can take if all are to be trained in so many seconds, judged by a few steps of each."""
     step = 0.0
     for each in settings:
