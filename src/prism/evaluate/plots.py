@@ -77,7 +77,7 @@ def training_picture(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     scores.set(xlabel="tokens of training text", ylabel="bits per byte", title="Held-out text")
     for axis in (losses, scores):
         axis.grid(alpha=0.3)
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:,.0f}k" if x else "0")
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
     scores.legend(frameon=False)
     figure.tight_layout()
     save(figure, path)
