@@ -99,7 +99,7 @@ def _forward(fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: b
         inverse = P = R1 = minus_R = None
         if erases:
             M, a_end = MN[:, :C], x_end[:, :C].mT
-            inverse = unit_lower_inverse(M[..., :C])
+            inverse = _inverse(s)
             minus_R, R1 = torch.bmm(inverse, M[..., C:] @ w).neg_(), inverse @ z_start[:, :C]
             D += a_end @ minus_R
             P = torch.bmm(a_end, R1).neg_()
@@ -231,6 +231,14 @@ def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind:
         decay.to_end(one),
         decay.carry().unsqueeze(-1),
     )
+
+
+def _inverse(s: Segment) -> Tensor:
+    """T⁻¹ `[m, C, C]`, found in float64: where reflections (β near 2) meet nearly equal keys it amplifies the rounding of
+    the Gram matrix it inverts."""
+    C = s.gamma.shape[-1]
+    gram = (s.z[:, :C].double() @ s.x[:, :C].double().mT).mul_(s.gamma[:, 0, :, 0])
+    return unit_lower_inverse(gram).to(s.z.dtype)
 
 
 def _chain(P: Tensor | None, carry: Tensor, D: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
