@@ -1,6 +1,6 @@
 """Recurrent = parallel = chunkwise = scan: one memory, computed four ways.
 
-    python examples/forms.py
+Run it with `python examples/forms.py`.
 """
 
 import time
