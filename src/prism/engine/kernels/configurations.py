@@ -59,10 +59,15 @@ def configuration(
 
 def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     if dtype == torch.float32:  # no tensor cores: small tiles keep the unrolled products compilable
-        small = Tiling(min(value_dim, 16))
+        small = Tiling(min(value_dim, 16), stages=2)
         return Configuration(small, small, small, step=16, chunk=32, key_block=min(key_dim, 32))
-    wide = Tiling(min(value_dim, 64 if key_dim <= 128 else 32))
-    return Configuration(wide, wide, wide, key_block=min(key_dim, 128))
+    wide = min(value_dim, 64)
+    if key_dim > 128:  # registers and shared memory are short
+        return Configuration(
+            Tiling(wide), Tiling(wide, stages=2), Tiling(min(value_dim, 32), stages=2), prepare_warps=4
+        )
+    piped = Tiling(wide, stages=2)
+    return Configuration(piped, piped, piped, key_block=min(key_dim, 128))
 
 
 @contextmanager

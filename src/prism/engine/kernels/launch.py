@@ -18,7 +18,7 @@ from prism.engine.kernels.prepare import gates_kernel, prepare_kernel
 from prism.engine.kernels.reverse import reverse_kernel
 from prism.engine.kernels.scan import scan_kernel
 from prism.engine.kernels.solver import solve_backward_kernel, solve_kernel
-from prism.engine.kernels.tokens import tokens_kernel
+from prism.engine.kernels.tokens import columns_kernel, rows_kernel
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Launch:
         inverse = self.empty(B, H, steps, C, C) if u.erases else None
         prepare_kernel[(self.heads * steps,)](
             _rows(u.q, C, self.K), _rows(u.x, C, self.K), _rows(u.erase_key, C, self.K), beta, G, u.documents,
-            _tiles(grams, C, C), _tiles(inverse, C, C),
+            grams, inverse,
             **self.sizes, **self.flags, C=C, num_warps=self.how.prepare_warps,
         )  # fmt: skip
         return Prepared(G, beta, grams, inverse)
@@ -172,13 +172,23 @@ class Launch:
             touched = self.empty(parts, self.B, self.H, self.chunks, dtype=torch.float32)
         how = self.how.tokens
         BV = min(how.block, V)
-        tokens_kernel[(parts * self.chunks * self.heads,)](
-            _rows(u.q, C, BK), _rows(u.x, C, BK), _rows(u.w if fed is None else fed, C, BV), _rows(u.w, C, BV),
-            _rows(u.erase_key, C, BK), ready.strengths, ready.cumulated, u.documents,
-            _tiles(states, BV, BK), _rows(d_o, C, BV), _tiles(d_states, BV, BK), _rows(d_w, C, BV),
-            _rows(d_q, C, BK), _rows(d_x, C, BK), _rows(d_erase_key, C, BK), d_strength, d_cumulated, tails, touched,
-            **self.sizes, **self.flags, V=V, BK=BK, BV=BV, C=C, STEP=self.step, num_warps=how.warps, num_stages=how.stages,
+        xs, ws, o_rows, d_ws, d_xs = (
+            _rows(z, C, n) for z, n in ((u.x, BK), (u.w, BV), (d_o, BV), (d_w, BV), (d_x, BK))
+        )
+        queries, lookups, d_tiles = _rows(u.q, C, BK), _rows(u.erase_key, C, BK), _tiles(d_states, BV, BK)
+        gates = (ready.strengths, ready.cumulated, u.documents)
+        shared = {**self.sizes, **self.flags, "V": V, "BK": BK, "BV": BV, "C": C, "STEP": self.step}
+        shared |= {"num_warps": how.warps, "num_stages": how.stages}
+        rows_kernel[(parts * self.chunks * self.heads,)](
+            queries, xs, ws if fed is None else _rows(fed, C, BV), ws, lookups, *gates, _tiles(states, BV, BK), states,
+            o_rows, d_tiles, d_states, d_ws, _rows(d_q, C, BK), d_xs, _rows(d_erase_key, C, BK), d_strength, d_cumulated, tails, touched,
+            **shared,
         )  # fmt: skip
+        others = self.J - u.erases
+        if others:
+            columns_kernel[(parts * others * self.chunks * self.heads,)](
+                queries, xs, ws, lookups, *gates, o_rows, d_tiles, d_ws, d_xs, d_cumulated, tails, **shared
+            )
         d_log_decay = None
         if u.log_decay is not None:
             d_log_decay = torch.empty_like(u.log_decay)

@@ -11,9 +11,10 @@ Columns, what was written:
     dW_j = N_jᵀ dO + M_jᵀ dR + e^{G_C - G} ⊙ X_j dS'          for j > 0; dW_0 = dU is known
     dG_i = rows - columns of N_j ⊙ dN_j + M_j ⊙ dM_j, and what the decays at the borders add
 
-One program a chunk and head does the query, then the erase with the column it feeds, then each other column: tiles are
-asked for again and found in the cache, and only one accumulator is alive at a time. No product's left factor is ever the
-transpose of another product's result: Triton 3.4 to 3.7.0 miscompiles that on Hopper.
+`rows_kernel` does the rows and, where an erase feeds it, column 0; `columns_kernel` does the other columns. A program is one
+chunk of one head. Where keys and values fit (RESIDENT) each tile is loaded once and stays on the chip: waiting for loads is
+what this pass spends its time on. No product's left factor is ever the transpose of another product's result: Triton 3.4 to
+3.7.0 miscompiles that on Hopper.
 """
 
 from __future__ import annotations
@@ -25,9 +26,16 @@ from prism.engine.kernels.tiles import borders, kept, load_gate, load_rows, off_
 
 
 @triton.jit
+def rows_of(resident, tensor, b, t, column, C: tl.constexpr, WIDTH: tl.constexpr, RESIDENT: tl.constexpr):
+    return resident if RESIDENT else load_rows(tensor, b, t, column, C, WIDTH)
+
+
+@triton.jit
 def looked_up(
-    asking,
-    first_asking,
+    asked,
+    answered,
+    key,
+    value,
     answers,
     first_answer,
     x,
@@ -35,41 +43,52 @@ def looked_up(
     first_value,
     w,
     states,
+    cumulated,
+    documents,
     matrix,
-    from_start,
-    weights,
+    bh,
     b,
     h,
     t,
     k,
+    T,
+    padded,
     J: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
+    STEP: tl.constexpr,
+    STRICT: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The gradient `[C, BK]` of what asked, from the gradient of what was answered, and ⟨asked, its part through S⟩.
 
-    `values` are column 0's, the others' are in `w`."""
+    `key` and `values` are column 0's, the others' are in `x` and `w`."""
+    RESIDENT: tl.constexpr = K == BK and V == BV
     grad = tl.zeros((C, BK), tl.float32)
     gram = tl.zeros((C, C), tl.float32)
     for v in range(0, V, BV):
-        answered = load_rows(answers, b, t, first_answer + v, C, BV)
-        grad = tl.dot(answered, states.load([matrix + v, k]), grad, input_precision=PRECISION)
-        written = load_rows(values, b, t, first_value + v, C, BV)
-        gram = tl.dot(answered, tl.trans(written), gram, input_precision=PRECISION)
+        answers_v = rows_of(answered, answers, b, t, first_answer + v, C, BV, RESIDENT)
+        grad = tl.dot(answers_v, states.load([matrix + v, k]), grad, input_precision=PRECISION)
+        values_v = rows_of(value, values, b, t, first_value + v, C, BV, RESIDENT)
+        gram = tl.dot(answers_v, tl.trans(values_v), gram, input_precision=PRECISION)
+    from_start, _, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS)
     grad *= from_start[:, None]
-    through_state = tl.sum(load_rows(asking, b, t, first_asking + k, C, BK).to(tl.float32) * grad, 1)
-    keys = load_rows(x, b, t, h * (J * K) + k, C, BK)
-    grad = tl.dot((gram * weights).to(x.dtype), keys, grad, input_precision=PRECISION)
+    through_state = tl.sum(asked.to(tl.float32) * grad, 1)
+    weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, False)
+    if STRICT:
+        weights = off_diagonal(weights, C)
+    grad = tl.dot((gram * weights).to(x.dtype), key, grad, input_precision=PRECISION)
     for j in tl.static_range(1, J):
         gram = tl.zeros((C, C), tl.float32)
         for v in range(0, V, BV):
-            answered = load_rows(answers, b, t, first_answer + v, C, BV)
-            written = load_rows(w, b, t, (h * J + j) * V + v, C, BV)
-            gram = tl.dot(answered, tl.trans(written), gram, input_precision=PRECISION)
+            answers_v = rows_of(answered, answers, b, t, first_answer + v, C, BV, RESIDENT)
+            values_v = load_rows(w, b, t, (h * J + j) * V + v, C, BV)
+            gram = tl.dot(answers_v, tl.trans(values_v), gram, input_precision=PRECISION)
         keys = load_rows(x, b, t, (h * J + j) * K + k, C, BK)
         grad = tl.dot((gram * weights).to(x.dtype), keys, grad, input_precision=PRECISION)
     return grad, through_state
@@ -77,8 +96,10 @@ def looked_up(
 
 @triton.jit
 def key_products(
+    own,
     x,
     first_key,
+    asked,
     asking,
     first_asking,
     b,
@@ -86,19 +107,26 @@ def key_products(
     K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    RESIDENT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """X_j Qᵀ, or X_j Bᵀ, over all key channels."""
     gram = tl.zeros((C, C), tl.float32)
     for c in range(0, K, BK):
-        keys = load_rows(x, b, t, first_key + c, C, BK)
-        gram = tl.dot(keys, tl.trans(load_rows(asking, b, t, first_asking + c, C, BK)), gram, input_precision=PRECISION)
+        keys = rows_of(own, x, b, t, first_key + c, C, BK, RESIDENT)
+        askers = rows_of(asked, asking, b, t, first_asking + c, C, BK, RESIDENT)
+        gram = tl.dot(keys, tl.trans(askers), gram, input_precision=PRECISION)
     return gram
 
 
 @triton.jit
 def written(
-    dx,
+    value,
+    answered,
+    wanted,
+    own,
+    asked,
+    lookup,
     j,
     q,
     x,
@@ -106,7 +134,7 @@ def written(
     first_value,
     looking,
     first_lookup,
-    beta,
+    strengths,
     cumulated,
     documents,
     d_o,
@@ -133,68 +161,88 @@ def written(
     STEP: tl.constexpr,
     FED: tl.constexpr,
     ERASE: tl.constexpr,
+    STRENGTH: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dX_j, added to `dx`, and dW_j unless column j is FED by the erase."""
+    """dX_j (without dB), stored with dW_j unless column j is FED by the erase.
+
+    Where tiles are RESIDENT they are given; a column that is not FED brings its three keys in only when its values are
+    done with, so that two programs fit on a multiprocessor."""
+    RESIDENT: tl.constexpr = K == BK and V == BV
     key = (h * J + j) * K
     # Over all value channels: the outgoing state's share, and the gradients of the two grams below.
     through_state = tl.zeros((C, BK), tl.float32)
     d_gram_q = tl.zeros((C, C), tl.float32)
     d_gram_b = tl.zeros((C, C), tl.float32)
     for v in range(0, V, BV):
-        value = load_rows(values, b, t, first_value + v, C, BV)
-        outgoing = d_states.load([matrix + v, k])
-        through_state = tl.dot(value, outgoing, through_state, input_precision=PRECISION)
-        answered = load_rows(d_o, b, t, h * V + v, C, BV)
-        d_gram_q = tl.dot(value, tl.trans(answered), d_gram_q, input_precision=PRECISION)
+        values_v = rows_of(value, values, b, t, first_value + v, C, BV, RESIDENT)
+        through_state = tl.dot(values_v, d_states.load([matrix + v, k]), through_state, input_precision=PRECISION)
+        answers = rows_of(answered, d_o, b, t, h * V + v, C, BV, RESIDENT)
+        d_gram_q = tl.dot(values_v, tl.trans(answers), d_gram_q, input_precision=PRECISION)
         if ERASE:
-            wanted = load_rows(d_w, b, t, h * (J * V) + v, C, BV)
-            d_gram_b = tl.dot(value, tl.trans(wanted), d_gram_b, input_precision=PRECISION)
+            wants = rows_of(wanted, d_w, b, t, h * (J * V) + v, C, BV, RESIDENT)
+            d_gram_b = tl.dot(values_v, tl.trans(wants), d_gram_b, input_precision=PRECISION)
+    if RESIDENT:
+        asked = load_rows(q, b, t, h * K, C, BK)
+        if not FED:
+            own = load_rows(x, b, t, key, C, BK)
+            if ERASE:
+                lookup = load_rows(looking, b, t, first_lookup, C, BK)
     _, to_end, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS)
     through_state *= to_end[:, None]
     if DECAY:
-        tl.store(tails + place, tl.sum(load_rows(x, b, t, key + k, C, BK).to(tl.float32) * through_state, 1))
-    dx += through_state
+        keys = rows_of(own, x, b, t, key + k, C, BK, RESIDENT)
+        tl.store(tails + place, tl.sum(keys.to(tl.float32) * through_state, 1))
+    dx = through_state
 
     # How much the queries saw of this column, N_jᵀ, then the erases, -β ⊙ M_jᵀ.
     weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, True)
-    gram = weights * key_products(x, key, q, h * K, b, t, K, BK, C, PRECISION)
+    gram = key_products(own, x, key, asked, q, h * K, b, t, K, BK, C, RESIDENT, PRECISION)
+    d_gram_q *= weights
     crossing = gram * d_gram_q
-    seen_q = gram.to(x.dtype)
-    asked = load_rows(q, b, t, h * K + k, C, BK)
-    dx = tl.dot((d_gram_q * weights).to(x.dtype), asked, dx, input_precision=PRECISION)
+    if not FED:
+        seen_q = (gram * weights).to(x.dtype)
+    askers = rows_of(asked, q, b, t, h * K + k, C, BK, RESIDENT)
+    dx = tl.dot(d_gram_q.to(x.dtype), askers, dx, input_precision=PRECISION)
     if ERASE:
-        weights = off_diagonal(weights * -beta[None, :], C)
-        gram = weights * key_products(x, key, looking, first_lookup, b, t, K, BK, C, PRECISION)
+        if STRENGTH:
+            weights *= load_gate(strengths, bh, t, padded, C)[None, :]
+        weights = off_diagonal(-weights, C)
+        gram = key_products(own, x, key, lookup, looking, first_lookup, b, t, K, BK, C, RESIDENT, PRECISION)
+        d_gram_b *= weights
         crossing += gram * d_gram_b
-        seen_b = gram.to(x.dtype)
-        lookup = load_rows(looking, b, t, first_lookup + k, C, BK)
-        dx = tl.dot((d_gram_b * weights).to(x.dtype), lookup, dx, input_precision=PRECISION)
-    store_rows(d_x, b, t, key + k, dx, C, BK)
+        if not FED:
+            seen_b = (gram * weights).to(x.dtype)
+        lookups = rows_of(lookup, looking, b, t, first_lookup + k, C, BK, RESIDENT)
+        dx = tl.dot(d_gram_b.to(x.dtype), lookups, dx, input_precision=PRECISION)
+    if not FED:
+        store_rows(d_x, b, t, key + k, dx, C, BK)
     if DECAY:
         rows = tl.sum(crossing, 0) - tl.sum(crossing, 1)
         # Over all key channels already: one of the programs that share them counts it.
         tl.store(d_cumulated + place, rows if K == BK else tl.where(k == 0, rows, 0.0))
 
     if not FED and k == 0:
-        keys = load_rows(x, b, t, key, C, BK)
+        keys = rows_of(own, x, b, t, key, C, BK, RESIDENT)
         for v in range(0, V, BV):
             dw = tl.dot(keys, tl.trans(d_states.load([matrix + v, 0])), input_precision=PRECISION)
             for c in tl.static_range(BK, K, BK):
                 outgoing = tl.trans(d_states.load([matrix + v, c]))
                 dw = tl.dot(load_rows(x, b, t, key + c, C, BK), outgoing, dw, input_precision=PRECISION)
             dw *= to_end[:, None]
-            dw = tl.dot(seen_q, load_rows(d_o, b, t, h * V + v, C, BV), dw, input_precision=PRECISION)
+            answers = rows_of(answered, d_o, b, t, h * V + v, C, BV, RESIDENT)
+            dw = tl.dot(seen_q, answers, dw, input_precision=PRECISION)
             if ERASE:
-                wanted = load_rows(d_w, b, t, h * (J * V) + v, C, BV)
-                dw = tl.dot(seen_b, wanted, dw, input_precision=PRECISION)
+                wants = rows_of(wanted, d_w, b, t, h * (J * V) + v, C, BV, RESIDENT)
+                dw = tl.dot(seen_b, wants, dw, input_precision=PRECISION)
             store_rows(d_w, b, t, first_value + v, dw, C, BV)
+    return dx
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded"])
-def tokens_kernel(
+def rows_kernel(
     q,
     x,
     fed,
@@ -204,8 +252,10 @@ def tokens_kernel(
     cumulated,
     documents,
     states,
+    all_states,
     d_o,
     d_states,
+    all_d_states,
     d_w,
     d_q,
     d_x,
@@ -231,10 +281,11 @@ def tokens_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """`fed` are Y_0 `[B, T, H, V]`, or w itself without an erase. `d_strength` `[K/BK, B, H, padded]`, `d_cumulated`
+    """`fed` are Y_0 `[B, T, H, V]`, or w itself without an erase; `all_states` are the tensors behind the tiles. `d_strength` `[K/BK, B, H, padded]`, `d_cumulated`
     `[J + 2, K/BK, B, H, padded]` (columns, erase, query), `tails` `[J, K/BK, B, H, padded]` and `touched`
     `[K/BK, B, H, chunks]` are partial sums for `decay.py`."""
     BLOCKS: tl.constexpr = K // BK
+    RESIDENT: tl.constexpr = K == BK and V == BV
     chunks = padded // C
     pid = tl.program_id(0)
     block = pid % BLOCKS
@@ -250,53 +301,111 @@ def tokens_kernel(
     first_lookup = h * (J * K) if TIED else h * K
     slab = (BLOCKS * heads).to(tl.int64) * padded
     place = (block * heads + bh).to(tl.int64) * padded + t + tl.arange(0, C)
-    beta = tl.full((C,), 1.0, tl.float32)
-    if STRENGTH:
-        beta = load_gate(strengths, bh, t, padded, C)
 
-    from_start, _, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS)
-    weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, False)
+    if DECAY:  # the state's own decay: ⟨dS', S⟩, over this program's share of the matrix
+        SHARE: tl.constexpr = V * BK
+        first = matrix.to(tl.int64) * K + block * SHARE + tl.arange(0, 1024 if SHARE > 1024 else SHARE)
+        product = tl.zeros((1024 if SHARE > 1024 else SHARE,), tl.float32)
+        for i in range(0, SHARE, 1024):
+            product += tl.load(all_states + first + i).to(tl.float32) * tl.load(all_d_states + first + i).to(tl.float32)
+        tl.store(touched + (block * heads + bh) * chunks + n, tl.sum(product, 0))
+
+    answered = load_rows(d_o, b, t, h * V, C, BV) if RESIDENT else 0
+    asked = load_rows(q, b, t, h * K + k, C, BK)
+    key = load_rows(x, b, t, h * (J * K) + k, C, BK)
+    value = load_rows(fed, b, t, first_value, C, BV) if RESIDENT else 0
     dq, rows = looked_up(
-        q, h * K, d_o, h * V, x, fed, first_value, w, states, matrix, from_start, weights, b, h, t, k,
-        J, K, V, BK, BV, C, PRECISION,
+        asked, answered, key, value, d_o, h * V, x, fed, first_value, w, states, cumulated, documents, matrix, bh, b, h, t, k,
+        T, padded, J, K, V, BK, BV, C, STEP, False, DECAY, DOCUMENTS, PRECISION,
     )  # fmt: skip
     store_rows(d_q, b, t, h * K + k, dq, C, BK)
     if DECAY:
         tl.store(d_cumulated + (J + 1) * slab + place, rows)
-        product = tl.zeros((BV, BK), tl.float32)  # for the state's own decay: ⟨dS', S⟩
-        for v in range(0, V, BV):
-            product += states.load([matrix + v, k]).to(tl.float32) * d_states.load([matrix + v, k]).to(tl.float32)
-        tl.store(touched + (block * heads + bh) * chunks + n, tl.sum(tl.sum(product, 1), 0))
 
-    dx = tl.zeros((C, BK), tl.float32)
     if ERASE:
-        from_start, _, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS)
-        weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, False)
-        db, rows = looked_up(
-            looking, first_lookup, d_w, h * (J * V), x, fed, first_value, w, states, matrix, from_start,
-            off_diagonal(weights, C), b, h, t, k, J, K, V, BK, BV, C, PRECISION,
+        wanted = load_rows(d_w, b, t, h * (J * V), C, BV) if RESIDENT else 0
+        lookup = key if TIED else load_rows(erase_key, b, t, h * K + k, C, BK)
+        dx = written(
+            value, answered, wanted, key, asked, lookup, 0, q, x, fed, first_value, looking, first_lookup,
+            strengths, cumulated, documents, d_o, d_states, d_w, d_x, d_cumulated, tails, place, matrix, bh, b, h, t, k, T,
+            padded, J, K, V, BK, BV, C, STEP, True, ERASE, STRENGTH, DECAY, DOCUMENTS, PRECISION,
         )  # fmt: skip
+        if not TIED:
+            store_rows(d_x, b, t, h * (J * K) + k, dx, C, BK)
+        db, rows = looked_up(
+            lookup, wanted, key, value, d_w, h * (J * V), x, fed, first_value, w, states, cumulated, documents, matrix, bh, b,
+            h, t, k, T, padded, J, K, V, BK, BV, C, STEP, True, DECAY, DOCUMENTS, PRECISION,
+        )  # fmt: skip
+        beta = tl.full((C,), 1.0, tl.float32)
         if STRENGTH:
-            lookup = load_rows(looking, b, t, first_lookup + k, C, BK).to(tl.float32)
-            tl.store(d_strength + place, -tl.sum(lookup * db, 1))
+            beta = load_gate(strengths, bh, t, padded, C)
+            tl.store(d_strength + place, -tl.sum(lookup.to(tl.float32) * db, 1))
         if DECAY:
             tl.store(d_cumulated + J * slab + place, rows * -beta)
         db *= -beta[:, None]
         if TIED:
-            dx = db
+            store_rows(d_x, b, t, h * (J * K) + k, dx + db, C, BK)
         else:
             store_rows(d_erase_key, b, t, h * K + k, db, C, BK)
-    for j in tl.static_range(J):
-        if ERASE and j == 0:
-            written(
-                dx, j, q, x, fed, first_value, looking, first_lookup, beta, cumulated, documents, d_o, d_states, d_w, d_x,
-                d_cumulated, tails, place, matrix, bh, b, h, t, k, T, padded,
-                J, K, V, BK, BV, C, STEP, True, ERASE, DECAY, DOCUMENTS, PRECISION,
-            )  # fmt: skip
-        else:
-            dx = tl.zeros((C, BK), tl.float32)
-            written(
-                dx, j, q, x, w, (h * J + j) * V, looking, first_lookup, beta, cumulated, documents, d_o, d_states, d_w, d_x,
-                d_cumulated, tails, j * slab + place, matrix, bh, b, h, t, k, T, padded,
-                J, K, V, BK, BV, C, STEP, False, ERASE, DECAY, DOCUMENTS, PRECISION,
-            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "H", "padded"])
+def columns_kernel(
+    q,
+    x,
+    w,
+    erase_key,
+    strengths,
+    cumulated,
+    documents,
+    d_o,
+    d_states,
+    d_w,
+    d_x,
+    d_cumulated,
+    tails,
+    T,
+    H,
+    padded,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STEP: tl.constexpr,
+    ERASE: tl.constexpr,
+    TIED: tl.constexpr,
+    STRENGTH: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Columns that no erase feeds, one program each; those of a chunk run next to one another and share the L2 cache."""
+    BLOCKS: tl.constexpr = K // BK
+    FIRST: tl.constexpr = 1 if ERASE else 0
+    COLUMNS: tl.constexpr = J - FIRST
+    RESIDENT: tl.constexpr = K == BK and V == BV
+    chunks = padded // C
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    j = FIRST + (pid // BLOCKS) % COLUMNS
+    n = (pid // (BLOCKS * COLUMNS)) % chunks
+    bh = pid // (BLOCKS * COLUMNS * chunks)
+    heads = tl.num_programs(0) // (BLOCKS * COLUMNS * chunks)
+    b, h = bh // H, bh % H
+    t = n * C
+    k = block * BK
+    first_value = (h * J + j) * V
+    looking = x if TIED else erase_key
+    first_lookup = h * (J * K) if TIED else h * K
+    place = ((j * BLOCKS + block) * heads + bh).to(tl.int64) * padded + t + tl.arange(0, C)
+    value = load_rows(w, b, t, first_value, C, BV) if RESIDENT else 0
+    answered = load_rows(d_o, b, t, h * V, C, BV) if RESIDENT else 0
+    wanted = load_rows(d_w, b, t, h * (J * V), C, BV) if RESIDENT and ERASE else 0
+    written(
+        value, answered, wanted, 0, 0, 0, j, q, x, w, first_value, looking,
+        first_lookup, strengths, cumulated, documents, d_o, d_states, d_w, d_x, d_cumulated, tails, place,
+        (bh * chunks + n) * V, bh, b, h, t, k, T, padded,
+        J, K, V, BK, BV, C, STEP, False, ERASE, STRENGTH, DECAY, DOCUMENTS, PRECISION,
+    )  # fmt: skip
