@@ -4,8 +4,8 @@
 
 φ(x) holds the products of up to `degree` channels of x, each degree times a learned number: 152 numbers for 16 channels
 and degree 2, so keys are short. No code was published; ours are: γ = σ(·)/c, so that a window weighs as much as a token,
-η = base_lr · σ(·), first coefficients 1/√(i!), and what Titans leaves open. With c = 1, no Newton-Schulz, degree 1 and
-η = 1 it is Titans with θ = γ.
+η = base_lr · σ(·), 0.01 at the start, first coefficients 1/√(i!), and what Titans leaves open. With c = 1, degree 1, no
+Newton-Schulz and η = 1 it is Titans with θ = γ.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Atlas(NeuralMemory):
         expand: int = 1,
         mini_batch: int = 16,
         momentum: bool = True,
-        base_lr: float | None = None,
+        base_lr: float = 0.02,
         conv_size: int = 4,
         gate: bool = True,
     ) -> None:

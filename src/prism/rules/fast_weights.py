@@ -21,16 +21,18 @@ class FastWeights(nn.Module):
         sizes: of keys, hidden layers and values.
         bias: whether there are biases (they start at 0).
         norm: whether the answer goes through a LayerNorm with a scale and a shift per head.
-        std: of W₀ at the start; None is 1/√(inputs) of each layer.
+        hidden_std: of W₀ in the layers before the last; 1/√(inputs) unless given. The last starts near zero, so that what a
+            memory answers is what it has been told.
     """
 
     def __init__(
-        self, heads: int, sizes: list[int], *, bias: bool = False, norm: bool = False, std: float | None = None
+        self, heads: int, sizes: list[int], *, bias: bool = False, norm: bool = False, hidden_std: float | None = None
     ) -> None:
         super().__init__()
         layers = list(pairwise(sizes))
+        stds = [fan_in**-0.5 if hidden_std is None else hidden_std for fan_in, _ in layers[:-1]] + [0.02]
         self.weights = nn.ParameterList(
-            torch.randn(heads, fan_in, out) * (fan_in**-0.5 if std is None else std) for fan_in, out in layers
+            std * torch.randn(heads, fan_in, out) for std, (fan_in, out) in zip(stds, layers, strict=True)
         )
         self.biases = nn.ParameterList(torch.zeros(heads, out) for _, out in layers) if bias else None
         self.scale = nn.Parameter(torch.ones(heads, sizes[-1])) if norm else None

@@ -24,7 +24,7 @@ class NeuralMemory(Rule):
         expand: size of the hidden layers, in value_dims.
         mini_batch: b, how many tokens take their gradients at the same weights.
         momentum: whether U outlives a token.
-        base_lr: the largest step; 1 / 2b unless given.
+        base_lr: the largest step; 1 / b unless given.
         conv_size: of the convolution before SiLU and L2 norm.
         gate: whether the answer is multiplied by SiLU(W x).
     """
@@ -54,7 +54,7 @@ class NeuralMemory(Rule):
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{option} must be a whole number ≥ 1, got {number!r}")
         self.mini_batch = mini_batch
-        self.base_lr = 1 / (2 * mini_batch) if base_lr is None else base_lr
+        self.base_lr = 1 / mini_batch if base_lr is None else base_lr
         self.largest_rate = self.base_lr
         keys, values = heads * key_dim, heads * value_dim
         self.sizes = [keys, keys, values]
@@ -64,9 +64,7 @@ class NeuralMemory(Rule):
         self.decay = nn.Linear(width, heads)
         nn.init.constant_(self.decay.bias, math.log(0.99 / 0.01))  # 1 - α starts at .99
         self.momentum = nn.Linear(width, heads) if momentum else None
-        # A linear M starts near zero, a deep one where gradients reach all of its layers.
-        layers = [features, *[expand * value_dim] * (depth - 1), value_dim]
-        self.fast = FastWeights(heads, layers, std=0.02 if depth == 1 else None)
+        self.fast = FastWeights(heads, [features, *[expand * value_dim] * (depth - 1), value_dim])
         self.state_size = (2 if momentum else 1) * self.fast.size
         self.norm = HeadNorm(value_dim)
         self.gate = nn.Linear(width, values, bias=False) if gate else None

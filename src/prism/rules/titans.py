@@ -4,9 +4,9 @@
 
 M is an MLP, linear if `depth` is 1; η, θ, α come from the token, one per head. As published, gradients of a mini-batch are
 taken at its first weights. No code was published; ours are: a GELU between layers, no biases, learned first weights, and
-θ = base_lr · σ(·) with base_lr = 1 / 2b, so that the b steps of a mini-batch, which do not see one another, cannot overshoot
-a unit key together (2θ is the step along a key). Linear, without momentum and with b = 1, M_t is the gated delta rule's
-but for what the erase sees: the undecayed memory.
+θ = base_lr · σ(·) with base_lr = 1 / b: the b steps of a mini-batch do not see one another, and at the start (σ = ½) all of
+them together make one full step along a unit key (a step is 2θ). Linear, without momentum and with b = 1, M_t is the gated
+delta rule's but for what the erase sees: the undecayed memory.
 """
 
 from __future__ import annotations

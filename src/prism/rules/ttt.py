@@ -81,7 +81,7 @@ class TttLinear(Rule):
         nn.init.zeros_(self.rate.bias)
         self.reader_scale = nn.Parameter(torch.zeros(mini_batch))
         sizes = [key_dim * n for n in (1, *self.hidden, 1)]
-        self.fast = FastWeights(heads, sizes, bias=bias, norm=inner_norm, std=0.02)
+        self.fast = FastWeights(heads, sizes, bias=bias, norm=inner_norm, hidden_std=0.02)
         self.state_size = self.fast.size
         self.norm = nn.LayerNorm(inner, eps=1e-6)
         self.gate = nn.Linear(width, inner, bias=False) if gate else None

@@ -11,14 +11,15 @@ Newton-Schulz iteration. `Averaged` is TTT's: U restarts at 0 with every mini-ba
 b = 1 is online gradient descent.
 
 Three exact forms: `recurrent` is the definition, token by token; `chunkwise` computes a mini-batch in matrix products (the
-dual form); `serial` is for b = 1, where one token's gradient needs the weights that the token before it left. A state is
-a flat dict of tensors and includes the open mini-batch, so that a sequence may be cut anywhere. Importing this package
-registers `InnerUpdate` with `prism.memory`.
+dual form); `serial` is for b = 1, where one token's gradient needs the weights that the token before it left (in Triton,
+for two layers, one kernel a sequence). A state is a flat dict of tensors and includes the open mini-batch, so that a
+sequence may be cut anywhere. Importing this package registers `InnerUpdate` with `prism.memory`.
 
 Read network.py (f and its gradient), update.py (what a rule says), recurrent.py, dual.py, in this order.
 """
 
 from prism.engine.dispatch import Engine, Path, register
+from prism.engine.inner_loop import online
 from prism.engine.inner_loop.dual import chunkwise
 from prism.engine.inner_loop.fast import check_state
 from prism.engine.inner_loop.network import Network
@@ -40,6 +41,7 @@ register(
         paths={
             ("recurrent", "torch"): Path(recurrent),
             ("chunkwise", "torch"): Path(chunkwise),
+            ("serial", "triton"): Path(online.serial, lambda update: serial_refuses(update) or online.refuses(update)),
             ("serial", "torch"): Path(serial, serial_refuses),
         },
         choose=_choose,
