@@ -39,7 +39,7 @@ class Update:
         erase_key: b, `[B, T·n, G, K]`, the direction that is looked up.
         erase_strength: β, `[B, T·n, H]`; the erase then is a = β·b.
         erase_write: a, `[B, T·n, G, K]`, instead of `erase_strength`.
-        erase_first: True erases along the first direction written: `erase_key` is then k's first and is not given. The
+        erase_first: True erases along the first direction written: `erase_key` is then k's first, whatever was given. The
             kernels share that key's products; everything else computes the same either way.
         erase_on: whether b looks at the `"decayed"` state or at the `"undecayed"` one (RWKV-7, linear Titans).
         read: `"after"` reads S_t, `"before"` reads S_{t-1} (RWKV-6).
@@ -66,8 +66,9 @@ class Update:
 
     def __post_init__(self) -> None:
         if self.erase_first:
-            if self.erase_key is not None or self.erase_write is not None:
-                raise ValueError("erase_first takes the erase key from k: leave erase_key and erase_write out")
+            if self.erase_write is not None:
+                raise ValueError("erase_first erases along k's first key with erase_strength: leave erase_write out")
+            # Set anew even if there is one: `dataclasses.replace` hands the old key on, perhaps beside a new k.
             if isinstance(self.k, Tensor) and self.k.ndim == 5:  # otherwise the check below says what is wrong
                 object.__setattr__(self, "erase_key", self.k[..., 0, :])
         _check_shapes(self)

@@ -1,0 +1,152 @@
+"""The chunk and decode kernels in Triton's interpreter (float32, small shapes), against the float64 recurrence.
+
+A kernel may err at most twice what the same computation errs in torch with the same input dtype, both against float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import prism
+from prism.engine.kernels import paths
+from prism.rules.parts import l2_normalize
+
+pytestmark = pytest.mark.skipif(
+    not (paths.INSTALLED and (paths.INTERPRETED or torch.cuda.is_available())),
+    reason="needs Triton's interpreter or a GPU",
+)
+DEVICE = "cpu" if paths.INTERPRETED else "cuda"
+
+
+def problem(
+    T: int, L: int = 2, K: int = 16, V: int = 16, *, erase: str = "first", decay: float | None = 0.1, **more: Any
+):
+    """Leaves in float32 and the keyword arguments of an Update that is built from them."""
+    B, H = 2, 2
+    generator = torch.Generator().manual_seed(T * 100 + L)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    keys = draw(B, T, H, L, K)
+    if more.pop("alike", False):
+        keys = draw(B, 1, H, L, K) + 0.03 * keys
+    leaves = {"q": l2_normalize(draw(B, T, H, K)), "k": l2_normalize(keys), "w": draw(B, T, H, L, V)}
+    if decay is not None:
+        leaves["log_decay"] = -decay * torch.rand(B, T, H, generator=generator)
+    if erase != "none":
+        leaves["erase_strength"] = torch.rand(B, T, H, generator=generator)
+    if erase == "own":
+        leaves["erase_key"] = l2_normalize(draw(B, T, H, K))
+    leaves["state"] = draw(B, H, K, V)
+    flags = {}
+    if more.pop("packed", False):
+        flags["reset"] = torch.rand(B, T, generator=generator) < 0.1
+        flags["mask"] = torch.rand(B, T, generator=generator) < 0.8
+    return leaves, flags
+
+
+def run(
+    leaves: dict[str, Tensor], flags: dict[str, Tensor], dtype: torch.dtype, form: str, backend: str
+) -> dict[str, Tensor]:
+    device = DEVICE if backend == "triton" else "cpu"
+    x = {name: z.to(device, dtype).requires_grad_() for name, z in leaves.items()}
+    fields = {name: z for name, z in x.items() if name != "state"}
+    if "erase_strength" in x and "erase_key" not in x:
+        fields["erase_key"] = x["k"][..., 0, :]
+    update = prism.Update(**fields, **{name: z.to(device) for name, z in flags.items()})
+    o, state = prism.memory(update, x["state"], form, backend)
+    weight = torch.linspace(-1, 1, o.shape[-1], device=device, dtype=dtype)
+    loss = (o * weight).square().sum() + (state * weight).sum()
+    gradients = torch.autograd.grad(loss, list(x.values()))
+    named = {f"d_{name}": g for name, g in zip(x, gradients, strict=True)}
+    return {name: z.detach().double().cpu() for name, z in {"o": o, "end": state, **named}.items()}
+
+
+def check(leaves: dict[str, Tensor], flags: dict[str, Tensor]) -> None:
+    exact = run(leaves, flags, torch.float64, "recurrent", "torch")
+    plain = run(leaves, flags, torch.float32, "chunkwise", "torch")
+    kernel = run(leaves, flags, torch.float32, "chunkwise", "triton")
+    for name, reference in exact.items():
+        size = reference.norm().clamp(min=1e-6)
+        error, allowed = (kernel[name] - reference).norm() / size, (plain[name] - reference).norm() / size
+        assert error <= max(2 * allowed.item(), 2e-6), f"{name}: {error:.2e}, torch has {allowed:.2e}"
+
+
+@pytest.mark.parametrize("T", [1, 5, 64, 70])
+def test_any_length(T: int) -> None:
+    check(*problem(T))
+
+
+@pytest.mark.parametrize("L", [1, 3, 4])
+def test_any_number_of_writes(L: int) -> None:
+    check(*problem(33, L))
+
+
+@pytest.mark.parametrize(("K", "V"), [(32, 16), (20, 12)])
+def test_any_width(K: int, V: int) -> None:
+    check(*problem(20, K=K, V=V))
+
+
+@pytest.mark.parametrize("erase", ["none", "own"])
+def test_erase_along_a_key_of_its_own_or_none(erase: str) -> None:
+    check(*problem(40, erase=erase))
+
+
+@pytest.mark.parametrize("decay", [None, 50.0])
+def test_no_decay_and_a_strong_one(decay: float | None) -> None:
+    check(*problem(40, decay=decay))
+
+
+def test_nearly_equal_keys() -> None:
+    check(*problem(65, alike=True))
+
+
+def test_padding_and_packed_documents() -> None:
+    check(*problem(50, packed=True))
+
+
+def test_chained_segments_equal_one_pass() -> None:
+    leaves, _ = problem(40)
+    state = leaves.pop("state")
+    whole = prism.memory(_update(leaves), state, "chunkwise", "triton")
+    parts = []
+    for start, end in ((0, 7), (7, 33), (33, 40)):
+        o, state = prism.memory(_update({n: z[:, start:end] for n, z in leaves.items()}), state, "chunkwise", "triton")
+        parts.append(o)
+    torch.testing.assert_close(torch.cat(parts, 1), whole[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, whole[1], rtol=1e-5, atol=1e-5)
+
+
+def test_decode_steps_equal_the_recurrence() -> None:
+    leaves, _ = problem(6, L=3)
+    state = leaves.pop("state")
+    expected, end = prism.memory(_update(leaves), state, "recurrent", "torch")
+    with torch.no_grad():
+        for t in range(6):
+            o, state = prism.memory(
+                _update({n: z[:, t : t + 1] for n, z in leaves.items()}), state, "recurrent", "triton"
+            )
+            torch.testing.assert_close(o[:, 0].cpu(), expected[:, t], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state.cpu(), end, rtol=1e-5, atol=1e-5)
+
+
+def _update(leaves: dict[str, Tensor]) -> prism.Update:
+    x = {name: z.to(DEVICE) for name, z in leaves.items()}
+    return prism.Update(**x, erase_key=x["k"][..., 0, :])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"read": "before"}, "read"), ({"erase_on": "undecayed"}, "erase_on")],
+)
+def test_what_the_kernels_cannot_serve_is_said(change: dict[str, str], told: str) -> None:
+    leaves, _ = problem(4)
+    leaves.pop("state")
+    update = prism.Update(**leaves, erase_key=leaves["k"][..., 0, :], **change)
+    with pytest.raises(ValueError, match=told):
+        prism.memory(update, form="chunkwise", backend="triton")
