@@ -24,14 +24,15 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Configuration:
-    """The serial passes go in steps of `step` tokens, the parallel one in chunks of `chunk` (a multiple).
+    """The serial passes go in steps of `step` tokens, the parallel ones in chunks of `chunk` (a multiple).
 
-    The passes are cut along V; the parallel one (`tokens`) also by `key_block` along K.
+    The passes are cut along V; the two parallel ones also by `key_block` along K.
     """
 
     scan: Tiling
     reverse: Tiling
-    tokens: Tiling
+    lookups: Tiling
+    writes: Tiling
     step: int = 32
     chunk: int = 64
     key_block: int = 128
@@ -40,8 +41,17 @@ class Configuration:
     """Segments of a sequence that run side by side; None: as many as fill the GPU."""
 
 
+_HOPPER = Configuration(Tiling(64, stages=2), Tiling(64, stages=3), Tiling(64, stages=2), Tiling(64, stages=2))
+
 # (K, V, columns, architecture) -> what was fastest there in bfloat16.
-MEASURED: dict[tuple[int, int, int, str], Configuration] = {}
+MEASURED: dict[tuple[int, int, int, str], Configuration] = {
+    (64, 64, 1, "sm90"): _HOPPER,
+    (64, 64, 2, "sm90"): _HOPPER,
+    (64, 64, 4, "sm90"): _HOPPER,
+    (128, 128, 1, "sm90"): _HOPPER,
+    (128, 128, 2, "sm90"): _HOPPER,
+    (128, 128, 4, "sm90"): _HOPPER,
+}
 
 _forced: list[Configuration] = []
 
@@ -51,23 +61,20 @@ def configuration(
 ) -> Configuration:
     if _forced:
         return _forced[-1]
-    found = None
-    if dtype != torch.float32:
-        found = MEASURED.get((key_dim, value_dim, columns, architecture(device)))
-    return found or default(key_dim, value_dim, dtype)
+    K, V, J = int(key_dim), int(value_dim), int(columns)  # widths are constants, also where shapes are symbols
+    found = None if dtype == torch.float32 else MEASURED.get((K, V, J, architecture(device)))
+    return found or default(K, V, dtype)
 
 
 def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     if dtype == torch.float32:  # no tensor cores: small tiles keep the unrolled products compilable
         small = Tiling(min(value_dim, 16), stages=2)
-        return Configuration(small, small, small, step=16, chunk=32, key_block=min(key_dim, 32))
-    wide = min(value_dim, 64)
+        return Configuration(small, small, small, small, step=16, chunk=32, key_block=min(key_dim, 32))
+    wide = Tiling(min(value_dim, 64), stages=2)
     if key_dim > 128:  # registers and shared memory are short
-        return Configuration(
-            Tiling(wide), Tiling(wide, stages=2), Tiling(min(value_dim, 32), stages=2), prepare_warps=4
-        )
-    piped = Tiling(wide, stages=2)
-    return Configuration(piped, piped, piped, key_block=min(key_dim, 128))
+        narrow = Tiling(min(value_dim, 32), stages=2)
+        return Configuration(Tiling(wide.block), wide, narrow, narrow, prepare_warps=4)
+    return Configuration(wide, wide, wide, wide, key_block=min(key_dim, 128))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def decay_kernel(
     padded,
     heads,
     J: tl.constexpr,
-    ERASE: tl.constexpr,
+    SLABS: tl.constexpr,
     BLOCKS: tl.constexpr,
     C: tl.constexpr,
     STEP: tl.constexpr,
@@ -40,9 +40,8 @@ def decay_kernel(
     rows = tl.zeros((C,), tl.float32)
     tail = tl.zeros((C,), tl.float32)
     whole = 0.0
-    for s in tl.static_range((J + 2) * BLOCKS):
-        if ERASE or s // BLOCKS != J:
-            rows += tl.load(d_cumulated + (s * heads + bh).to(tl.int64) * padded + t + i)
+    for s in tl.static_range(SLABS * BLOCKS):
+        rows += tl.load(d_cumulated + (s * heads + bh).to(tl.int64) * padded + t + i)
     for s in tl.static_range(J * BLOCKS):
         tail += tl.load(tails + (s * heads + bh).to(tl.int64) * padded + t + i)
     for s in tl.static_range(BLOCKS):

@@ -13,12 +13,13 @@ from prism.engine.kernels.chain import chain_kernel
 from prism.engine.kernels.configurations import Configuration, configuration
 from prism.engine.kernels.decay import decay_kernel
 from prism.engine.kernels.decode import step_kernel
+from prism.engine.kernels.lookups import lookups_kernel
 from prism.engine.kernels.paths import padded
 from prism.engine.kernels.prepare import gates_kernel, prepare_kernel
 from prism.engine.kernels.reverse import reverse_kernel
 from prism.engine.kernels.scan import scan_kernel
 from prism.engine.kernels.solver import solve_backward_kernel, solve_kernel
-from prism.engine.kernels.tokens import columns_kernel, rows_kernel
+from prism.engine.kernels.writes import writes_kernel
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Launch:
         inverse = self.empty(B, H, steps, C, C) if u.erases else None
         prepare_kernel[(self.heads * steps,)](
             _rows(u.q, C, self.K), _rows(u.x, C, self.K), _rows(u.erase_key, C, self.K), beta, G, u.documents,
-            grams, inverse,
+            _tiles(grams, C, C), _tiles(inverse, C, C),
             **self.sizes, **self.flags, C=C, num_warps=self.how.prepare_warps,
         )  # fmt: skip
         return Prepared(G, beta, grams, inverse)
@@ -162,43 +163,50 @@ class Launch:
         d_q, d_x = torch.empty_like(u.q), torch.empty_like(u.x)
         d_erase_key = None if u.erase_key is None else torch.empty_like(u.erase_key)
         BK = min(self.K, self.how.key_block)
-        parts = self.K // BK
+        parts, sides = self.K // BK, 2 if u.erases else 1
         gate = (parts, self.B, self.H, self.padded)
         d_strength = None if u.strength is None else self.empty(*gate, dtype=torch.float32)
         d_cumulated = tails = touched = None
         if u.log_decay is not None:
-            d_cumulated = self.empty(self.J + 2, *gate, dtype=torch.float32)
+            d_cumulated = self.empty(sides + self.J, *gate, dtype=torch.float32)
             tails = self.empty(self.J, *gate, dtype=torch.float32)
             touched = self.empty(parts, self.B, self.H, self.chunks, dtype=torch.float32)
-        how = self.how.tokens
-        BV = min(how.block, V)
-        xs, ws, o_rows, d_ws, d_xs = (
-            _rows(z, C, n) for z, n in ((u.x, BK), (u.w, BV), (d_o, BV), (d_w, BV), (d_x, BK))
-        )
-        queries, lookups, d_tiles = _rows(u.q, C, BK), _rows(u.erase_key, C, BK), _tiles(d_states, BV, BK)
         gates = (ready.strengths, ready.cumulated, u.documents)
-        shared = {**self.sizes, **self.flags, "V": V, "BK": BK, "BV": BV, "C": C, "STEP": self.step}
-        shared |= {"num_warps": how.warps, "num_stages": how.stages}
-        rows_kernel[(parts * self.chunks * self.heads,)](
-            queries, xs, ws if fed is None else _rows(fed, C, BV), ws, lookups, *gates, _tiles(states, BV, BK), states,
-            o_rows, d_tiles, d_states, d_ws, _rows(d_q, C, BK), d_xs, _rows(d_erase_key, C, BK), d_strength, d_cumulated, tails, touched,
-            **shared,
+        shared = {**self.sizes, **self.flags, "V": V, "BK": BK, "C": C, "STEP": self.step}
+        queries, xs, d_xs, lookups = (_rows(z, C, BK) for z in (u.q, u.x, d_x, u.erase_key))
+
+        how = self.how.lookups
+        BV = min(how.block, V)
+        ws, fs, d_os, d_ws = (_rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
+        d_tiles = _tiles(d_states, BV, BK)
+        lookups_kernel[(sides * parts * self.chunks * self.heads,)](
+            queries, xs, ws if fs is None else fs, ws, lookups, *gates, _tiles(states, BV, BK), d_os, d_tiles, d_ws,
+            _rows(d_q, C, BK), d_xs, _rows(d_erase_key, C, BK), d_strength, d_cumulated, touched,
+            **shared, BV=BV, num_warps=how.warps, num_stages=how.stages,
         )  # fmt: skip
-        others = self.J - u.erases
-        if others:
-            columns_kernel[(parts * others * self.chunks * self.heads,)](
-                queries, xs, ws, lookups, *gates, o_rows, d_tiles, d_ws, d_xs, d_cumulated, tails, **shared
-            )
+        how = self.how.writes
+        if how.block != self.how.lookups.block:
+            BV = min(how.block, V)
+            ws, fs, d_os, d_ws = (_rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
+            d_tiles = _tiles(d_states, BV, BK)
+        for is_fed in (True, False) if u.erases else (False,):
+            columns = 1 if is_fed else self.J - u.erases
+            if columns:
+                writes_kernel[(parts * columns * self.chunks * self.heads,)](
+                    queries, xs, fs if is_fed else ws, lookups, *gates, d_os, d_tiles, d_ws, d_xs, d_cumulated, tails,
+                    **shared, BV=BV, FED=is_fed, num_warps=how.warps, num_stages=how.stages,
+                )  # fmt: skip
         d_log_decay = None
         if u.log_decay is not None:
             d_log_decay = torch.empty_like(u.log_decay)
             decay_kernel[(self.chunks * self.heads,)](
                 ready.cumulated, u.documents, d_cumulated, tails, touched, d_log_decay, **self.sizes, heads=self.heads,
-                J=self.J, ERASE=u.erases, BLOCKS=parts, C=C, STEP=self.step, DOCUMENTS=u.documents is not None,
+                J=self.J, SLABS=sides + self.J, BLOCKS=parts, C=C, STEP=self.step, DOCUMENTS=u.documents is not None,
                 num_warps=1,
             )  # fmt: skip
         if d_strength is not None:  # [parts, B, H, padded] -> [B, T, H]
-            d_strength = d_strength.sum(0)[..., : self.T].transpose(1, 2).contiguous()
+            whole = d_strength[0] if parts == 1 else d_strength.sum(0)
+            d_strength = whole[..., : self.T].transpose(1, 2).contiguous()
         return d_q, d_x, d_erase_key, d_strength, d_log_decay
 
     # Segments side by side: each one's map and its state from nothing, then the short chain between segments.

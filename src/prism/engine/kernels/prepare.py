@@ -71,8 +71,7 @@ def prepare_kernel(
     b, h = bh // H, bh % H
     t = n * C
     GRAMS: tl.constexpr = 2 * J if ERASE else J
-    place = (bh * chunks + n).to(tl.int64) * (GRAMS * C * C)
-    tile = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+    place = (bh * chunks + n) * GRAMS
     if ERASE:
         key = load_rows(x, b, t, h * (J * K), C, K)
         lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
@@ -82,17 +81,17 @@ def prepare_kernel(
         if STRENGTH:
             beta = load_gate(strengths, bh, t, padded, C)
         solved = invert_unit_lower(off_diagonal(lower * beta[:, None], C), C, PRECISION)
-        tl.store(inverse + (bh * chunks + n).to(tl.int64) * (C * C) + tile, solved.to(inverse.dtype.element_ty))
+        inverse.store([(bh * chunks + n) * C, 0], solved.to(inverse.dtype))
     turned = kept(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, True)
     asked = load_rows(q, b, t, h * K, C, K)
     for j in tl.static_range(J):
         keys = load_rows(x, b, t, (h * J + j) * K, C, K)
         gram = tl.dot(keys, tl.trans(asked), input_precision=PRECISION)
-        tl.store(grams + (place + j * (C * C)) + tile, (gram * turned).to(grams.dtype.element_ty))
+        grams.store([(place + j) * C, 0], (gram * turned).to(grams.dtype))
         if ERASE:
             gram = tl.dot(keys, tl.trans(lookup), input_precision=PRECISION)
             seen = off_diagonal(gram * turned * -beta[None, :], C)
-            tl.store(grams + (place + (J + j) * (C * C)) + tile, seen.to(grams.dtype.element_ty))
+            grams.store([(place + J + j) * C, 0], seen.to(grams.dtype))
 
 
 @triton.jit

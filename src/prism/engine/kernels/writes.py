@@ -1,0 +1,147 @@
+"""Backward, the parallel half, columns: what was written. One program a chunk, head and column.
+
+dX_j = dN_jᵀ Q + dM_jᵀ B + e^{G_C - G} ⊙ Y_j dS'ᵀ         (where B is X_0, dX_0 takes dB up)
+dW_j = N_jᵀ dO + M_jᵀ dR + e^{G_C - G} ⊙ X_j dS'          for j > 0; dW_0 = dU is known
+dG_i = rows - columns of N_j ⊙ dN_j + M_j ⊙ dM_j, and what e^{G_C - G} adds
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from prism.engine.kernels.tiles import borders, kept, load_gate, load_rows, off_diagonal, store_rows
+
+
+@triton.jit
+def key_products(
+    x,
+    first_key,
+    asking,
+    first_asking,
+    b,
+    t,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """X_j Qᵀ, or X_j Bᵀ, over all key channels."""
+    gram = tl.zeros((C, C), tl.float32)
+    for c in range(0, K, BK):
+        keys = load_rows(x, b, t, first_key + c, C, BK)
+        gram = tl.dot(keys, tl.trans(load_rows(asking, b, t, first_asking + c, C, BK)), gram, input_precision=PRECISION)
+    return gram
+
+
+@triton.jit(do_not_specialize=["T", "H", "padded"])
+def writes_kernel(
+    q,
+    x,
+    values,
+    erase_key,
+    strengths,
+    cumulated,
+    documents,
+    d_o,
+    d_states,
+    d_w,
+    d_x,
+    d_cumulated,
+    tails,
+    T,
+    H,
+    padded,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STEP: tl.constexpr,
+    FED: tl.constexpr,
+    ERASE: tl.constexpr,
+    TIED: tl.constexpr,
+    STRENGTH: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """FED: column 0, which the erase feeds (`values` are Y_0 `[B, T, H, V]`); else all others at once (`values` are w).
+    `tails` `[J, K/BK, B, H, padded]` and the last slabs of `d_cumulated` are partial sums for `decay.py`."""
+    BLOCKS: tl.constexpr = K // BK
+    COLUMNS: tl.constexpr = 1 if FED else (J - 1 if ERASE else J)
+    SIDES: tl.constexpr = 2 if ERASE else 1
+    chunks = padded // C
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    j = 0 if FED else (pid // BLOCKS) % COLUMNS + (1 if ERASE else 0)
+    n = (pid // (BLOCKS * COLUMNS)) % chunks
+    bh = pid // (BLOCKS * COLUMNS * chunks)
+    b, h = bh // H, bh % H
+    heads = tl.num_programs(0) // (BLOCKS * COLUMNS * chunks)
+    t = n * C
+    k = block * BK
+    matrix = (bh * chunks + n) * V
+    key = (h * J + j) * K
+    value = h * V if FED else (h * J + j) * V
+    place = ((j * BLOCKS + block) * heads + bh).to(tl.int64) * padded + t + tl.arange(0, C)
+
+    # Over all value channels: the outgoing state's share of dX_j, and the gradients of the two grams below.
+    dx = tl.zeros((C, BK), tl.float32)
+    d_gram_q = tl.zeros((C, C), tl.float32)
+    d_gram_b = tl.zeros((C, C), tl.float32)
+    for v in range(0, V, BV):
+        written = load_rows(values, b, t, value + v, C, BV)
+        dx = tl.dot(written, d_states.load([matrix + v, k]), dx, input_precision=PRECISION)
+        answered = load_rows(d_o, b, t, h * V + v, C, BV)
+        d_gram_q = tl.dot(written, tl.trans(answered), d_gram_q, input_precision=PRECISION)
+        if ERASE:
+            wanted = load_rows(d_w, b, t, h * (J * V) + v, C, BV)
+            d_gram_b = tl.dot(written, tl.trans(wanted), d_gram_b, input_precision=PRECISION)
+    _, to_end, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS)
+    dx *= to_end[:, None]
+    if DECAY:
+        tl.store(tails + place, tl.sum(load_rows(x, b, t, key + k, C, BK).to(tl.float32) * dx, 1))
+
+    # How much the queries saw of this column, N_jᵀ, then the erases, -β ⊙ M_jᵀ.
+    weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, True)
+    gram = weights * key_products(x, key, q, h * K, b, t, K, BK, C, PRECISION)
+    crossing = gram * d_gram_q
+    seen_q = gram.to(x.dtype)
+    asked = load_rows(q, b, t, h * K + k, C, BK)
+    dx = tl.dot((d_gram_q * weights).to(x.dtype), asked, dx, input_precision=PRECISION)
+    if ERASE:
+        beta = tl.full((C,), 1.0, tl.float32)
+        if STRENGTH:
+            beta = load_gate(strengths, bh, t, padded, C)
+        weights = off_diagonal(weights * -beta[None, :], C)
+        looking = x if TIED else erase_key
+        first = h * (J * K) if TIED else h * K
+        gram = weights * key_products(x, key, looking, first, b, t, K, BK, C, PRECISION)
+        crossing += gram * d_gram_b
+        seen_b = gram.to(x.dtype)
+        lookup = load_rows(looking, b, t, first + k, C, BK)
+        dx = tl.dot((d_gram_b * weights).to(x.dtype), lookup, dx, input_precision=PRECISION)
+        if FED and TIED:
+            dx += load_rows(d_x, b, t, key + k, C, BK).to(tl.float32)
+    store_rows(d_x, b, t, key + k, dx, C, BK)
+    if DECAY:
+        if BLOCKS > 1:
+            crossing = tl.where(block == 0, crossing, 0.0)
+        place += (SIDES * BLOCKS * heads).to(tl.int64) * padded
+        tl.store(d_cumulated + place, tl.sum(crossing, 0) - tl.sum(crossing, 1))
+
+    if not FED and block == 0:
+        keys = load_rows(x, b, t, key, C, BK)
+        for v in range(0, V, BV):
+            dw = tl.dot(keys, tl.trans(d_states.load([matrix + v, 0])), input_precision=PRECISION)
+            for c in tl.static_range(BK, K, BK):
+                outgoing = tl.trans(d_states.load([matrix + v, c]))
+                dw = tl.dot(load_rows(x, b, t, key + c, C, BK), outgoing, dw, input_precision=PRECISION)
+            dw *= to_end[:, None]
+            dw = tl.dot(seen_q, load_rows(d_o, b, t, h * V + v, C, BV), dw, input_precision=PRECISION)
+            if ERASE:
+                wanted = load_rows(d_w, b, t, h * (J * V) + v, C, BV)
+                dw = tl.dot(seen_b, wanted, dw, input_precision=PRECISION)
+            store_rows(d_w, b, t, value + v, dw, C, BV)
