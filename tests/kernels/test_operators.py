@@ -1,0 +1,226 @@
+"""The kernels as torch operators: registrations, compiled callers, unwritten memory, segments, and who is chosen when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import prism
+from prism.engine.dispatch import choose_path, engine_of
+from prism.engine.kernels import paths
+from prism.rules.parts import l2_normalize
+from prism.rules.solver import solve, solved_writes
+
+pytestmark = pytest.mark.skipif(not paths.INTERPRETED, reason="needs Triton's interpreter")
+
+if paths.INTERPRETED:
+    from prism.engine.kernels import ops
+    from prism.engine.kernels.configurations import Configuration, Tiling, forced
+
+
+@contextmanager
+def unwritten_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # which also fills what `empty` returns
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def tiles(step: int, chunk: int, segments: int | None = None, key_block: int = 16) -> Configuration:
+    small = Tiling(16)
+    return Configuration(small, small, small, small, step=step, chunk=chunk, key_block=key_block, segments=segments)
+
+
+def leaves(T: int, H: int = 2, G: int = 2, K: int = 16, V: int = 16, L: int = 2, n: int = 1, dtype=torch.float64):
+    draw = {
+        "q": l2_normalize(torch.randn(1, T, G, K)),
+        "k": l2_normalize(torch.randn(1, T * n, G, L, K)),
+        "w": torch.randn(1, T * n, H, L, V),
+        "log_decay": -0.2 * torch.rand(1, T, H),
+        "erase_strength": torch.rand(1, T * n, H),
+        "state": torch.randn(1, H, K, V),
+    }
+    return {name: x.to(dtype).requires_grad_() for name, x in draw.items()}
+
+
+def update(x: dict[str, Tensor], **more) -> prism.Update:
+    return prism.Update(**{name: z for name, z in x.items() if name != "state"}, erase_first=True, **more)
+
+
+def everything(x: dict[str, Tensor], form: str, backend: str, **more) -> list[Tensor]:
+    o, end = prism.memory(update(x, **more), x["state"], form, backend)
+    loss = o.square().sum() + (end * torch.linspace(-1, 1, end.shape[-1])).sum()
+    return [o, end, *torch.autograd.grad(loss, list(x.values()))]
+
+
+def assert_same(x: dict[str, Tensor], tolerance: float = 1e-5, form: str = "chunkwise", **more) -> None:
+    expected = everything(x, "recurrent", "torch", **more)
+    single = {name: z.detach().float().requires_grad_() for name, z in x.items()}
+    for name, got, wanted in zip(["o", "end", *x], everything(single, form, "triton", **more), expected, strict=True):
+        error = ((got - wanted).norm() / wanted.norm()).item()
+        assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize(("step", "chunk"), [(16, 16), (32, 64)])
+def test_every_result_is_written(step: int, chunk: int) -> None:
+    with unwritten_memory_is_nan(), forced(tiles(step, chunk)):
+        assert_same(leaves(70, K=32))
+
+
+def test_segments_side_by_side() -> None:
+    """More segments than fill the chunks evenly, documents that end inside one, key blocks of their own."""
+    x = leaves(90, H=1, G=1, K=32)
+    reset = torch.zeros(1, 90, dtype=torch.bool)
+    reset[0, [20, 41]] = True
+    with forced(tiles(16, 16, segments=4)):
+        assert_same(x)
+        assert_same(x, reset=reset)
+
+
+def test_grouped_heads_and_substeps() -> None:
+    with forced(tiles(16, 16)):
+        assert_same(leaves(9, H=4, G=2, n=2), substeps=2)
+
+
+def test_one_token_with_gradients_asked_of_the_decode_path() -> None:
+    assert_same(leaves(1), form="recurrent")
+
+
+def test_final_state_alone_has_gradients() -> None:
+    x = leaves(5, dtype=torch.float32)
+    got, expected = (
+        torch.autograd.grad(prism.memory(update(x), x["state"], "chunkwise", backend)[1].sum(), x["w"])[0]
+        for backend in ("triton", "torch")
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_detached_erase_key_keeps_its_own_gradient() -> None:
+    """Memory shared with k is not enough to treat the erase key as k's first."""
+    x = leaves(6, L=1, dtype=torch.float32)
+
+    def gradient(backend: str) -> Tensor:
+        fields = {name: z for name, z in x.items() if name != "state"}
+        u = prism.Update(**fields, erase_key=x["k"].detach()[..., 0, :])
+        o, _ = prism.memory(u, x["state"], "chunkwise", backend)
+        return torch.autograd.grad(o.sum(), x["k"])[0]
+
+    torch.testing.assert_close(gradient("triton"), gradient("torch"), rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_bits_twice() -> None:
+    x = leaves(40, dtype=torch.float32)
+    first, second = everything(x, "chunkwise", "triton"), everything(x, "chunkwise", "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_memory_is_a_proper_operator() -> None:
+    x = leaves(3, H=1, G=1, L=1, dtype=torch.float32)
+    documents = torch.tensor([[0, 0, 1]], dtype=torch.int32)
+    tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], documents, x["state"])
+    with forced(tiles(16, 16)):
+        torch.library.opcheck(ops.memory, (*tensors, True))
+
+
+def test_steps_are_proper_operators() -> None:
+    x = {name: z.detach() for name, z in leaves(1, H=1, G=1, dtype=torch.float32).items()}
+    tensors = (x["q"], x["k"], x["w"], x["log_decay"], x["k"][..., 0, :].clone(), x["erase_strength"], None, None, None)
+    torch.library.opcheck(ops.step, (*tensors, x["state"], 1))
+    torch.library.opcheck(ops.step_, (*tensors, x["state"], 1))
+
+
+def test_step_in_place() -> None:
+    x = {name: z.detach() for name, z in leaves(1, dtype=torch.float32).items()}
+    u = update(x)
+    expected, end = prism.memory(u, x["state"], "recurrent", "torch")
+    state = x["state"].clone()
+    with unwritten_memory_is_nan():
+        o = ops.step_(
+            u.q, u.k, u.w, u.log_decay, u.erase_key, u.erase_strength, None, None, None, state, 1
+        )  # fmt: skip
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="in place"):
+        ops.step_(u.q, u.k, u.w, u.log_decay, u.erase_key, u.erase_strength, None, None, None, state.mT, 1)
+
+
+def test_compiled_whole() -> None:
+    x = leaves(5, dtype=torch.float32)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(q: Tensor, k: Tensor, w: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        u = prism.Update(q, k, w, g, erase_strength=beta, erase_first=True)
+        return prism.memory(u, state, "chunkwise", "triton")
+
+    tensors = list(x.values())
+    compiled, eager = call(*tensors), prism.memory(update(x), x["state"], "chunkwise", "triton")
+    gradients = [torch.autograd.grad(o.sum() + end.sum(), tensors) for o, end in (compiled, eager)]
+    for got, wanted in zip((*compiled, *gradients[0]), (*eager, *gradients[1]), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_fake_tensors_have_the_real_shapes() -> None:
+    x = leaves(40, dtype=torch.float32)
+    tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], None, None)
+    real = ops.memory(*tensors, True)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = ops.memory(*[None if z is None else mode.from_tensor(z) for z in tensors], True)
+    assert [(z.shape, z.dtype) for z in fake] == [(z.shape, z.dtype) for z in real]
+
+
+@pytest.mark.parametrize("solver", ["gelu", "closed"])
+@pytest.mark.parametrize("gain", [True, False])
+@pytest.mark.parametrize("nonlinearity", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_solver(solver: str, gain: bool, nonlinearity: bool, scaled: bool) -> None:
+    B, T, H, L, V = 1, 130, 2, 3, 20
+    r, p = torch.randn(B, T, H, V), torch.randn(B, T, H, L, V) if gain else None
+    beta, scale = torch.rand(B, T, H, L), torch.randn(L, H, V) if scaled else None
+    given = [z.requires_grad_() for z in (r, p, beta, scale) if z is not None]
+    expected = solved_writes(r, p, beta, scale, solver, nonlinearity)
+    with unwritten_memory_is_nan():
+        got = ops.solve(r, p, beta, scale, solver == "gelu", nonlinearity)
+        d_w = torch.randn_like(got)
+        gradients = torch.autograd.grad(got, given, d_w)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    for a, b in zip(gradients, torch.autograd.grad(expected, given, d_w), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_solver_is_a_proper_operator_and_means_the_rules_loop() -> None:
+    r, p, beta = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 2, 4), torch.rand(1, 2, 1, 2)
+    torch.library.opcheck(ops.solve, (r.requires_grad_(), p.requires_grad_(), beta.requires_grad_(), None, True, True))
+    writes = beta.unsqueeze(-1) * solve(r, p, 2, "gelu")
+    torch.testing.assert_close(ops.solve(r, p, beta, None, True, True), writes, rtol=1e-5, atol=1e-6)
+
+
+def test_automatic_choice_on_a_cpu_is_torch() -> None:
+    u = update(leaves(4, dtype=torch.float32))
+    assert choose_path(engine_of(prism.Update), u).run.__module__ == "prism.engine.chunkwise"
+
+
+@pytest.mark.parametrize(
+    ("x", "told"),
+    [
+        (leaves(2, L=5, dtype=torch.float32), "4 writes"),
+        (leaves(2, K=257, L=1, dtype=torch.float32), "256"),
+        (leaves(2), "float64"),
+    ],
+)
+def test_sizes_beyond_the_kernels_are_refused(x: dict[str, Tensor], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        prism.memory(update(x), form="chunkwise", backend="triton")
+
+
+def test_decay_per_channel_is_left_to_others() -> None:
+    x = leaves(2, L=1, dtype=torch.float32)
+    x["log_decay"] = -torch.rand(1, 2, 2, 16)
+    with pytest.raises(ValueError, match="decay per key channel"):
+        prism.memory(update(x), backend="triton")
+    with pytest.raises(ValueError, match="'fla' needs"):
+        prism.memory(update(x), backend="fla")
