@@ -1,0 +1,206 @@
+"""Are the kernels right? Every output and gradient against float64, beside the same computation in torch.
+
+The yardstick is what torch itself loses with the same input dtype: the chunk form with every matrix product taken in that
+dtype (float32 sums inside a product, a float32 state between chunks), differentiated by autograd. A kernel may err twice as
+much, norm for norm, and no more. Inputs are drawn anew for every case and unwritten memory is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import prism
+from prism.engine.kernels.configurations import Configuration, forced
+
+Tensors = dict[str, Tensor]
+
+FLOOR = 2e-6
+"""Below this relative error nobody is wrong: float32 in another order."""
+RECURRENT_UP_TO = 256
+"""Longer sequences are compared with the float64 chunk form, which is itself compared with the recurrence here."""
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    writes: int = 2
+    key_dim: int = 128
+    value_dim: int = 128
+    dtype: str = "bfloat16"
+    decay: str = "weak"  # "none", "weak", "strong"
+    erase: str = "first"  # along the first key, along its "own", or "none"
+    alike: bool = False  # keys at a cosine of about .999
+    packed: bool = False  # several documents and padding
+    segments: int | None = None
+    batch: int = 1
+    heads: int = 2
+
+
+def cases() -> Iterator[Case]:
+    """What the bars ask for, ordered so that neighbours share compiled kernels."""
+    for tokens in (1, 63, 64, 65, 1000, 65536):
+        yield Case(tokens)
+    for variation in ({"alike": True}, {"decay": "strong"}, {"segments": 3}):
+        yield Case(1500, **variation)
+    for writes in (1, 3, 4):
+        yield Case(333, writes)
+        yield Case(333, writes, alike=True)
+    yield Case(333, decay="none")
+    yield Case(333, packed=True)
+    yield Case(333, erase="own")
+    yield Case(333, 1, erase="none")
+    for key_dim, value_dim in ((64, 64), (32, 32), (256, 256), (64, 256), (20, 36)):
+        yield Case(333, key_dim=key_dim, value_dim=value_dim)
+    yield Case(333, 4, 64, 64)
+    yield Case(333, 1, 256, 512)
+    yield Case(333, key_dim=64, value_dim=64, dtype="float16", alike=True)
+    yield Case(333, key_dim=64, value_dim=64, dtype="float32", alike=True)
+    yield Case(333, 1, dtype="float32", decay="strong")
+
+
+def check(case: Case, device: str, configuration: Configuration | None = None, seed: int = 0) -> dict[str, Any]:
+    """Errors by tensor, `{name: {"kernel": …, "torch": …}}`, and whether every one is within the bound."""
+    tensors, flags = draw(case, device, seed)
+    long = case.tokens > RECURRENT_UP_TO
+    exact = differentiate(case, _in_torch("chunkwise" if long else "recurrent"), tensors, flags, torch.float64)
+    dtype = getattr(torch, case.dtype)
+    plain = low_precision if dtype in (torch.bfloat16, torch.float16) else _in_torch("chunkwise")
+    theirs = differentiate(case, plain, tensors, flags, dtype)
+    chosen = configuration
+    if case.segments is not None:
+        chosen = replace(configuration or _default(case, dtype, device), segments=case.segments)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # `empty` is then filled with NaN
+    try:
+        with nullcontext() if chosen is None else forced(chosen):
+            ours = differentiate(case, _kernel, tensors, flags, dtype)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    errors = {}
+    for name, reference in exact.items():
+        size = reference.norm().clamp(min=1e-30)
+        pair = [((x[name].double() - reference).norm() / size).item() for x in (ours, theirs)]
+        errors[name] = {"kernel": pair[0], "torch": pair[1]}
+    good = all(e["kernel"] <= max(2 * e["torch"], FLOOR) for e in errors.values())
+    return {"case": asdict(case), "errors": errors, "good": good}
+
+
+def draw(case: Case, device: str, seed: int) -> tuple[Tensors, Tensors]:
+    """Leaves, already rounded to the case's dtype, and the masks."""
+    generator = torch.Generator(device).manual_seed(seed + case.tokens)
+    B, T, H, L, K, V = case.batch, case.tokens, case.heads, case.writes, case.key_dim, case.value_dim
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, device=device)
+
+    keys = normal(B, T, H, L, K)
+    if case.alike:
+        keys = normal(B, 1, H, 1, K) + 0.03 * keys
+    tensors = {"q": F.normalize(normal(B, T, H, K), dim=-1), "k": F.normalize(keys, dim=-1), "w": normal(B, T, H, L, V)}
+    if case.erase == "own":
+        tensors["erase_key"] = F.normalize(normal(B, T, H, K), dim=-1)
+    dtype = getattr(torch, case.dtype)
+    tensors = {name: x.to(dtype) for name, x in tensors.items()}
+    if case.decay != "none":
+        tensors["log_decay"] = -uniform(B, T, H) * {"weak": 0.05, "strong": 20.0}[case.decay]
+    if case.erase != "none":
+        tensors["erase_strength"] = uniform(B, T, H)
+    tensors["state"] = normal(B, H, K, V)
+    tensors["d_output"] = normal(B, T, H, V).to(dtype)
+    tensors["d_state"] = normal(B, H, K, V)
+    flags = {}
+    if case.packed:
+        flags = {"reset": uniform(B, T) < 0.02, "mask": uniform(B, T) < 0.9}
+    return tensors, flags
+
+
+def differentiate(
+    case: Case, compute: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors, flags: Tensors, dtype: torch.dtype
+) -> Tensors:
+    """Outputs, final state and every gradient. Gates and states are float32 beside half-precision tensors."""
+    kept = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def cast(name: str, x: Tensor) -> Tensor:
+        return x.to(kept if name in ("log_decay", "erase_strength", "state", "d_state") else dtype)
+
+    leaves = {name: cast(name, x).requires_grad_() for name, x in tensors.items() if not name.startswith("d_")}
+    fields = {name: x for name, x in leaves.items() if name != "state"}
+    update = prism.Update(**fields, **flags, erase_first=case.erase == "first")
+    o, state = compute(update, leaves["state"])
+    given = [cast(name, tensors[name]) for name in ("d_output", "d_state")]
+    gradients = torch.autograd.grad([o, state], list(leaves.values()), given)
+    named = {f"d_{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {"o": o.detach(), "state": state.detach(), **named}
+
+
+def _kernel(update: prism.Update, state: Tensor) -> tuple[Tensor, Tensor]:
+    return prism.memory(update, state, "chunkwise", "triton")
+
+
+def _in_torch(form: str) -> Callable[[prism.Update, Tensor], tuple[Tensor, Tensor]]:
+    return lambda update, state: prism.memory(update, state, form, "torch")
+
+
+def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
+    from prism.engine.kernels.configurations import configuration
+
+    return configuration(case.key_dim, case.value_dim, case.writes, dtype, torch.device(device))
+
+
+def low_precision(u: prism.Update, S: Tensor, size: int = 64) -> tuple[Tensor, Tensor]:
+    """The chunk form as one would write it in torch for half precision: products in w's dtype, the rest in float32."""
+    dtype, T = u.w.dtype, u.tokens
+    reset = torch.zeros(u.batch, T, dtype=torch.bool, device=S.device) if u.reset is None else u.reset
+    mask = torch.ones_like(reset) if u.mask is None else u.mask
+    reset = reset & mask
+
+    def rows(x: Tensor, start: int) -> Tensor:  # [B, T, H, ...] -> [B, H, C, ...], padding as zeros
+        x = x[:, start : start + size]
+        real = mask[:, start : start + size].reshape(u.batch, -1, *[1] * (x.ndim - 2))
+        return torch.where(real, x, 0.0).transpose(1, 2)
+
+    outputs = []
+    for start in range(0, T, size):
+        q, w, k = rows(u.q, start), rows(u.w, start).unbind(3), rows(u.k, start).unbind(3)
+        G = torch.zeros_like(q[..., 0], dtype=torch.float32)
+        if u.log_decay is not None:
+            G = rows(u.log_decay, start).cumsum(-1)
+        document = reset[:, start : start + size].cumsum(1).unsqueeze(1)
+        keep = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        keep = keep & (document.unsqueeze(-1) == document.unsqueeze(-2))
+        left = (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill(~keep, -torch.inf).exp()
+        from_start = torch.where(document == 0, G.exp(), 0.0).unsqueeze(-1)
+        last = document[..., -1:]
+        to_end = torch.where(document == last, (G[..., -1:] - G).exp(), 0.0).unsqueeze(-1)
+        carried = torch.where(last == 0, G[..., -1:].exp(), 0.0).unsqueeze(-1)
+        incoming = S.to(dtype)
+
+        def gram(x: Tensor, y: Tensor, strict: bool, left: Tensor = left) -> Tensor:
+            return ((x @ y.mT).float() * left).tril(-1 if strict else 0).to(dtype)
+
+        o = (q @ incoming).float() * from_start
+        for key, value in zip(k, w, strict=True):
+            o = o + (gram(q, key, False) @ value).float()
+        S = carried * S
+        for key, value in zip(k, w, strict=True):
+            S = S + (key.mT @ (value.float() * to_end).to(dtype)).float()
+        if u.erase_key is not None and u.erase_strength is not None:
+            b = rows(u.erase_key, start)
+            a = (rows(u.erase_strength, start).unsqueeze(-1) * b.float()).to(dtype)
+            seen = (b @ incoming).float() * from_start
+            for key, value in zip(k, w, strict=True):
+                seen = seen + (gram(b, key, True) @ value).float()
+            seen = torch.linalg.solve_triangular(gram(b, a, True).float(), seen, upper=False, unitriangular=True)
+            o = o - (gram(q, a, False) @ seen.to(dtype)).float()
+            S = S - (a.mT @ (seen * to_end).to(dtype)).float()
+        outputs.append(o.to(dtype))
+    return torch.cat(outputs, 2).transpose(1, 2), S

@@ -1,0 +1,139 @@
+"""The kernels on the GPU at hand: right first, then fast.
+
+    python benchmarks/gpu.py                          # accuracy, speed, decoding, first call
+    python benchmarks/gpu.py --only accuracy
+    python benchmarks/gpu.py --peers                  # also flash-linear-attention; its autotuning takes minutes
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --tiny    # a smoke test of the accuracy part on a CPU
+
+Prints one table a part and writes JSON. Exits with 1 if any result errs more than twice what torch does (accuracy.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import accuracy
+import speed
+from prism.engine.kernels.configurations import MEASURED, architecture
+from prism.evaluate.report import write_results
+
+PARTS = ("accuracy", "speed", "decode", "first-call")
+
+
+def check_all(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """Every case with the configuration it gets by itself, then every measured configuration by name."""
+    table = Table("tokens", "L", "K × V", "dtype", "what", "worst kernel / torch", "of", "")
+    rows = []
+
+    def one(case: accuracy.Case, **options: Any) -> None:
+        result = accuracy.check(case, device, **options)
+        torch.cuda.empty_cache()
+        worst = max(result["errors"], key=lambda name: _ratio(result["errors"][name]))
+        error = result["errors"][worst]
+        what = [name for name in ("alike", "packed", "segments") if getattr(case, name)]
+        what += [f"decay {case.decay}"] * (case.decay != "weak") + [f"erase {case.erase}"] * (case.erase != "first")
+        table.add_row(
+            str(case.tokens), str(case.writes), f"{case.key_dim} × {case.value_dim}", case.dtype, ", ".join(what),
+            f"{error['kernel']:.1e} / {error['torch']:.1e}", worst, "ok" if result["good"] else "WRONG",
+        )  # fmt: skip
+        rows.append(result)
+
+    if tiny:
+        one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1))
+        one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1, packed=True))
+    else:
+        for case in accuracy.cases():
+            one(case)
+        here = architecture(torch.device(device))
+        for (K, V, writes, where), configuration in MEASURED.items():
+            if where == here:
+                one(accuracy.Case(777, writes, K, V, alike=True), configuration=configuration, seed=1)
+    Console().print(table)
+    return rows
+
+
+def _ratio(error: dict[str, float]) -> float:
+    return error["kernel"] / max(error["torch"], accuracy.FLOOR / 2)
+
+
+def time_all(have: speed.Ceilings, peers: bool) -> list[dict[str, Any]]:
+    table = Table("shape", "what", "forward ms", "both ms", "forward / floor", "both / floor")
+    rows = []
+
+    def one(shape: speed.Shape, what: str, times: dict[str, float], floors: tuple[float, float] | None) -> None:
+        shares = [""] * 2
+        if floors is not None:
+            shares = [f"{times[name]:.3f}" for name in ("forward", "both")]
+            shares = [f"{times[name] / f:.1f}" for name, f in zip(("forward", "both"), floors, strict=True)]
+        table.add_row(str(shape), what, f"{times['forward']:.3f}", f"{times['both']:.3f}", *shares)
+        rows.append({"shape": list(shape), "what": what, **times, "floors": floors})
+
+    for shape in speed.SHAPES:
+        for writes in (1, 2, 4):
+            floors = (speed.floor(shape, writes, have, False), speed.floor(shape, writes, have, True))
+            one(shape, f"PRISM L={writes}", speed.ours(shape, writes), floors)
+        one(shape, "softmax attention (SDPA)", speed.attention(shape), None)
+        if peers:
+            one(shape, "fla Gated DeltaNet", speed.flash_linear_attention(shape, "gated_delta", 1), None)
+            one(shape, "fla Gated DeltaProduct n=2", speed.flash_linear_attention(shape, "delta_product", 2), None)
+            one(shape, "PRISM L=2 through fla's Comba", speed.flash_linear_attention(shape, "comba", 2), None)
+    Console().print(table)
+    return rows
+
+
+def decode_all(have: speed.Ceilings) -> list[dict[str, Any]]:
+    table = Table("batch", "called µs", "in a graph µs", "floor µs", "graph / floor")
+    rows = []
+    for batch in (1, 32, 256):
+        times = speed.decode(batch, have)
+        share = f"{times['graph'] / times['floor']:.2f}"
+        table.add_row(str(batch), *[f"{times[n]:.1f}" for n in ("called", "graph", "floor")], share)
+        rows.append({"batch": batch, **times})
+    Console().print(table)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--peers", action="store_true", help="time flash-linear-attention too")
+    parser.add_argument("--tiny", action="store_true", help="two small float32 cases, for Triton's interpreter")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu.json")
+    arguments = parser.parse_args()
+    if not arguments.tiny and not torch.cuda.is_available():
+        parser.error("needs a CUDA device (or --tiny with TRITON_INTERPRET=1)")
+    parts = ["accuracy"] if arguments.tiny else arguments.only
+    results: dict[str, Any] = {}
+
+    def keep() -> None:
+        write_results(arguments.output, results, command=shlex.join(sys.argv))
+
+    if "accuracy" in parts:
+        results["accuracy"] = check_all("cpu" if arguments.tiny else "cuda", arguments.tiny)
+        keep()
+    if {"speed", "decode"} & set(parts):
+        have = speed.ceilings()
+        results["ceilings"] = have._asdict()
+    if "speed" in parts:
+        results["speed"] = time_all(have, arguments.peers)
+        keep()
+    if "decode" in parts:
+        results["decode"] = decode_all(have)
+    if "first-call" in parts:
+        results["first call"] = speed.first_call()
+        print("seconds from an empty compile cache:", results["first call"])
+    keep()
+    if not all(row["good"] for row in results.get("accuracy", [])):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

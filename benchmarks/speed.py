@@ -1,0 +1,197 @@
+"""How fast are the kernels? Beside their own floors, and beside what others have for the same shapes.
+
+A floor is what no version can beat: bytes that must move (each input read once, each output written once) over what a copy
+reaches here, or operations over what a large bfloat16 product reaches here, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import prism
+
+CHUNK = 64
+
+
+class Shape(NamedTuple):
+    batch: int
+    tokens: int
+    heads: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"({self.batch}, {self.tokens}, {self.heads}, {self.width})"
+
+
+SHAPES = (Shape(8, 4096, 16, 128), Shape(16, 2048, 12, 64), Shape(1, 32768, 16, 128))
+
+
+class Ceilings(NamedTuple):
+    bytes: float  # a second
+    operations: float
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """The median, by device events."""
+    from triton.testing import do_bench
+
+    return do_bench(run, warmup=25, rep=100, return_mode="median")
+
+
+def ceilings() -> Ceilings:
+    source = torch.randn(2**30, device="cuda")
+    target = torch.empty_like(source)
+    copied = 2 * source.numel() * 4 / milliseconds(lambda: target.copy_(source)) * 1e3
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return Ceilings(copied, 2 * 8192**3 / milliseconds(lambda: a @ b) * 1e3)
+
+
+def floor(shape: Shape, writes: int, have: Ceilings, backward: bool) -> float:
+    """Milliseconds of PRISM with L writes in bfloat16, from counts a token and head (D = K = V, C = 64).
+
+    Bytes: q, L keys, L values in, one output out, gates aside; with the backward dO in as well, all of these once more, and
+    their gradients out. Operations of the chunk form: the grams of the query and of the erase with L keys (4LCD; the
+    triangle's own half is not spared by matrix units), both looking up S (4D²), the grams applied (4LCD), T⁻¹ (2CD) and L
+    outer products (2LD²); a backward has two products for each.
+    """
+    L, D, C = writes, shape.width, CHUNK
+    rows = shape.batch * shape.tokens * shape.heads
+    moved = 2 * D * (2 + 2 * L)
+    operations = 8 * L * C * D + 4 * D * D + 2 * C * D + 2 * L * D * D
+    if backward:
+        moved += 2 * D * ((2 + 2 * L) + (1 + 2 * L))
+        operations *= 3
+    return max(rows * moved / have.bytes, rows * operations / have.operations) * 1e3
+
+
+def inputs(shape: Shape, writes: int) -> list[Tensor]:
+    """q, k, w, log-decay, β as leaves, and dO."""
+    B, T, H, D = shape
+    draw = {"device": "cuda", "dtype": torch.bfloat16}
+    q, k = (F.normalize(torch.randn(B, T, H, *n, D, **draw), dim=-1) for n in ((), (writes,)))
+    w, d_o = torch.randn(B, T, H, writes, D, **draw), torch.randn(B, T, H, D, **draw)
+    g, beta = -0.1 * torch.rand(B, T, H, device="cuda"), torch.rand(B, T, H, device="cuda")
+    return [*[x.requires_grad_() for x in (q, k, w, g, beta)], d_o]
+
+
+def both_ways(run: Callable[..., Tensor], *leaves: Tensor, d_o: Tensor) -> dict[str, float]:
+    def forward() -> None:
+        with torch.no_grad():
+            run(*leaves)
+
+    def everything() -> None:
+        torch.autograd.grad(run(*leaves), leaves, d_o)
+
+    return {"forward": milliseconds(forward), "both": milliseconds(everything)}
+
+
+def ours(shape: Shape, writes: int) -> dict[str, float]:
+    *leaves, d_o = inputs(shape, writes)
+
+    def run(q: Tensor, k: Tensor, w: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        update = prism.Update(q, k, w, g, erase_strength=beta, erase_first=True)
+        return prism.memory(update, form="chunkwise", backend="triton")[0]
+
+    return both_ways(run, *leaves, d_o=d_o)
+
+
+def attention(shape: Shape) -> dict[str, float]:
+    q, k, _, _, _, d_o = inputs(shape, 1)
+    leaves = [x.detach().squeeze(3) if x.ndim == 5 else x.detach() for x in (q, k, d_o)]
+    leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in leaves]
+    return both_ways(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *leaves, d_o=d_o.transpose(1, 2)
+    )
+
+
+def flash_linear_attention(shape: Shape, name: str, writes: int) -> dict[str, float]:
+    """`gated_delta` (rank 1), `delta_product` (n = L) or `comba`: PRISM itself on an L times longer sequence, p = 0 but
+    for the first of every L tokens."""
+    from fla.ops.common import chunk_o
+
+    # Their gated backward refuses Triton 3.4 to 3.7.0 on Hopper, where one of its kernels is compiled wrongly. For timing.
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    q, k, w, g, beta, d_o = inputs(shape, writes)
+    B, T, H, D = shape
+    k, v = (x.detach().transpose(2, 3).reshape(B, T * writes, H, D).requires_grad_() for x in (k, w))
+    q, g = q.detach().requires_grad_(), g.detach().requires_grad_()
+    beta = beta.detach().repeat_interleave(writes, 1).requires_grad_()
+    if name == "gated_delta":
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        return both_ways(lambda *x: chunk_gated_delta_rule(*x)[0], q, k, v, g, beta, d_o=d_o)
+    if name == "delta_product":
+        from fla.ops.gated_delta_product import chunk_gated_delta_product
+
+        return both_ways(lambda *x: chunk_gated_delta_product(*x, num_householder=writes)[0], q, k, v, g, beta, d_o=d_o)
+    from fla.ops.comba import chunk_comba
+
+    first = (torch.arange(T * writes, device="cuda") % writes == 0)[None, :, None]
+    every = torch.nn.functional.pad(q.detach().unsqueeze(2), (0, 0, 0, 0, writes - 1, 0)).flatten(1, 2)
+    long = torch.where(first, g.detach().repeat_interleave(writes, 1), 0.0).requires_grad_()
+    p = torch.where(first.unsqueeze(-1), k.detach(), 0.0).requires_grad_()
+    wide = F.pad(d_o.unsqueeze(2), (0, 0, 0, 0, writes - 1, 0)).flatten(1, 2)
+    return both_ways(lambda *x: chunk_comba(*x)[0], every.requires_grad_(), k, v, p, long, beta, d_o=wide)
+
+
+def decode(batch: int, have: Ceilings, heads: int = 16, width: int = 128, writes: int = 2) -> dict[str, float]:
+    """Microseconds of one step: called, and replayed from a CUDA graph of ten; the floor reads and writes the state once."""
+    from prism.engine.kernels import ops
+
+    q, k, w, g, beta, _ = (x.detach() for x in inputs(Shape(batch, 1, heads, width), writes))
+    state = torch.randn(batch, heads, width, width, device="cuda")
+
+    def step() -> None:
+        ops.step_(q, k, w, g, k[..., 0, :], beta, None, None, None, state, 1)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            step()
+    return {
+        "called": 1e3 * milliseconds(step),
+        "graph": 1e2 * milliseconds(graph.replay),
+        "floor": 8e6 * state.numel() / have.bytes,
+    }
+
+
+FIRST_CALL = """
+import time, torch, prism
+from prism.engine.kernels import ops
+import torch._dynamo  # what torch.library imports at the first call of any custom operator
+torch.zeros(1, device="cuda").cpu()
+q, k, w = (torch.randn(2, 256, 2, *n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in ((), (2,), (2,)))
+g, beta = -torch.rand(2, 256, 2, device="cuda"), torch.rand(2, 256, 2, device="cuda")
+def call(T):
+    start = time.perf_counter()
+    u = prism.Update(q[:, :T], k[:, :T], w[:, :T], g[:, :T], erase_strength=beta[:, :T], erase_first=True)
+    prism.memory(u)[0].sum().backward()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+print(call(256), call(131))
+"""
+
+
+def first_call() -> dict[str, float]:
+    """Seconds of a first forward and backward with an empty compile cache, and of one at another length after it."""
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_CALL],
+            env={**os.environ, "TRITON_CACHE_DIR": cache},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    first, other = map(float, done.stdout.split())
+    return {"first": first, "another length": other}

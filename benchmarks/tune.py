@@ -1,0 +1,87 @@
+"""Measure tilings on the GPU at hand and print rows for `prism/engine/kernels/configurations.py`.
+
+    python benchmarks/tune.py --widths 64 128 --writes 1 2 4
+    python benchmarks/tune.py --widths 256 --writes 2 --blocks 32 64
+
+Kernel by kernel: every tiling that compiles is timed, the fastest is taken, and the whole is checked against float64 before
+it is printed; a row that fails the check is printed as a comment. Nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from itertools import product
+
+import torch
+
+import accuracy
+import speed
+from prism.engine.kernels.configurations import Configuration, Tiling, architecture, configuration, forced
+from prism.engine.kernels.launch import Columns, Launch
+
+
+def time_kernels(u: Columns, d_o: torch.Tensor, chosen: Configuration, name: str) -> float:
+    """Milliseconds of one pass with everything before it done once."""
+    with forced(replace(chosen, segments=1)):
+        run = Launch(u)
+        ready = run.prepare()
+        o, d_w = run.empty(run.B, run.T, run.H, run.V), torch.empty_like(u.w)
+        states = run.empty(run.B, run.H, run.chunks, run.V, run.K)
+        fed, d_states = torch.empty_like(o), torch.empty_like(states)
+        if name == "prepare_warps":
+            return speed.milliseconds(run.prepare)
+        run.scan(ready, None, 1, o=o, states=states, fed=fed)
+        if name == "scan":
+            return speed.milliseconds(lambda: run.scan(ready, None, 1, o=o, states=states, fed=fed))
+        run.reverse(ready, d_o, None, 1, d_states, d_w)
+        if name == "reverse":
+            return speed.milliseconds(lambda: run.reverse(ready, d_o, None, 1, d_states, d_w))
+        return speed.milliseconds(lambda: run.tokens(ready, states, fed, d_o, d_states, d_w))
+
+
+def tune(width: int, writes: int, blocks: list[int], warps: list[int], stages: list[int]) -> Configuration:
+    shape = speed.Shape(8, 4096, 16, width)
+    q, k, w, g, beta, d_o = (x.detach() for x in speed.inputs(shape, writes))
+    u = Columns(q, k, w, g, None, beta, None)
+    best = configuration(width, width, writes, w.dtype, w.device)
+    tilings = [Tiling(*t) for t in product(sorted({min(b, width) for b in blocks}), warps, stages)]
+    candidates: dict[str, list[Tiling] | list[int]] = {"prepare_warps": [1, 2, 4]}
+    candidates |= dict.fromkeys(("scan", "reverse", "lookups", "writes"), tilings)
+    for name, choices in candidates.items():
+        times = {}
+        for choice in choices:
+            try:
+                times[choice] = time_kernels(u, d_o, replace(best, **{name: choice}), name)  # type: ignore[arg-type]
+            except Exception as error:  # a tiling may need more shared memory than there is, or stump the compiler
+                print(f"  {name} {choice}: {type(error).__name__}", flush=True)
+                continue
+            print(f"  {name} {choice}: {times[choice]:.3f} ms", flush=True)
+        if times:
+            best = replace(best, **{name: min(times, key=times.__getitem__)})  # type: ignore[arg-type]
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", nargs="+", type=int, default=[64, 128], help="K = V")
+    parser.add_argument("--writes", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--blocks", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--warps", nargs="+", type=int, default=[4, 8])
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    where = architecture(torch.device("cuda"))
+    for width, writes in product(arguments.widths, arguments.writes):
+        print(f"K = V = {width}, {writes} writes", flush=True)
+        best = tune(width, writes, arguments.blocks, arguments.warps, arguments.stages)
+        cases = [
+            accuracy.Case(tokens, writes, width, width, alike=alike) for tokens, alike in ((777, True), (65, False))
+        ]
+        good = all(accuracy.check(case, "cuda", best)["good"] for case in cases)
+        print(f"{'' if good else '# fails the float64 check: '}    ({width}, {width}, {writes}, {where!r}): {best},")
+
+
+if __name__ == "__main__":
+    main()
