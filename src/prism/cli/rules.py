@@ -10,7 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from prism import rules as registry
-from prism.engine import FORMS
+from prism.engine import FORMS, engine_of
+from prism.engine.dispatch import path_taken
+from prism.engine.folded import Folded
+from prism.rules.span import Span
 
 WIDTH, HEADS = 1024, 4
 COMMAND = "prism rules --output docs/rules.md"
@@ -48,6 +51,25 @@ def rules(width: int = WIDTH, heads: int = HEADS, output: Path | None = None) ->
     Console().print(table)
     print(f"forms: {', '.join(form.capitalize() for form in FORMS)}")
     print("state size: numbers a sequence keeps in memory in one layer, whatever its length")
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+    print(f"a sequence is computed here, on {where}, in the form and by the backend:")
+    for path, names in paths_taken().items():
+        print(f"  {path}: {', '.join(names)}")
+
+
+def paths_taken() -> dict[str, list[str]]:
+    """ "form, backend" -> the rules that take it on this machine for a short training sequence, with default options."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    taken: dict[str, list[str]] = {}
+    for name in registry.names():
+        rule = registry.get(name).build(WIDTH // 4, HEADS).to(device)
+        x = torch.zeros(1, 128, WIDTH // 4, device=device)
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            update, *_ = rule.update(x, {}, Span(None, None))
+        while isinstance(update, Folded):
+            update = update.update
+        taken.setdefault(", ".join(path_taken(engine_of(type(update)), update)), []).append(name)
+    return dict(sorted(taken.items()))
 
 
 def rows(width: int, heads: int) -> list[Row]:

@@ -113,7 +113,11 @@ def without_autocast(run: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def choose_path(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> Path:
-    """The first path that serves; otherwise one sentence that says why none does and what would."""
+    return engine.paths[path_taken(engine, update, form, backend)]
+
+
+def path_taken(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> tuple[str, str]:
+    """The first (form, backend) that serves; otherwise one sentence that says why none does and what would."""
     wanted = engine.choose(update) if form == "auto" else form
     if wanted not in engine.forms:
         raise ValueError(
@@ -127,7 +131,7 @@ def choose_path(engine: Engine, update: Any, form: str = "auto", backend: str = 
             continue
         reason = path.refuses(update)
         if reason is None:
-            return path
+            return name, kind
         reasons.append(f"backend {kind!r} {reason}")
     serving = [kind for (name, kind), path in engine.paths.items() if name == wanted and path.refuses(update) is None]
     why = "; ".join(reasons) or f"backend {backend!r} has no form {wanted!r}"
