@@ -94,7 +94,8 @@ def test_kernels_on_a_gpu() -> None:
     check("cuda", SMALL + LARGE)
 
 
-def test_without_a_gpu_the_kernels_say_so() -> None:
+def test_without_a_gpu_the_kernels_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     q = torch.zeros(1, 2, 1, 16)
     network = Network((torch.zeros(1, 16, 64), torch.zeros(1, 64, 16)))
     update = InnerUpdate(q, q, q, torch.zeros(1, 2, 1), network, Averaged(torch.ones(1)), 1)
