@@ -10,6 +10,8 @@ column 0 is the one it feeds: it looks up B (which is X_0 itself, unless `erase_
     O  = (Q ⊙ e^G) S + Σ_j tril(Q X_jᵀ ⊙ Γ) Y_j
     S' = e^{G_C} S + Σ_j (X_j ⊙ e^{G_C - G})ᵀ Y_j
 
-so PRISM with L writes has J = L columns and the one triangular matrix T of Gated DeltaNet. `prepare.py` inverts T,
-`scan.py` runs forward, `reverse.py` takes dS backward, `tokens.py` turns dS into the gradients of every token.
+so PRISM with L writes has J = L columns and the one triangular matrix T of Gated DeltaNet. Forward: `prepare.py` (gates, T⁻¹,
+the grams), `scan.py` (the state from chunk to chunk, outputs). Backward: `reverse.py` (dS from chunk to chunk), `lookups.py`
+and `writes.py` (every token's gradients from it), `decay.py`. Long sequences of few heads run as segments side by side that
+`chain.py` links. `decode.py` is one token, `solver.py` PRISM's writes; `paths.py` and `fla.py` say what can be served.
 """
