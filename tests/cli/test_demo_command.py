@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from prism.cli import main
-from prism.cli.demo import MODELS
+from prism.cli.demo import MODELS, _affordable, _side_by_side
+
+
+def test_steps_fit_into_the_time() -> None:
+    assert _side_by_side([3.0, 2.0, 1.5], workers=2) == 3.5
+    assert _side_by_side([3.0, 2.0, 1.5], workers=9) == 3.0
+    assert _side_by_side([3.0, 2.0, 1.5], workers=1) == 6.5
+    costs = [0.2, 0.1, 0.1]
+    for seconds in (60, 600):
+        steps = _affordable(costs, seconds)
+        assert steps * _side_by_side(costs, os.cpu_count() or 1) < seconds < 1.5 * steps * sum(costs) * 1.25
+    assert _affordable(costs, -5.0) == 40
 
 
 @pytest.mark.slow

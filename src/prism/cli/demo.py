@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import io
+import os
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from contextlib import redirect_stderr
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from prism.cli.probe import mqar
 from prism.data.files import read_json, remove_folder
 from prism.evaluate.demo import TrainedModel, write_report
 from prism.evaluate.generate import Sampling, Session
+from prism.evaluate.jobs import run_jobs
 from prism.evaluate.language_model import open_model
 from prism.evaluate.plots import pyplot
 from prism.evaluate.report import machine, write_results
@@ -33,8 +37,8 @@ RECALL_RULES = ("prism:steps=2", "gated_delta", "linear")
 TEXT = "the source text of this machine's Python standard library"
 SEED = 0
 VALIDATIONS = 5
-RESERVE = 20
-"""Seconds for samples and the report."""
+RESERVE = 30
+"""Seconds for starting, samples and the report."""
 
 
 def demo(
@@ -63,12 +67,10 @@ def demo(
         if stored_settings(folder) is not None:
             remove_folder(folder)
     if steps is None:
-        left = 60 * minutes - RESERVE - (time.perf_counter() - started)
-        steps = _affordable([_settings(rule, 1, runs[name]) for name, rule in MODELS.items()], left)
-    models = []
-    for name, rule in MODELS.items():
-        print(f"{name}: {steps} steps", flush=True)
-        models.append(_train(name, _settings(rule, steps, runs[name]), prompt))
+        costs = _step_seconds([_settings(rule, 1, runs[name]) for name, rule in MODELS.items()])
+        steps = _affordable(costs, 60 * minutes - RESERVE - (time.perf_counter() - started))
+    jobs = [_Job(name, _settings(rule, steps, runs[name]), prompt) for name, rule in MODELS.items()]
+    models = run_jobs(_train, jobs, list(MODELS), [steps] * len(jobs))
     print("3. report")
     recall = read_json(output / "recall" / "results.json")
     command, seconds = shlex.join(["prism", *sys.argv[1:]]), time.perf_counter() - started
@@ -90,11 +92,19 @@ def demo(
     print(f"done in {seconds:.0f} s; the report: {report.resolve()}")
 
 
+@dataclass(frozen=True)
+class _Job:
+    name: str
+    settings: Settings
+    prompt: str
+
+
 def _settings(rule: str, steps: int, out: Path) -> Settings:
     values: dict[str, Any] = {
         "out": str(out),
         "steps": steps,
         "seed": SEED,
+        "device": "cpu",
         "model": {"layers": rule, "num_hidden_layers": 2},
         "data": {"context": 128},
         "optimizer": {"lr": 4e-3},
@@ -106,23 +116,38 @@ def _settings(rule: str, steps: int, out: Path) -> Settings:
     return override(preset("tiny"), values, "demo")
 
 
-def _affordable(settings: list[Settings], seconds: float, trial: int = 6, least: int = 40) -> int:
-    """How many steps each of these can take if all are to be trained in so many seconds, judged by a few steps of each."""
-    step = 0.0
+def _step_seconds(settings: list[Settings], trial: int = 6) -> list[float]:
+    """What a step of each takes on one core, by a few steps of each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seconds = []
     for each in settings:
-        with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
+        with tempfile.TemporaryDirectory() as folder:
             quick = {"out": f"{folder}/run", "steps": trial, "log": {"every": 1}, "validation": {"sequences": 1}}
-            train(override(each, quick, "trial"))
+            train(override(each, quick, "trial"), report=lambda step, loss: None)
             speeds = [r["tokens_per_second"] for r in read_log(Path(folder) / "run" / "log.jsonl") if "loss" in r]
-        step += each.batch.sequences * each.data.context / statistics.median(speeds[1:])
-    each = settings[0]
-    # A validation takes no backward pass, which is two thirds of a step.
-    validating = VALIDATIONS * each.validation.sequences / each.batch.sequences / 3
-    return max(least, int(seconds / step - validating))
+        seconds.append(each.batch.sequences * each.data.context / statistics.median(speeds[1:]))
+    torch.set_num_threads(threads)
+    return seconds
 
 
-def _train(name: str, settings: Settings, prompt: str) -> TrainedModel:
-    outcome = train(settings)
+def _affordable(step_seconds: list[float], seconds: float, least: int = 40) -> int:
+    """How many steps every model can take if all are to be done in so many seconds; validation and company take a little."""
+    return max(least, int(seconds / (1.25 * _side_by_side(step_seconds, os.cpu_count() or 1))))
+
+
+def _side_by_side(seconds: list[float], workers: int) -> float:
+    """When the last is done, if whoever is free takes the next."""
+    busy = [0.0] * workers
+    for each in seconds:
+        busy[busy.index(min(busy))] += each
+    return max(busy)
+
+
+def _train(job: _Job, report: Callable[[int, float], None]) -> TrainedModel:
+    """In a process of its own, on one core: small models gain little from more, and lose a lot when those are busy."""
+    settings, prompt = job.settings, job.prompt
+    outcome = train(settings, report=report)
     if outcome.model is None:
         raise KeyboardInterrupt
     lm = open_model(outcome.model, "cpu")
@@ -131,7 +156,7 @@ def _train(name: str, settings: Settings, prompt: str) -> TrainedModel:
     session.read(prompt)
     sample = "".join(session.write(300, sampling)) + session.text.flush()
     return TrainedModel(
-        name=name,
+        name=job.name,
         command=command_line(settings),
         log=read_log(settings.out / "log.jsonl"),
         steps=settings.steps,

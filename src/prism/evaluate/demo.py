@@ -105,8 +105,8 @@ def _language(models: Sequence[TrainedModel], text: str, seed: int) -> list[str]
         page.table(columns, rows, lambda i, j: j == 1 and i == lowest),
         page.paragraph(
             "Bits per byte: on held-out text after the last step, lower is better. Training loss: nats per token of the last "
-            "step logged. Tokens/s: of training, the median over the run. State bytes: all that the model remembers of a "
-            "text while it writes, whatever the text's length.",
+            "step logged. Tokens/s: of training on one core, the median over the run. State bytes: all that the model "
+            "remembers of a text while it writes, whatever the text's length.",
             quiet=True,
         ),
         page.commands(*(model["command"] for model in models)),
@@ -165,9 +165,9 @@ def _reading(models: Sequence[TrainedModel]) -> list[str]:
             f"This is a demonstration, not a comparison: one seed, models of under {_round_up(models)} parameters, {tokens:,} "
             "tokens of training (real ones see thousands of times as many). It shows that all three rules train in the same "
             "loop, how fast they do on this machine, and what a memory of a given size can recall. It does not show which "
-            "rule makes the better language model: one seed decides nothing about small differences in bits per byte. The "
-            "models were trained one after the other, so their tokens per second compare, unless other programs kept the "
-            "machine busy meanwhile."
+            "rule makes the better language model: one seed decides nothing about small differences in bits per byte. Every "
+            "model was trained on one core, with others at work on the other cores; whatever else kept the machine busy "
+            "shows in the tokens per second."
         ),
     ]
 

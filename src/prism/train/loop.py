@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,8 @@ from prism.train.settings import Settings
 from prism.train.stop import StopRequest
 from prism.train.validate import Score, Validation, total_nats
 
+Report = Callable[[int, float], None]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -56,8 +59,12 @@ class Outcome:
     model: Path | None
 
 
-def train(settings: Settings, build: Builder = build_model) -> Outcome:
-    """Train, or go on training, until the last step or a signal. All bad input is refused before anything is written."""
+def train(settings: Settings, build: Builder = build_model, report: Report | None = None) -> Outcome:
+    """Train, or go on training, until the last step or a signal. All bad input is refused before anything is written.
+
+    Args:
+        report: is told step and loss after every step; there is no bar then.
+    """
     settings.check()
     check_folder(settings.out, settings.resume)
     weights = None if settings.model.weights is None else read_weights(settings.model.weights)
@@ -79,16 +86,24 @@ def train(settings: Settings, build: Builder = build_model) -> Outcome:
             world,
         )
         with open_run(settings, corpus, vocab_size, world) as folder:
-            return _Run(settings, corpus, world, model, folder, build).go()
+            return _Run(settings, corpus, world, model, folder, build, report).go()
 
 
 class _Run:
     """The parts of a run and the position they are at."""
 
     def __init__(
-        self, settings: Settings, corpus: Corpus, world: World, model: nn.Module, folder: Path, build: Builder
+        self,
+        settings: Settings,
+        corpus: Corpus,
+        world: World,
+        model: nn.Module,
+        folder: Path,
+        build: Builder,
+        report: Report | None,
     ) -> None:
         self.settings, self.world, self.model, self.folder, self.build = settings, world, model, folder, build
+        self.report, self.bar_shown = report, world.main and report is None
         end = corpus.manifest.end if settings.data.separate_documents else None
         self.windows = Windows(corpus.stream("train"), settings.data.context, end)
         self.share = settings.batch.sequences // world.size
@@ -109,13 +124,13 @@ class _Run:
         steps = self.settings.steps
         rng.seed(self.settings.seed + 1 + self.world.rank)  # what dropout would draw differs by process
         self.model.train()
-        with Bar(0, steps, self.world.main) as bar:
+        with Bar(0, steps, self.bar_shown) as bar:
             self.resume(bar)
         if self.settings.compile:
             for layer in layers_of(self.model):  # alike layers share one compilation
                 layer.compile()
         self.forward = parallel_forward(self.model, self.world)
-        with StopRequest() as stop, self.open_log() as log, Bar(self.step, steps, self.world.main) as bar:
+        with StopRequest() as stop, self.open_log() as log, Bar(self.step, steps, self.bar_shown) as bar:
             while self.step < steps:
                 stopped = self.advance(log, bar, stop)
                 if stopped:
@@ -164,6 +179,8 @@ class _Run:
                 tokens_per_second=speed,
             )
         bar.update(self.step, loss, speed, due)
+        if self.report is not None:
+            self.report(self.step, loss)
         if finite:
             self.loss = loss
         if last or _is_due(self.step, self.settings.validation.every):
