@@ -168,6 +168,16 @@ def test_mamba2_with_a_constant_gate_is_retention_without_rotation() -> None:
     assert_close("outputs", prism.memory(update)[0], expected, 1e-12)
 
 
+@pytest.mark.parametrize(("gated", "alone"), [(False, "delta"), (True, "gated_delta")])
+def test_a_delta_product_of_one_factor_is_the_delta_rule(gated: bool, alone: str) -> None:
+    sizes = {"key_dim": 6, "value_dim": 5, "negative_eigenvalues": True, "gate": True}
+    product = stirred("delta_product", householders=1, forget_gate=gated, **sizes)
+    delta = stirred(alone, **sizes)
+    delta.load_state_dict(product.state_dict())  # strictly: they have the same modules
+    x = tokens(2, T)
+    assert_close("outputs", product(x)[0], delta(x)[0], 1e-12)
+
+
 def test_longhorn_with_one_number_a_channel_is_the_exact_implicit_step() -> None:
     """N = 1: k kᵀ is its own diagonal, and S_t minimises ‖S - S_{t-1}‖² + β‖Sk - x‖²."""
     rule: Any = stirred("longhorn", key_dim=1).rule

@@ -12,14 +12,14 @@ from prism.rules.rule import Rule
 
 _RULES = {
     "prism": "prism.rules.prism:Prism",
-    "gated_delta": "prism.rules.delta:GatedDelta",
+    "gated_delta": "prism.rules.gated_delta:GatedDelta",
     "delta": "prism.rules.delta:Delta",
     "delta_product": "prism.rules.delta_product:DeltaProduct",
     "kda": "prism.rules.kda:Kda",
     "rwkv7": "prism.rules.rwkv7:Rwkv7",
     "linear": "prism.rules.linear:Linear",
     "retnet": "prism.rules.retention:RetNet",
-    "lightning": "prism.rules.retention:Lightning",
+    "lightning": "prism.rules.lightning:Lightning",
     "gated_retention": "prism.rules.retention:GatedRetention",
     "mamba2": "prism.rules.mamba:Mamba2",
     "gla": "prism.rules.gla:Gla",

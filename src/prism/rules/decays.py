@@ -63,3 +63,13 @@ class SoftplusDecay(nn.Module):
         if self.channels == 1:
             return -rate * step
         return -rate.unsqueeze(-1) * split_heads(step, len(rate))
+
+
+def head_numbers(x: Tensor, heads: int) -> Tensor:
+    """0 … H - 1 in float64: rates are found exactly, then rounded once."""
+    return torch.arange(heads, dtype=torch.float64, device=x.device)
+
+
+def constant_decay(rate: Tensor, x: Tensor) -> Tensor:
+    """`[H]` → `[B, T, H]`, float32 unless x is float64."""
+    return rate.to(torch.promote_types(x.dtype, torch.float32)).expand(*x.shape[:2], -1)

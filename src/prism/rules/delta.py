@@ -1,10 +1,10 @@
 """The delta family: a key first takes back what the memory answers it with, then writes the new value.
 
-    DeltaNet         S_t =     S_{t-1}(I - β k kᵀ) + β v kᵀ                        (Schlag 2021, Yang 2024)
-    Gated DeltaNet   S_t = α_t S_{t-1}(I - β k kᵀ) + β v kᵀ                        (Yang, Kautz, Hatamizadeh 2024)
+    DeltaNet         S_t = S_{t-1}(I - β k kᵀ) + β v kᵀ                            (Schlag 2021, Yang 2024)
 
-One gradient step of size β on ½‖Sk - v‖², after a decay. Queries and keys go through a short convolution, SiLU and L2
-normalisation, so the eigenvalue along k is 1 - β: in [0, 1], or with `negative_eigenvalues` (β = 2σ) in [-1, 1].
+One gradient step of size β on ½‖Sk - v‖²; the family's other members let the memory decay first. Queries and keys go through
+a short convolution, SiLU and L2 normalisation, so the eigenvalue along k is 1 - β: in [0, 1], or with `negative_eigenvalues`
+(β = 2σ) in [-1, 1].
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from prism.engine import Update
 from prism.rules.decays import SoftplusDecay
 from prism.rules.norms import HeadNorm
-from prism.rules.objectives import DECAYED_REGRESSION, REGRESSION
+from prism.rules.objectives import REGRESSION
 from prism.rules.parts import Carry, ShortConv, l2_normalize, split_heads
 from prism.rules.rule import Rule, per_head
 from prism.rules.span import Span
@@ -126,36 +126,4 @@ class Delta(DeltaFamily):
             gate=gate,
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
-        )
-
-
-class GatedDelta(DeltaFamily):
-    """Defaults as published: H·K = ¾ width and V = 2K (6 heads of 256 × 512 at width 2048)."""
-
-    name = "gated_delta"
-    objective = DECAYED_REGRESSION
-    forgetting = "per head, and along the key"
-    transition = "α · Householder"
-
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        conv_size: int = 4,
-        gate: bool = True,
-        negative_eigenvalues: bool = False,
-    ) -> None:
-        key_dim = per_head(width, heads, key_dim, ratio=0.75)
-        super().__init__(
-            width,
-            heads,
-            key_dim,
-            2 * key_dim if value_dim is None else value_dim,
-            gate=gate,
-            conv_size=conv_size,
-            negative_eigenvalues=negative_eigenvalues,
-            forget_gate=True,
         )
