@@ -1,0 +1,28 @@
+"""Logs of events (who, what, when): read once, kept as arrays, split, and cut into training samples.
+
+Only read.py and core.py work on tables (polars); everything after a log is prepared works on numpy arrays and JSON.
+"""
+
+from prism.data.interactions.histories import Histories
+from prism.data.interactions.ids import Catalogue, Feature, Users
+from prism.data.interactions.prepared import LogRecipe, Prepared, open_prepared, prepare_log
+from prism.data.interactions.samples import RecBatch, Samples
+from prism.data.interactions.split import Split, Targets, check_leakage, global_time, leave_one_out
+
+__all__ = [
+    "Catalogue",
+    "Feature",
+    "Histories",
+    "LogRecipe",
+    "Prepared",
+    "RecBatch",
+    "Samples",
+    "Split",
+    "Targets",
+    "Users",
+    "check_leakage",
+    "global_time",
+    "leave_one_out",
+    "open_prepared",
+    "prepare_log",
+]

@@ -1,0 +1,145 @@
+"""The log's own names of users and items, and the rows that stand for them inside: saved with every model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from prism.data.files import read_json, write_atomically
+
+Id: TypeAlias = str | int
+
+
+class Ids:
+    """Distinct ids, all texts or all integers; the first one is row `first`."""
+
+    first: ClassVar[int]
+    kind: ClassVar[str]
+
+    @property
+    def ids(self) -> Sequence[Id]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def index(self, ids: Iterable[Any], unknown: Literal["error", "skip"] = "error") -> np.ndarray:
+        """Rows of the ids, int64. A number may be given as its text and the other way round.
+
+        Args:
+            unknown: refuse ids that the log did not have, or leave them out.
+        """
+        if unknown not in ("error", "skip"):
+            raise ValueError(f"unknown must be 'error' or 'skip', got {unknown!r}")
+        asked = list(ids)
+        rows = [self._row(name) for name in asked]
+        missing = [name for name, row in zip(asked, rows, strict=True) if row is None]
+        if missing and unknown == "error":
+            shown = ", ".join(repr(name) for name in missing[:5]) + (" …" if len(missing) > 5 else "")
+            raise ValueError(f"{len(missing)} of {len(asked)} {self.kind}s are not in the log: {shown}")
+        return np.array([row for row in rows if row is not None], dtype=np.int64)
+
+    def names(self, rows: Iterable[int]) -> list[Id]:
+        """The ids of rows."""
+        return [self.ids[int(row) - self.first] for row in rows]
+
+    def _row(self, name: Any) -> int | None:
+        row = self._rows.get(name)
+        if row is None:
+            row = self._rows.get(int(name) if isinstance(name, str) and _is_number(name) else str(name))
+        return row
+
+    @cached_property
+    def _rows(self) -> dict[Id, int]:
+        rows = {name: row for row, name in enumerate(self.ids, self.first)}
+        if len(rows) != len(self.ids):
+            raise ValueError(f"the {self.kind}s are not distinct: {len(self.ids) - len(rows)} occur twice")
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        return {f"{self.kind}s": list(self.ids)}
+
+    def to_bytes(self) -> bytes:
+        """Compact: indented, a million ids would take a line each."""
+        return json.dumps(self.to_json(), ensure_ascii=False).encode()
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, self.to_bytes())
+
+
+@dataclass(frozen=True)
+class Users(Ids):
+    """Users are rows 0 … U-1."""
+
+    users: Sequence[Id]
+
+    first: ClassVar[int] = 0
+    kind: ClassVar[str] = "user"
+
+    @property
+    def ids(self) -> Sequence[Id]:
+        return self.users
+
+    @classmethod
+    def from_json(cls, held: dict[str, Any]) -> Users:
+        return cls(held["users"])
+
+    @classmethod
+    def load(cls, path: Path) -> Users:
+        return cls.from_json(read_json(path))
+
+
+class Feature(NamedTuple):
+    """What is known of items: item i has `values[of_item[i]]`. values[0] is None: unknown, and row 0's; of_item `[N + 1]`."""
+
+    values: list[Any]
+    of_item: np.ndarray
+
+
+@dataclass(frozen=True)
+class Catalogue(Ids):
+    """Items are rows 1 … N; row 0 is no item."""
+
+    items: Sequence[Id]
+    features: dict[str, Feature] = field(default_factory=dict)
+
+    first: ClassVar[int] = 1
+    kind: ClassVar[str] = "item"
+
+    def __post_init__(self) -> None:
+        for name, feature in self.features.items():
+            if feature.of_item.shape != (len(self) + 1,) or feature.of_item[0] != 0 or feature.values[0] is not None:
+                raise ValueError(f"feature {name} needs one value for row 0 (none) and each of {len(self)} items")
+
+    @property
+    def ids(self) -> Sequence[Id]:
+        return self.items
+
+    def to_json(self) -> dict[str, Any]:
+        features = {
+            name: {"values": feature.values, "of_item": feature.of_item.tolist()}
+            for name, feature in self.features.items()
+        }
+        return {**super().to_json(), "features": features}
+
+    @classmethod
+    def from_json(cls, held: dict[str, Any]) -> Catalogue:
+        features = {
+            name: Feature(feature["values"], np.array(feature["of_item"], dtype=np.int64))
+            for name, feature in held["features"].items()
+        }
+        return cls(held["items"], features)
+
+    @classmethod
+    def load(cls, path: Path) -> Catalogue:
+        return cls.from_json(read_json(path))
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() or (text[:1] == "-" and text[1:].isdecimal())

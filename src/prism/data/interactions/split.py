@@ -1,0 +1,204 @@
+"""What is learned from and what is predicted.
+
+- `leave_one_out`: every user's last event is the test target, the one before it the validation target. The usual protocol
+  of the literature. It leaks time *between* users: one user's training events may be later than another's test event, so
+  what is popular "tomorrow" is known. Within a user nothing leaks.
+- `global_time`: nothing at or after a moment is learned from, for anybody. Stricter, and what a deployed system meets.
+
+Users keep their row in every part, so row u of `train` is row u of the full histories (perhaps empty).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from prism.data.interactions.histories import Histories
+
+LEAST_EVENTS = 3
+"""Leave-one-out needs a context, a validation and a test event: users with fewer are learned from, but not predicted."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """M events to predict. Target m is event `ends[m]` of user `users[m]`: its context is events 0 … ends[m]-1 of the
+    user's *full* history, so that a test target is predicted with the validation event known. All int64 `[M]`."""
+
+    users: np.ndarray
+    ends: np.ndarray
+    items: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def take(self, rows: np.ndarray | slice) -> Targets:
+        return Targets(self.users[rows], self.ends[rows], self.items[rows])
+
+
+@dataclass(frozen=True)
+class Split:
+    """`histories` are whole; `train` is the stretch of each that may be learned from."""
+
+    name: str
+    histories: Histories
+    train: Histories
+    validation: Targets
+    test: Targets
+    counts: dict[str, int] = field(default_factory=dict)
+    cuts: tuple[float, float] | None = None
+    """Global time: the first moments of validation and of test."""
+
+
+def leave_one_out(histories: Histories) -> Split:
+    """The last event of each user tests, the last but one validates."""
+    lengths = histories.lengths
+    users = np.flatnonzero(lengths >= LEAST_EVENTS)
+    if not len(users):
+        raise ValueError(
+            f"leave-one-out needs users with at least {LEAST_EVENTS} events; the longest history has "
+            f"{lengths.max(initial=0)}"
+        )
+    ends = lengths.copy()
+    ends[users] -= 2
+    counts = {"users": len(histories), "users_too_short_to_predict": len(histories) - len(users)}
+    return _split(
+        "leave-one-out",
+        histories,
+        ends,
+        _targets(histories, users, lengths[users] - 2),
+        _targets(histories, users, lengths[users] - 1),
+        counts,
+    )
+
+
+def global_time(
+    histories: Histories,
+    valid_from: float | None = None,
+    test_from: float | None = None,
+    *,
+    shares: tuple[float, float] = (0.1, 0.1),
+    targets: Literal["all", "last"] = "all",
+) -> Split:
+    """Events before `valid_from` train, those before `test_from` validate, the rest test.
+
+    Every held-out event that has a context is predicted from everything before it, as a system would that sees events as
+    they come. Held-out events that are their user's first have no context: they are counted, not predicted.
+
+    Args:
+        valid_from, test_from: moments on the log's clock; both or neither.
+        shares: without moments: the shares of the events that validate and test.
+        targets: every held-out event, or only the last of each user in each period.
+    """
+    times = histories.times
+    if times is None:
+        raise ValueError("a global-time split needs times, and this log has none: name their column, or leave one out")
+    if targets not in ("all", "last"):
+        raise ValueError(f"targets must be 'all' or 'last', got {targets!r}")
+    if (valid_from is None) != (test_from is None):
+        raise ValueError("give both valid_from and test_from, or neither")
+    if valid_from is None or test_from is None:
+        if min(shares) <= 0 or sum(shares) >= 1:
+            raise ValueError(f"shares must be two positive numbers with a sum below 1, got {shares}")
+        valid_from, test_from = np.quantile(times, [1 - sum(shares), 1 - shares[1]], method="higher").tolist()
+    if not valid_from < test_from:
+        raise ValueError(f"valid_from must be before test_from, got {valid_from} and {test_from}")
+    cuts = (float(valid_from), float(test_from))
+    events_before = [_events_before(histories, cut) for cut in cuts]
+    ends = [*events_before, histories.lengths]
+    counts = {"users": len(histories)}
+    parts = []
+    for name, start, stop in zip(("validation", "test"), ends[:-1], ends[1:], strict=True):
+        held_out = stop - start
+        if targets == "last":
+            start, held_out = stop - 1, np.minimum(held_out, 1)
+        users = np.repeat(np.arange(len(histories)), held_out)
+        first = np.cumsum(held_out) - held_out
+        events = np.arange(len(users)) + np.repeat(start - first, held_out)
+        known = events > 0
+        counts[f"{name}_events_without_context"] = int((~known).sum())
+        parts.append(_targets(histories, users[known], events[known]))
+    if not ends[0].sum():
+        raise ValueError(f"there is no event before valid_from {cuts[0]}: nothing is left to learn from")
+    for name, part in zip(("validation", "test"), parts, strict=True):
+        if not len(part):
+            raise ValueError(f"no event can be predicted in the {name} period: move valid_from or test_from")
+    return _split("global-time", histories, ends[0], parts[0], parts[1], counts, cuts)
+
+
+def check_leakage(split: Split) -> None:
+    """Refuse a split in which a target, or anything after it, can be learned from.
+
+    Leave-one-out: every target comes after all training events of its user, and test after validation. Global time:
+    besides, no training event of anybody is at or after the cut.
+    """
+    full, train = split.histories, split.train
+    if len(full) != len(train) or (train.lengths > full.lengths).any():
+        raise ValueError("train must hold a stretch from the start of every user's history")
+    prefix = full.head(train.lengths)
+    if not np.array_equal(prefix.items, train.items) or not _same(prefix.times, train.times):
+        raise ValueError("train must hold a stretch from the start of every user's history")
+    if full.times is not None and len(full.times) > 1:
+        backwards = np.diff(full.times) < 0
+        starts = full.offsets[(full.offsets > 0) & (full.offsets < full.offsets[-1])]
+        backwards[starts - 1] = False  # from one user to the next
+        if backwards.any():
+            user = np.searchsorted(full.offsets, np.flatnonzero(backwards)[0], "right") - 1
+            raise ValueError(f"the events of user row {user} are not in the order of their times")
+    for name, part in (("validation", split.validation), ("test", split.test)):
+        early = part.ends < train.lengths[part.users]
+        if early.any():
+            user = part.users[early][0]
+            raise ValueError(f"a {name} target of user row {user} is among the events that are learned from")
+    last_validation = np.full(len(full), -1)
+    np.maximum.at(last_validation, split.validation.users, split.validation.ends)
+    if (split.test.ends <= last_validation[split.test.users]).any():
+        raise ValueError("a test target comes before a validation target of the same user")
+    if split.cuts is not None:
+        if train.times is None or (train.times >= split.cuts[0]).any():
+            raise ValueError(f"a training event is at or after the cut {split.cuts[0]}")
+        for name, part, cut in (("validation", split.validation, 0), ("test", split.test, 1)):
+            assert full.times is not None
+            if (full.times[full.offsets[part.users] + part.ends] < split.cuts[cut]).any():
+                raise ValueError(f"a {name} target is before the cut {split.cuts[cut]}")
+
+
+def _events_before(histories: Histories, cut: float) -> np.ndarray:
+    """How many events of each user are before a moment, int64 `[U]` (events are in order)."""
+    assert histories.times is not None
+    before = np.concatenate([[0], np.cumsum(histories.times < cut)])
+    return before[histories.offsets[1:]] - before[histories.offsets[:-1]]
+
+
+def _targets(histories: Histories, users: np.ndarray, events: np.ndarray) -> Targets:
+    return Targets(users, events, histories.items[histories.offsets[users] + events])
+
+
+def _split(
+    name: str,
+    histories: Histories,
+    ends: np.ndarray,
+    validation: Targets,
+    test: Targets,
+    counts: dict[str, int],
+    cuts: tuple[float, float] | None = None,
+) -> Split:
+    train = histories.head(ends)
+    known = np.zeros(histories.items.max(initial=0) + 1, dtype=bool)
+    known[train.items] = True
+    counts = {
+        **counts,
+        "train_events": len(train.items),
+        "validation_targets": len(validation),
+        "test_targets": len(test),
+        "validation_items_never_trained": int((~known[validation.items]).sum()),
+        "test_items_never_trained": int((~known[test.items]).sum()),
+    }
+    split = Split(name, histories, train, validation, test, counts, cuts)
+    check_leakage(split)
+    return split
+
+
+def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    return a is b if a is None or b is None else np.array_equal(a, b)

@@ -1,0 +1,99 @@
+"""Where the right item lands among all items, and the figures that follow from it.
+
+A rank is pessimistic: an item whose score equals the target's counts as placed before it, and a score that is not a
+number counts against the target, whoever has it. A model that gives every item the same score is therefore last, not
+first. With one right item per prediction, the figures at k are
+
+    HR@k   = 1 if rank ≤ k                       (hit rate = recall)
+    NDCG@k = 1 / log2(1 + rank) if rank ≤ k
+    MRR@k  = 1 / rank if rank ≤ k
+    AUC    = share of the other candidates that the target is placed before
+    coverage@k = share of all items that are in at least one top-k list
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+CUTOFFS = (1, 5, 10, 20, 50, 100, 200, 500)
+
+
+def candidates(num_items: int, targets: Tensor, exclude: Tensor | None = None) -> Tensor:
+    """Which items take part, bool `[B, num_items + 1]`: all but item 0 and the excluded; a target always does.
+
+    Args:
+        exclude: items that do not take part, int64 `[B, E]`, filled up with 0.
+    """
+    mask = torch.ones(len(targets), num_items + 1, dtype=torch.bool, device=targets.device)
+    if exclude is not None:
+        mask.scatter_(1, exclude, False)
+    mask[:, 0] = False
+    return mask.scatter_(1, targets[:, None], True)
+
+
+def ranks(scores: Tensor, targets: Tensor, exclude: Tensor | None = None, taking_part: Tensor | None = None) -> Tensor:
+    """Pessimistic ranks of the targets, from 1, int64 `[B]`; scores `[B, N + 1]`, targets int64 `[B]`.
+
+    Args:
+        exclude: see `candidates`.
+        taking_part: what `candidates` returned, instead of `exclude`.
+    """
+    if not torch.is_floating_point(scores) or scores.ndim != 2 or targets.shape != scores.shape[:1]:
+        raise ValueError(f"scores must be [B, N + 1] and targets [B], got {list(scores.shape)}, {list(targets.shape)}")
+    if taking_part is None:
+        taking_part = candidates(scores.shape[1] - 1, targets, exclude)
+    own = scores.gather(1, targets[:, None])
+    return (~(scores < own) & taking_part).sum(1)  # the target itself is among them: ranks start from 1
+
+
+def top_k(scores: Tensor, taking_part: Tensor, k: int) -> Tensor:
+    """The k best items of each row, best first, int64 `[B, k]`; 0 where a row has fewer than k candidates."""
+    scores = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    # −inf may be a candidate's own score: those that take no part must come after it
+    scores = torch.where(taking_part, scores.clamp(min=torch.finfo(scores.dtype).min), -torch.inf)
+    items = scores.topk(min(k, scores.shape[1] - 1), dim=1).indices
+    return items * taking_part.gather(1, items)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Ranks of M targets, each among `candidates` items (itself included): int64 `[M]` both."""
+
+    ranks: np.ndarray
+    candidates: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.ranks.shape != self.candidates.shape or self.ranks.ndim != 1 or not len(self.ranks):
+            raise ValueError("ranks and candidates must be two rows of the same length, at least 1")
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def take(self, rows: np.ndarray) -> Ranking:
+        return Ranking(self.ranks[rows], self.candidates[rows])
+
+    def per_target(self, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, np.ndarray]:
+        """Every figure of every target, float64 `[M]`."""
+        rank = self.ranks.astype(np.float64)
+        figures = {}
+        for name, gain in (("HR", np.ones_like(rank)), ("NDCG", 1 / np.log2(1 + rank)), ("MRR", 1 / rank)):
+            for k in cutoffs:
+                figures[f"{name}@{k}"] = np.where(self.ranks <= k, gain, 0.0)
+        others = np.maximum(self.candidates - 1, 1)  # a target alone is placed before all others there are
+        figures["AUC"] = 1 - (rank - 1) / others
+        return figures
+
+    def metrics(self, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, float]:
+        """Means over the targets."""
+        return {name: float(values.mean()) for name, values in self.per_target(cutoffs).items()}
+
+    def standard_errors(self, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, float]:
+        """Of the means, as if targets were independent; 0 for a single target."""
+        root = len(self) ** 0.5
+        spread = {name: float(values.std(ddof=len(self) > 1)) for name, values in self.per_target(cutoffs).items()}
+        return {name: value / root for name, value in spread.items()}
