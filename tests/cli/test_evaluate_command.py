@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prism.cli import main
-from prism.train.loop import train
+from prism.train.language import train_lm
 from prism.train.overrides import override
 from prism.train.settings import Settings
 from tiny_lm import save_lm
@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "validation": {"every": 0, "sequences": 2},
         "checkpoint": {"every": 2},
     }
-    outcome = train(override(Settings(), values, "test"))
+    outcome = train_lm(override(Settings(), values, "test"))
     assert outcome.model is not None
     return root / "run"
 

@@ -21,8 +21,8 @@ from safetensors import safe_open
 from standin import build_plain
 
 from prism.data.tokens import StreamWriter
+from prism.train.language import train_lm
 from prism.train.log import read_log
-from prism.train.loop import train
 from prism.train.model import Builder
 from prism.train.overrides import override
 from prism.train.settings import Settings
@@ -92,7 +92,7 @@ def start(
     """Train in children, as torchrun would start them; `slow` gives time to meet them at their "tokens" or "steps"."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["prism.train.loop", "prism.models.language", "torch._dynamo", "transformers.tokenization_utils_tokenizers"]
+        ["prism.train.language", "prism.models.language", "torch._dynamo", "transformers.tokenization_utils_tokenizers"]
     )
     port = _free_port() if processes > 1 else 0
     children = [
@@ -156,7 +156,7 @@ def _child(settings: Settings, build: Builder, rank: int, processes: int, port: 
         model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
         return model
 
-    train(settings, build_slow if slow == "steps" else build)
+    train_lm(settings, build_slow if slow == "steps" else build)
 
 
 def _free_port() -> int:

@@ -18,13 +18,13 @@ from prism.train import tensors as tensor_files
 from prism.train.checkpoint import Checkpoints, find_damage
 from prism.train.distributed import World
 from prism.train.finite import NotFiniteError
-from prism.train.loop import train
+from prism.train.language import train_lm
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("trained")
-    train(small(root), build_with_dropout)
+    train_lm(small(root), build_with_dropout)
     return root
 
 
@@ -59,7 +59,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     newest = root / "run" / "checkpoints" / "step-00000024"
     (victim,) = newest.glob(pattern)
     damage(victim)
-    outcome = train(settings_of(root, trained), build_with_dropout)
+    outcome = train_lm(settings_of(root, trained), build_with_dropout)
     said = capsys.readouterr().err
     assert f"checkpoint step-00000024 is damaged: {victim.relative_to(newest)} " in said
     assert "going on from step-00000018" in said
@@ -73,10 +73,10 @@ def test_when_all_are_damaged_nothing_is_started_over(root: Path, trained: Path)
         flip(folder / "state.json")
     log = (root / "run" / "log.jsonl").read_bytes()
     with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged: to start anew, give another run folder"):
-        train(settings_of(root, trained), build_with_dropout)
+        train_lm(settings_of(root, trained), build_with_dropout)
     assert (root / "run" / "log.jsonl").read_bytes() == log
     with pytest.raises(ValueError, match="is damaged"):
-        train(settings_of(root, trained), build_with_dropout)  # asking again does not help
+        train_lm(settings_of(root, trained), build_with_dropout)  # asking again does not help
 
 
 def test_only_the_newest_are_kept_and_nothing_is_a_pickle(trained: Path) -> None:
@@ -116,13 +116,13 @@ def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_stays(
         match=r"step-00000012 could not be written to .* \(No space left on device\): the last good "
         r"checkpoint, step-00000006, is untouched; free some space and run the same command",
     ):
-        train(settings, build_with_dropout)
+        train_lm(settings, build_with_dropout)
     folder = tmp_path / "run" / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["step-00000006"], "the failed attempt gave its space back"
     assert find_damage(folder / "step-00000006") is None
 
     monkeypatch.undo()
-    assert train(settings, build_with_dropout).step == 24
+    assert train_lm(settings, build_with_dropout).step == 24
 
 
 def test_tensors_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:

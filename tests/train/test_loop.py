@@ -16,12 +16,12 @@ from standin import Standin, build_plain, build_with_dropout
 
 from prism.engine.update import InvalidValueError
 from prism.train.finite import NotFiniteError
+from prism.train.language import train_lm
 from prism.train.log import read_log
-from prism.train.loop import train
 
 
 def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:
-    outcome = train(small(tmp_path, steps=60), build_plain)
+    outcome = train_lm(small(tmp_path, steps=60), build_plain)
     curve = [loss for _, loss, *_ in losses(outcome.run) if loss is not None]
     assert len(curve) == 60 and curve[-1] < curve[0] - 1.5
     assert outcome.score is not None and outcome.score.nats < curve[0] - 1.5
@@ -41,23 +41,23 @@ def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:
 
 
 def test_how_the_batch_is_cut_does_not_matter(tmp_path: Path) -> None:
-    whole = train(small(tmp_path / "a"), build_plain).run
-    parts = train(small(tmp_path / "b", batch={"micro": 3}), build_plain).run  # 3 + 1
+    whole = train_lm(small(tmp_path / "a"), build_plain).run
+    parts = train_lm(small(tmp_path / "b", batch={"micro": 3}), build_plain).run  # 3 + 1
     for (step, *values), (_, *others) in zip(losses(whole), losses(parts), strict=True):
         for a, b in zip(values, others, strict=True):
             assert (a is None) == (b is None) and abs((a or 0) - (b or 0)) < 1e-4, f"step {step}"
 
 
 def test_the_last_document_does_not_leak_into_the_next(tmp_path: Path) -> None:
-    apart = train(small(tmp_path / "a"), build_plain).run
-    joined = train(small(tmp_path / "b", data={"separate_documents": False}), build_plain).run
+    apart = train_lm(small(tmp_path / "a"), build_plain).run
+    joined = train_lm(small(tmp_path / "b", data={"separate_documents": False}), build_plain).run
     assert losses(apart)[0][1] != losses(joined)[0][1]
 
 
 @pytest.mark.slow
 def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
-    plain = train(small(tmp_path / "a"), build_plain).run
-    compiled = train(small(tmp_path / "b", compile=True), build_plain).run
+    plain = train_lm(small(tmp_path / "a"), build_plain).run
+    compiled = train_lm(small(tmp_path / "b", compile=True), build_plain).run
     for (step, loss, *_), (_, other, *_) in zip(losses(plain), losses(compiled), strict=True):
         assert (loss is None) == (other is None) and abs((loss or 0) - (other or 0)) < 1e-4, f"step {step}"
     a, b = (load_file(run / "model" / "model.safetensors") for run in (plain, compiled))
@@ -86,7 +86,7 @@ class Poisoned(Standin):
 
 @pytest.mark.parametrize("kind", ["loss", "gradient", "engine"])
 def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path: Path, kind: str) -> None:
-    outcome = train(small(tmp_path), lambda *_: Poisoned(kind, length=2))
+    outcome = train_lm(small(tmp_path), lambda *_: Poisoned(kind, length=2))
     assert (outcome.step, outcome.skipped) == (24, 2)
     records = [record for record in read_log(outcome.run / "log.jsonl") if "skipped" in record]
     assert [record["skipped"] for record in records] == [0] * 9 + [1] + [2] * 14
@@ -103,12 +103,12 @@ def test_too_many_in_a_row_stop_the_run_with_the_samples_saved(tmp_path: Path, k
     with pytest.raises(
         NotFiniteError, match=r"not finite 3 times in a row, up to step 12: .* the last checkpoint is step-00000006"
     ):
-        train(settings, lambda *_: Poisoned(kind, length=100))
+        train_lm(settings, lambda *_: Poisoned(kind, length=100))
     samples = load_file(settings.out / "not-finite-step-00000012-process-0.safetensors")
     assert samples["inputs"].shape == samples["targets"].shape == samples["reset"].shape == (4, 16)
     names = [path.name for path in (settings.out / "checkpoints").iterdir()]
     assert names == ["step-00000006"], "no checkpoint after the trouble began"
-    assert train(settings, build_plain).step == 24, "the run goes on once the cause is gone"
+    assert train_lm(settings, build_plain).step == 24, "the run goes on once the cause is gone"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -126,18 +126,18 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_goes_on(tmp_path: Path, num
 
 
 def test_a_finished_run_is_not_trained_again_but_can_be_prolonged(tmp_path: Path) -> None:
-    train(small(tmp_path), build_plain)
+    train_lm(small(tmp_path), build_plain)
     log = (tmp_path / "run" / "log.jsonl").read_bytes()
-    assert train(small(tmp_path), build_plain).step == 24
+    assert train_lm(small(tmp_path), build_plain).step == 24
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
-    assert train(small(tmp_path, steps=30), build_plain).step == 30
+    assert train_lm(small(tmp_path, steps=30), build_plain).step == 30
     with pytest.raises(ValueError, match="is at step 30, beyond steps 24"):
-        train(small(tmp_path), build_plain)
+        train_lm(small(tmp_path), build_plain)
 
 
 def test_runs_are_not_mixed_or_overwritten(tmp_path: Path) -> None:
     settings = small(tmp_path, steps=2)
-    train(settings, build_plain)
+    train_lm(settings, build_plain)
     before = {path: path.read_bytes() for path in settings.out.rglob("*") if path.is_file()}
     refusals = {
         "seed 0, now it is 1": {"seed": 1},
@@ -148,27 +148,27 @@ def test_runs_are_not_mixed_or_overwritten(tmp_path: Path) -> None:
     }
     for sentence, change in refusals.items():
         with pytest.raises(ValueError, match=sentence):
-            train(small(tmp_path, **{"steps": 3, **change}), build_plain)
+            train_lm(small(tmp_path, **{"steps": 3, **change}), build_plain)
     with FileLock(settings.out / ".lock"), pytest.raises(ValueError, match="another process is training in"):
-        train(replace(settings, steps=3), build_plain)
+        train_lm(replace(settings, steps=3), build_plain)
     with pytest.raises(ValueError, match="not empty and holds no run"):
-        train(replace(settings, out=tmp_path / "corpus"), build_plain)
+        train_lm(replace(settings, out=tmp_path / "corpus"), build_plain)
     with pytest.raises(ValueError, match="is a file"):
-        train(replace(settings, out=tmp_path / "corpus" / "songs.jsonl"), build_plain)
+        train_lm(replace(settings, out=tmp_path / "corpus" / "songs.jsonl"), build_plain)
     assert {path: path.read_bytes() for path in settings.out.rglob("*") if path.is_file()} == before
 
 
 def test_given_weights_are_where_a_run_starts(tmp_path: Path) -> None:
-    first = train(small(tmp_path / "a"), build_plain)
+    first = train_lm(small(tmp_path / "a"), build_plain)
     nats = first.score.nats
     model = {"weights": str(first.model)}
-    second = train(small(tmp_path / "b", steps=1, optimizer={"lr": 0.0}, model=model), build_plain)
+    second = train_lm(small(tmp_path / "b", steps=1, optimizer={"lr": 0.0}, model=model), build_plain)
     assert second.score.nats == pytest.approx(nats, abs=1e-6)
     with pytest.raises(
         ValueError, match=r"embed.weight of shape \[320, 16\], the model expects \[512, 16\]: .* vocabulary"
     ):
-        train(small(tmp_path / "c", model={**model, "vocab_size": 512}), build_plain)
+        train_lm(small(tmp_path / "c", model={**model, "vocab_size": 512}), build_plain)
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"model\.weights lacks embed\.weight"):
-        train(small(tmp_path / "c", model={"weights": str(tmp_path / "other.safetensors")}), build_plain)
+        train_lm(small(tmp_path / "c", model={"weights": str(tmp_path / "other.safetensors")}), build_plain)
     assert not (tmp_path / "c" / "run").exists()

@@ -24,11 +24,11 @@ from prism.evaluate.language_model import open_model
 from prism.evaluate.plots import pyplot
 from prism.evaluate.report import machine, write_results
 from prism.train.command import command_line
+from prism.train.language import train_lm
 from prism.train.log import read_log
-from prism.train.loop import train
 from prism.train.overrides import override
 from prism.train.presets import preset
-from prism.train.run import stored_settings
+from prism.train.run import stored_config
 from prism.train.settings import Settings
 
 MODELS = {"PRISM, L = 2": "prism", "Gated DeltaNet": "gated_delta", "linear attention": "linear"}
@@ -64,7 +64,7 @@ def demo(
     print(f"2. language models on {TEXT}")
     runs = {name: output / rule for name, rule in MODELS.items()}
     for folder in runs.values():
-        if stored_settings(folder) is not None:
+        if stored_config(folder) is not None:
             remove_folder(folder)
     if steps is None:
         costs = _step_seconds([_settings(rule, 1, runs[name]) for name, rule in MODELS.items()])
@@ -124,7 +124,7 @@ def _step_seconds(settings: list[Settings], trial: int = 6) -> list[float]:
     for each in settings:
         with tempfile.TemporaryDirectory() as folder:
             quick = {"out": f"{folder}/run", "steps": trial, "log": {"every": 1}, "validation": {"sequences": 1}}
-            train(override(each, quick, "trial"), report=lambda step, loss: None)
+            train_lm(override(each, quick, "trial"), report=lambda step, loss: None)
             speeds = [r["tokens_per_second"] for r in read_log(Path(folder) / "run" / "log.jsonl") if "loss" in r]
         seconds.append(each.batch.sequences * each.data.context / statistics.median(speeds[1:]))
     torch.set_num_threads(threads)
@@ -147,7 +147,7 @@ def _side_by_side(seconds: list[float], workers: int) -> float:
 def _train(job: _Job, report: Callable[[int, float], None]) -> TrainedModel:
     """In a process of its own, on one core: small models gain little from more, and lose a lot when those are busy."""
     settings, prompt = job.settings, job.prompt
-    outcome = train(settings, report=report)
+    outcome = train_lm(settings, report=report)
     if outcome.model is None:
         raise KeyboardInterrupt
     lm = open_model(outcome.model, "cpu")

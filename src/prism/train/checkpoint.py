@@ -59,15 +59,18 @@ class Checkpoints:
 
     Args:
         folder: where they are; every process must see it.
-        keep: how many of the newest stay.
+        keep: how many of the newest stay; the one that any of them names as the best so far stays with it.
     """
 
     def __init__(self, folder: Path, keep: int, world: World) -> None:
         self.folder, self.keep, self.world = folder, keep, world
 
     def save(self, tensors: dict[str, Tensor], rng: dict[str, Tensor], state: dict[str, Any]) -> Checkpoint:
-        """Write a checkpoint of step `state["step"]`; if that fails, the earlier ones are as they were."""
-        name = f"step-{state['step']:08d}"
+        """Write a checkpoint of step `state["step"]`; if that fails, the earlier ones are as they were.
+
+        `state["best"]` is None or names the step of the best so far.
+        """
+        name = name_of(state["step"])
         partial = self.folder / f".{name}.partial"
         try:
             self.world.together(lambda: refuse_non_finite(tensors, f"checkpoint {name}"))
@@ -127,7 +130,11 @@ class Checkpoints:
     def _commit(self, partial: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
         write_json(partial / MANIFEST, _signed(files))
         commit_folder(partial, final)
-        for name in checkpoint_names(self.folder)[: -self.keep]:
+        names = checkpoint_names(self.folder)
+        kept = names[-self.keep :]
+        best = [Checkpoint(self.folder / name).state.get("best") for name in kept]
+        kept += [name_of(each["step"]) for each in best if each is not None]
+        for name in set(names) - set(kept):
             remove_folder(self.folder / name)
 
     def _explain(self, error: Exception, name: str) -> str:
@@ -137,6 +144,10 @@ class Checkpoints:
         if "No space left" in reason:
             advice = "free some space and " + advice
         return f"checkpoint {name} could not be written to {self.folder} ({reason}): {last}; {advice}"
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def checkpoint_names(folder: Path) -> list[str]:
@@ -152,6 +163,15 @@ def find_newest_good(folder: Path, report: Callable[[str], None]) -> Checkpoint 
             return Checkpoint(folder / name)
         report(f"checkpoint {name} is damaged: {damage}; trying the one before it")
     return None
+
+
+def good_checkpoint(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint of this very step."""
+    name = name_of(step)
+    damage = find_damage(folder / name)
+    if damage is not None:
+        raise ValueError(f"checkpoint {name} in {folder} is damaged: {damage}")
+    return Checkpoint(folder / name)
 
 
 def find_damage(folder: Path) -> str | None:

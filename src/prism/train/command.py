@@ -7,14 +7,18 @@ from typing import Any
 
 from prism.train.overrides import to_plain
 from prism.train.presets import preset
-from prism.train.settings import Settings
+from prism.train.settings import RunSettings, Settings
 
 
 def command_line(settings: Settings) -> str:
     """`prism train lm …`, which run again gives the same settings."""
-    words = ["prism", "train", "lm", *(["--preset", settings.preset] if settings.preset else [])]
-    start = to_plain(preset(settings.preset or "tiny"))
-    return shlex.join([*words, *_differences(start, to_plain(settings), "--")])
+    return train_command("lm", settings, preset(settings.preset or "tiny"))
+
+
+def train_command(task: str, settings: RunSettings, start: RunSettings) -> str:
+    """`prism train TASK …`, with what `settings` change about their preset, `start`."""
+    words = ["prism", "train", task, *(["--preset", settings.preset] if settings.preset else [])]
+    return shlex.join([*words, *_differences(to_plain(start), to_plain(settings), "--")])
 
 
 def _differences(start: dict[str, Any], now: dict[str, Any], prefix: str) -> list[str]:

@@ -1,9 +1,11 @@
-"""The training loop.
+"""The training loop, for every task.
 
 Design choices
 - Step s uses samples (s-1)·B … s·B-1 of the endless order, whoever computes them: position is one number.
 - A step is: accumulate gradients, look at loss and gradient norm, update if both are finite, else count a skip.
-- The loss is summed over tokens and divided by those of the whole global batch, so no split of the batch changes it.
+- The loss is summed over units (tokens, events) and divided by those of the whole global batch, so no split of the batch
+  changes it.
+- The device is asked once a step, for loss and gradient norm together; small models would else wait more than compute.
 - At a step's end, in this order: log, validate, checkpoint, obey a signal. A checkpoint of step s therefore comes after
   everything that the log says about steps ≤ s.
 """
@@ -11,38 +13,34 @@ Design choices
 from __future__ import annotations
 
 import math
-import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save as save_safetensors
-from torch import nn
+from torch import Tensor, nn
 
 from prism.data.files import write_atomically
-from prism.data.prepare import Corpus, prepare
-from prism.data.windows import Batch, Windows
 from prism.engine.update import InvalidValueError
 from prism.train import rng, tensors
-from prism.train.checkpoint import Checkpoint, Checkpoints
+from prism.train.best import Best
+from prism.train.checkpoint import Checkpoint, Checkpoints, good_checkpoint
 from prism.train.distributed import World, accumulating, joined, layers_of, parallel_forward, spread, whole
-from prism.train.export import export
+from prism.train.export import write_export
 from prism.train.finite import NotFiniteError
 from prism.train.log import Log
-from prism.train.model import Builder, build_model, initialize, read_weights, vocabulary
 from prism.train.optimizer import Optimizers
 from prism.train.progress import Bar
-from prism.train.run import check_folder, open_run
+from prism.train.run import open_run
 from prism.train.schedule import lr_factor
-from prism.train.settings import Settings
 from prism.train.stop import StopRequest
-from prism.train.validate import Score, Validation, total_nats
+from prism.train.task import Samples, Task
 
 Report = Callable[[int, float], None]
 
@@ -55,62 +53,39 @@ class Outcome:
     step: int
     skipped: int
     loss: float | None
-    score: Score | None
+    score: Any
+    """Of the last validation; with `validation.patience`, of the best. None if this process made none."""
     model: Path | None
+    best_step: int | None = None
+    """With `validation.patience`: the step that the model is of."""
 
 
-def train(settings: Settings, build: Builder = build_model, report: Report | None = None) -> Outcome:
-    """Train, or go on training, until the last step or a signal. All bad input is refused before anything is written.
+def train(task: Task, report: Report | None = None) -> Outcome:
+    """Train, or go on training, until the last step, the end of all patience or a signal.
 
     Args:
         report: is told step and loss after every step; there is no bar then.
     """
-    settings.check()
-    check_folder(settings.out, settings.resume)
-    weights = None if settings.model.weights is None else read_weights(settings.model.weights)
-    verify = settings.data.verify and os.environ.get("LOCAL_RANK", "0") == "0"
-    corpus = prepare(
-        settings.data.recipe(), settings.data.cache, verify, lambda message: print(message, file=sys.stderr)
-    )
-    vocab_size = vocabulary(settings.model, corpus.manifest)
-    end = corpus.manifest.end
-    Windows(corpus.stream("train"), settings.data.context)  # enough data?
+    settings = task.settings
     with joined(settings.parallel, settings.device) as world:
         if settings.batch.sequences % world.size:
             raise ValueError(
                 f"batch.sequences is {settings.batch.sequences}, which {world.size} processes cannot share equally"
             )
-        model = spread(
-            lambda: build(settings.model, vocab_size, end),
-            lambda fresh: initialize(fresh, settings.seed, weights),
-            world,
-        )
-        with open_run(settings, corpus, vocab_size, world) as folder:
-            return _Run(settings, corpus, world, model, folder, build, report).go()
+        model = spread(task.build, task.initialize, world)
+        with open_run(task, world) as folder:
+            return _Run(task, world, model, folder, report).go()
 
 
 class _Run:
     """The parts of a run and the position they are at."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        corpus: Corpus,
-        world: World,
-        model: nn.Module,
-        folder: Path,
-        build: Builder,
-        report: Report | None,
-    ) -> None:
-        self.settings, self.world, self.model, self.folder, self.build = settings, world, model, folder, build
+    def __init__(self, task: Task, world: World, model: nn.Module, folder: Path, report: Report | None) -> None:
+        self.task, self.world, self.model, self.folder = task, world, model, folder
+        self.settings = settings = task.settings
         self.report, self.bar_shown = report, world.main and report is None
-        end = corpus.manifest.end if settings.data.separate_documents else None
-        self.windows = Windows(corpus.stream("train"), settings.data.context, end)
         self.share = settings.batch.sequences // world.size
         self.at_once = min(settings.batch.micro or self.share, self.share)
-        self.validation = Validation(
-            corpus, settings.data.context, end, settings.validation.sequences, self.at_once, world
-        )
         self.optimizers = Optimizers(model, settings.optimizer)
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.checkpoint.keep, world)
         bf16 = settings.precision == "bf16" or (settings.precision == "auto" and world.device.type == "cuda")
@@ -118,26 +93,37 @@ class _Run:
         self.step = self.skipped = self.skipped_in_a_row = 0
         self.saved: Checkpoint | None = None
         self.loss: float | None = None
-        self.score: Score | None = None
+        self.score: Any = None
+        self.best = Best(settings.validation.patience)
 
     def go(self) -> Outcome:
-        steps = self.settings.steps
         rng.seed(self.settings.seed + 1 + self.world.rank)  # what dropout would draw differs by process
         self.model.train()
-        with Bar(0, steps, self.bar_shown) as bar:
+        with self.bar() as bar:
             self.resume(bar)
         if self.settings.compile:
             for layer in layers_of(self.model):  # alike layers share one compilation
                 layer.compile()
         self.forward = parallel_forward(self.model, self.world)
-        with StopRequest() as stop, self.open_log() as log, Bar(self.step, steps, self.bar_shown) as bar:
-            while self.step < steps:
+        with StopRequest() as stop, self.open_log() as log, self.bar() as bar:
+            while not self.ended:
                 stopped = self.advance(log, bar, stop)
                 if stopped:
                     bar.say(f"stopped at step {self.step} and saved: the same command goes on from here")
-                    return Outcome(self.folder, self.step, self.skipped, self.loss, self.score, None)
-        model = self.world.on_main(self.export)
-        return Outcome(self.folder, self.step, self.skipped, self.loss, self.score, model)
+                    return self.outcome(None)
+            if self.best.run_out:
+                bar.say(f"no better validation in {self.best.patience}: the model is that of step {self.best.step}")
+        return self.outcome(self.world.on_main(self.export))
+
+    @property
+    def ended(self) -> bool:
+        return self.step >= self.settings.steps or self.best.run_out
+
+    def outcome(self, model: Path | None) -> Outcome:
+        return Outcome(self.folder, self.step, self.skipped, self.loss, self.score, model, self.best.step)
+
+    def bar(self) -> Bar:
+        return Bar(self.step, self.settings.steps, self.bar_shown, self.task.unit)
 
     def open_log(self) -> Log | nullcontext[None]:
         return Log(self.folder, self.step, self.settings.log.tensorboard) if self.world.main else nullcontext()
@@ -149,6 +135,7 @@ class _Run:
         state = checkpoint.state
         self.step, self.skipped = state["step"], state["skipped"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.best.restore(state)
         tensors.load(checkpoint.tensors, self.model, self.optimizers, self.world)
         random = checkpoint.rng(self.world.rank)
         if random is not None:
@@ -162,11 +149,12 @@ class _Run:
         """One step and all that follows from it; True if a signal asked to end here."""
         started = time.perf_counter()
         self.step += 1
-        loss, norm, stopping = self.update(stop)
+        first = (self.step - 1) * self.settings.batch.sequences
+        weight = self.task.weight(np.arange(first, first + self.settings.batch.sequences))
+        loss, norm, stopping = self.update(weight, stop)
         seconds = time.perf_counter() - started
         last = self.step == self.settings.steps
         finite = math.isfinite(loss) and math.isfinite(norm)
-        speed = self.settings.batch.sequences * self.settings.data.context / seconds
         due = self.step % self.settings.log.every == 0 or last
         if log is not None and (due or not finite):
             log.write(
@@ -175,35 +163,37 @@ class _Run:
                 gradient_norm=norm if math.isfinite(norm) else None,
                 lr=self.settings.optimizer.lr * self.lr_factor(),
                 skipped=self.skipped,
-                tokens=self.step * self.settings.batch.sequences * self.settings.data.context,
-                tokens_per_second=speed,
+                **self.task.seen(self.step),
+                **{f"{self.task.unit}_per_second": weight / seconds},
             )
-        bar.update(self.step, loss, speed, due)
+        bar.update(self.step, loss, weight / seconds, due)
         if self.report is not None:
             self.report(self.step, loss)
         if finite:
             self.loss = loss
+        improved = False
         if last or _is_due(self.step, self.settings.validation.every):
-            self.validate(log, bar)
-        if last or stopping or _is_due(self.step, self.settings.checkpoint.every):
+            improved = self.validate(log, bar)
+        if self.ended or improved or stopping or _is_due(self.step, self.settings.checkpoint.every):
             self.save()
-        return stopping and not last
+        return stopping and not self.ended
 
-    def update(self, stop: StopRequest) -> tuple[float, float, bool]:
+    def update(self, weight: int, stop: StopRequest) -> tuple[float, float, bool]:
         """Gradients of this step's samples, and an update if all is finite. Loss and norm are the global batch's."""
         first = (self.step - 1) * self.settings.batch.sequences + self.world.rank * self.share
-        batch = self.windows.samples(np.arange(first, first + self.share), self.settings.seed)
+        samples = self.task.samples(np.arange(first, first + self.share), self.world.device)
         self.optimizers.zero_grad()
         try:
-            mine = self.backward(batch)
+            mine = self.backward(samples, weight)
         except InvalidValueError:  # a NaN met the engine's checks before it could reach the loss
             if self.world.size > 1:  # the others wait for gradients that will not come: there is no going on
-                raise NotFiniteError(self.give_up(batch)) from None
-            mine = math.nan
+                raise NotFiniteError(self.give_up(samples)) from None
+            mine = torch.full((), math.nan, device=self.world.device)
         clip = self.settings.optimizer.clip
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = whole(nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)).item()
-        loss, signals = self.world.sum(mine, stop.name is not None)
+        length = whole(nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip))
+        my_loss, norm = torch.stack([mine, length.to(mine)]).tolist()
+        loss, signals = self.world.sum(my_loss, stop.name is not None)
         if math.isfinite(loss) and math.isfinite(norm):
             self.optimizers.step(self.lr_factor())
             self.skipped_in_a_row = 0
@@ -211,56 +201,53 @@ class _Run:
             self.skipped += 1
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row >= self.settings.max_skips:
-                raise NotFiniteError(self.give_up(batch))
+                raise NotFiniteError(self.give_up(samples))
         return loss, norm, signals > 0
 
-    def backward(self, batch: Batch) -> float:
+    def backward(self, samples: Samples, weight: int) -> Tensor:
         """This process's part of the loss, in as many passes as `batch.micro` asks for."""
-        tokens = self.settings.batch.sequences * self.settings.data.context
         total = torch.zeros((), device=self.world.device)
         starts = range(0, self.share, self.at_once)
         for start in starts:
-            part = batch[start : start + self.at_once].to(self.world.device)
+            part = samples[start : start + self.at_once].to(self.world.device)
             with accumulating(self.forward, last=start == starts[-1]):
                 with self.autocast():
-                    loss = total_nats(self.forward, part) / tokens
+                    loss = self.task.loss(self.forward, part) / weight
                 (loss * self.world.size).backward()  # DDP and FSDP average over processes, this is a sum
             total += loss.detach()
-        return total.item()
+        return total
 
     def lr_factor(self) -> float:
         return lr_factor(self.step, self.settings.steps, self.settings.schedule)
 
-    def validate(self, log: Log | None, bar: Bar) -> None:
+    def validate(self, log: Log | None, bar: Bar) -> bool:
+        """True if this is the best step so far, and the run asks for that."""
         with self.autocast():
-            self.score = score = self.validation.score(self.model)
+            verdict = self.task.validate(self.model, self.world, self.at_once)
+        improved = self.best.note(self.step, verdict.quality)
+        if improved or not self.best.patience:
+            self.score = verdict.score
         if log is not None:
-            log.write(
-                self.step,
-                validation_nats=score.nats,
-                validation_perplexity=score.perplexity,
-                validation_bits_per_byte=score.bits_per_byte,
-            )
-        bar.say(
-            f"step {self.step}: validation {score.nats:.4f} nats, perplexity {score.perplexity:.3f}, "
-            f"{score.bits_per_byte:.4f} bits per byte"
-        )
+            log.write(self.step, **verdict.record)
+        bar.say(f"step {self.step}: validation {verdict.text}")
+        return improved
 
     def save(self) -> None:
         state = {
             "step": self.step,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
+            **self.best.state(),
             "processes": self.world.size,
             "torch": torch.__version__,
         }
         held = tensors.model_tensors(self.model) | tensors.optimizer_tensors(self.model, self.optimizers)
         self.saved = self.checkpoints.save(held, rng.capture(), state)
 
-    def give_up(self, batch: Batch) -> str:
+    def give_up(self, samples: Samples) -> str:
         """Keep what was being learned from when it happened, and say where it is."""
         path = self.folder / f"not-finite-step-{self.step:08d}-process-{self.world.rank}.safetensors"
-        write_atomically(path, save_safetensors(batch.tensors()))
+        write_atomically(path, save_safetensors(samples.tensors()))
         kept = (
             "no checkpoint was written yet"
             if self.saved is None
@@ -272,8 +259,11 @@ class _Run:
         )
 
     def export(self) -> Path:
-        assert self.saved is not None
-        return export(self.folder, self.saved, self.folder / "model", self.build)
+        chosen = self.saved
+        if self.best.step is not None:
+            chosen = good_checkpoint(self.folder / "checkpoints", self.best.step)
+        assert chosen is not None
+        return write_export(self.task.write_model, self.folder, chosen, self.folder / "model")
 
 
 def _is_due(step: int, every: int) -> bool:

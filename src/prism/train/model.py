@@ -16,7 +16,7 @@ from prism.data.tokens import Manifest
 from prism.nn.parameters import assign
 from prism.nn.pattern import parse_layers
 from prism.train.overrides import read_toml_value
-from prism.train.settings import ModelSettings
+from prism.train.settings import ModelSettings, StackSettings
 
 Builder = Callable[[ModelSettings, int, int], nn.Module]
 """(settings, vocabulary size, end token) → a model called as `model(input_ids=…, reset=…, use_cache=False).logits`."""
@@ -43,7 +43,7 @@ def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module
     return model
 
 
-def rule_options(settings: ModelSettings) -> dict[str, dict[str, Any]]:
+def rule_options(settings: StackSettings) -> dict[str, dict[str, Any]]:
     """Options by rule: `head_dim` where a rule lets the size of heads be chosen, and what `options` says."""
     used = {layer.rule for layer in parse_layers(settings.layers)}
     chosen: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""What a person sees: a bar with loss, tokens per second and time left; in a file or a pipe, a line now and then."""
+"""What a person sees: a bar with loss, speed and time left; in a file or a pipe, a line now and then."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Bar:
     """Shown by the main process only."""
 
-    def __init__(self, step: int, steps: int, shown: bool) -> None:
+    def __init__(self, step: int, steps: int, shown: bool, unit: str = "tokens") -> None:
         self.console = Console(stderr=True, quiet=not shown, soft_wrap=True, highlight=False)
         self._lines = not self.console.is_terminal
-        self._steps = steps
+        self._steps, self._unit = steps, unit
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s  left"),
+            TextColumn(f"loss {{task.fields[loss]}}  {{task.fields[speed]}} {unit}/s  left"),
             TimeRemainingColumn(),
             console=self.console,
             disable=self._lines or not shown,
@@ -35,7 +35,7 @@ class Bar:
         if line and self._lines:
             left = self._progress.tasks[self._task].time_remaining
             when = "" if left is None else f", {left:.0f} s left"
-            self.say(f"step {step}/{self._steps}: loss {loss:.4f}, {speed:,.0f} tokens/s{when}")
+            self.say(f"step {step}/{self._steps}: loss {loss:.4f}, {speed:,.0f} {self._unit}/s{when}")
 
     def __enter__(self) -> Bar:
         self._progress.start()

@@ -1,8 +1,8 @@
 """The run folder: who may use it, what was started in it, and what must stay the same when it goes on.
 
 runs/lm/
-  config.json        settings, and what a resumed run must find unchanged
-  tokenizer.json
+  config.json        which task, its settings, and what a resumed run must find unchanged
+  tokenizer.json     (a recommender: items.json and users.json)
   log.jsonl
   checkpoints/
   model/             the trained model, for transformers
@@ -13,46 +13,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
 from prism.data.files import read_json, write_atomically, write_json
-from prism.data.prepare import Corpus
 from prism.train.distributed import World
-from prism.train.overrides import override, to_plain
-from prism.train.settings import Settings
+from prism.train.overrides import override
+from prism.train.settings import RunSettings
+from prism.train.task import Task
 
 CONFIG = "config.json"
+S = TypeVar("S", bound=RunSettings)
 
 
-def identity(settings: Settings, corpus: Corpus, vocab_size: int) -> dict[str, Any]:
-    """What decides the weights' shapes and which sample comes when. The rest may change between resumes."""
-    model = {f"model.{name}": value for name, value in to_plain(settings.model).items()}
-    for free in ("weights", "gradient_checkpointing"):
-        del model[f"model.{free}"]
-    return {
-        **model,
-        "model.vocab_size": vocab_size,
-        "seed": settings.seed,
-        "data.context": settings.data.context,
-        "data.separate_documents": settings.data.separate_documents,
-        "batch.sequences": settings.batch.sequences,
-        "optimizer.name": settings.optimizer.name,
-        "tokenizer": corpus.manifest.tokenizer_sha256,
-        "tokens": corpus.manifest.digest,
-    }
-
-
-def stored_settings(folder: Path) -> Settings | None:
-    """What the run in this folder was last started with; None if there is no run."""
+def stored_config(folder: Path) -> dict[str, Any] | None:
+    """What config.json of a run says; None if there is no run."""
     path = folder / CONFIG
     if not path.is_file():
         return None
     stored = read_json(path)
     if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict):
         raise ValueError(f"{path} is not the settings file of a run")
-    return override(Settings(), stored["settings"], str(path))
+    return {"task": "lm", **stored}
+
+
+def stored_settings(folder: Path, task: str, blank: S) -> S | None:
+    """What the run in this folder was last started with, laid over `blank`; None if there is no run."""
+    stored = stored_config(folder)
+    if stored is None:
+        return None
+    if stored["task"] != task:
+        raise ValueError(f"{folder} holds a run of `prism train {stored['task']}`: give another run folder with --out")
+    return override(blank, stored["settings"], str(folder / CONFIG))
 
 
 def check_folder(folder: Path, resume: bool) -> None:
@@ -68,25 +61,25 @@ def check_folder(folder: Path, resume: bool) -> None:
 
 
 @contextmanager
-def open_run(settings: Settings, corpus: Corpus, vocab_size: int, world: World) -> Iterator[Path]:
+def open_run(task: Task, world: World) -> Iterator[Path]:
     """The folder, made or found fitting, and kept by this run alone while it lasts."""
-    folder = settings.out
-    mine = identity(settings, corpus, vocab_size)
+    folder, resume = task.settings.out, task.settings.resume
+    identity = {"task": task.name, **task.identity()}
     lock = FileLock(folder / ".lock", timeout=0)
 
     def claim() -> None:
-        check_folder(folder, settings.resume)
+        check_folder(folder, resume)
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
         except Timeout:
             raise ValueError(f"another process is training in {folder}") from None
-        if (folder / CONFIG).is_file():
-            _check_identity(read_json(folder / CONFIG)["identity"], mine, folder)
-        write_atomically(folder / "tokenizer.json", corpus.tokenizer_file.read_bytes())
-        split = corpus.manifest.splits["train"]
-        seen = {"documents": split.documents, "tokens": split.tokens, "text_bytes": split.text_bytes}
-        write_json(folder / CONFIG, {"settings": to_plain(settings), "identity": mine, "training_data": seen})
+        stored = stored_config(folder)
+        if stored is not None:
+            _check_identity({"task": stored["task"], **stored["identity"]}, identity, folder)
+        for name, content in task.files().items():
+            write_atomically(folder / name, content)
+        write_json(folder / CONFIG, {"task": task.name, **task.config(), "identity": identity})
 
     try:
         world.on_main(claim)

@@ -16,7 +16,8 @@ from prism.train.run import CONFIG
 @contextmanager
 def model_folder(path: Path, report: Callable[[str], None] = lambda message: None) -> Iterator[Path]:
     """The folder to open. Of a run: its `model`, or if a checkpoint is newer, that one, exported for the time being."""
-    if not _is_run(path):
+    config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    if "settings" not in config:
         yield path
         return
     model, newest = path / "model", find_newest_good(path / "checkpoints", report)
@@ -24,14 +25,10 @@ def model_folder(path: Path, report: Callable[[str], None] = lambda message: Non
         yield model
         return
     if newest is None:
+        task = config.get("task", "lm")
         raise ValueError(
-            f"{path} is a run without a checkpoint: let `prism train lm --out {path}` go on until it has one"
+            f"{path} is a run without a checkpoint: let `prism train {task} --out {path}` go on until it has one"
         )
     report(f"using checkpoint {newest.folder.name} of {path}")
     with tempfile.TemporaryDirectory() as folder:
         yield export(path, newest, Path(folder) / path.resolve().name)
-
-
-def _is_run(path: Path) -> bool:
-    config = path / CONFIG
-    return config.is_file() and "settings" in read_json(config)

@@ -1,4 +1,7 @@
-"""Every choice of a training run, with its meaning. The text under a field is its help on the command line."""
+"""Every choice of a training run, with its meaning. The text under a field is its help on the command line.
+
+`RunSettings` is what the loop reads, whatever is learned; `Settings` adds what a language model and its text need.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ from prism.data.prepare import Recipe
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class StackSettings:
+    """The stack of layers, whatever stands before and after it."""
+
     layers: str = "prism"
     """The rule of every layer, or a pattern such as prism*3+softmax that is repeated over the layers."""
     hidden_size: int = 128
@@ -23,14 +28,18 @@ class ModelSettings:
     """Size of a head's keys and values, for rules that let it be chosen (kernels like 64 and 128); None: the rule's own."""
     options: tuple[str, ...] = ()
     """Options of rules, as rule.option=value, for example prism.steps=3 softmax.kv_heads=2."""
-    vocab_size: int | None = None
-    """Rows of the embedding; None: the tokenizer's size, up to the next multiple of 64."""
-    tie_word_embeddings: bool = True
-    """One matrix for tokens in and out."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, about a third more time."""
     weights: Path | None = None
     """Start from these weights: a safetensors file, or a folder that holds a saved model."""
+
+
+@dataclass(frozen=True)
+class ModelSettings(StackSettings):
+    vocab_size: int | None = None
+    """Rows of the embedding; None: the tokenizer's size, up to the next multiple of 64."""
+    tie_word_embeddings: bool = True
+    """One matrix for tokens in and out."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,8 @@ class ValidationSettings:
     """Steps between validations; 0: only after the last step."""
     sequences: int = 64
     """Samples validated on, spread evenly over what was held out; 0: all of it."""
+    patience: int = 0
+    """Stop after this many validations in a row without a new best, and end with the best model; 0: train to the end."""
 
 
 @dataclass(frozen=True)
@@ -141,18 +152,14 @@ class LogSettings:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Train a language model.
-
-    Later beats earlier: the preset (or, in a run folder that exists, the settings it was started with), the TOML file,
-    the flags.
-    """
+class RunSettings:
+    """What every run has."""
 
     preset: str | None = None
-    """Sizes to start from: tiny, 30m, 130m, 340m or 1.3b (parameters with a vocabulary of 32 768). None: tiny."""
+    """Sizes to start from."""
     config: Path | None = None
     """A TOML file with any of these settings."""
-    out: Path = Path("runs/lm")
+    out: Path = Path("runs/run")
     """The run folder: checkpoints, log, settings and, at the end, the model."""
     resume: bool = True
     """Go on from the newest good checkpoint if the run folder has one."""
@@ -170,8 +177,6 @@ class Settings:
     """How several processes (torchrun) share the work; auto: fsdp when there are several."""
     max_skips: int = 10
     """Stop after this many steps in a row with a loss or gradient that is not finite."""
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: DataSettings = field(default_factory=DataSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
@@ -179,23 +184,45 @@ class Settings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
-    def check(self) -> None:
-        """Refuse values that no run can have. (Not at construction: tyro would wrap the sentence in a box.)"""
-        least = {
+    def least(self) -> dict[str, tuple[float | None, float]]:
+        """By name: a value, which may be left out (None), and the least it can be."""
+        return {
             "steps": (self.steps, 1),
             "max_skips": (self.max_skips, 1),
             "batch.sequences": (self.batch.sequences, 1),
             "batch.micro": (self.batch.micro, 1),
-            "data.context": (self.data.context, 1),
             "schedule.warmup": (self.schedule.warmup, 0),
             "validation.every": (self.validation.every, 0),
             "validation.sequences": (self.validation.sequences, 0),
+            "validation.patience": (self.validation.patience, 0),
             "checkpoint.every": (self.checkpoint.every, 0),
             "checkpoint.keep": (self.checkpoint.keep, 1),
             "log.every": (self.log.every, 1),
         }
-        for name, (value, lowest) in least.items():
+
+    def check(self) -> None:
+        """Refuse values that no run can have. (Not at construction: tyro would wrap the sentence in a box.)"""
+        for name, (value, lowest) in self.least().items():
             if value is not None and value < lowest:
                 raise ValueError(f"{name} must be at least {lowest}, got {value}")
         if not 0 <= self.schedule.decay <= 1 or not 0 <= self.schedule.final <= 1:
             raise ValueError("schedule.decay and schedule.final are shares: they must lie between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Settings(RunSettings):
+    """Train a language model.
+
+    Later beats earlier: the preset (or, in a run folder that exists, the settings it was started with), the TOML file,
+    the flags.
+    """
+
+    preset: str | None = None
+    """Sizes to start from: tiny, 30m, 130m, 340m or 1.3b (parameters with a vocabulary of 32 768). None: tiny."""
+    out: Path = Path("runs/lm")
+    """The run folder: checkpoints, log, settings and, at the end, the model."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+
+    def least(self) -> dict[str, tuple[float | None, float]]:
+        return {**super().least(), "data.context": (self.data.context, 1)}

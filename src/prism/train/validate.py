@@ -26,30 +26,27 @@ def total_nats(model: nn.Module, batch: Batch) -> Tensor:
 class Validation:
     """Windows spread evenly over what was held out; several processes share them."""
 
-    def __init__(
-        self, corpus: Corpus, context: int, end: int | None, sequences: int, at_once: int, world: World
-    ) -> None:
+    def __init__(self, corpus: Corpus, context: int, end: int | None, sequences: int) -> None:
         stream = corpus.stream("validation")
         self.windows = Windows(stream, min(context, len(stream) - 1), end)
-        self.at_once, self.world = at_once, world
         self.bytes_per_token = stream.split.text_bytes / stream.split.tokens
         count = min(sequences or len(self.windows), len(self.windows))
         self.chosen = np.arange(count) * len(self.windows) // count
 
     @torch.no_grad()
-    def score(self, model: nn.Module) -> Score:
+    def score(self, model: nn.Module, world: World, at_once: int) -> Score:
         """Every process makes the same number of passes, the last perhaps with samples that count for nothing."""
-        mine = self.chosen[self.world.rank :: self.world.size]
-        rounds = -(-len(self.chosen) // (self.world.size * self.at_once))
+        mine = self.chosen[world.rank :: world.size]
+        rounds = -(-len(self.chosen) // (world.size * at_once))
         nats, tokens = 0.0, 0
         training = model.training
         model.eval()
         for i in range(rounds):
-            windows = mine[i * self.at_once : (i + 1) * self.at_once]
-            batch = self.windows.windows(windows if len(windows) else self.chosen[:1]).to(self.world.device)
+            windows = mine[i * at_once : (i + 1) * at_once]
+            batch = self.windows.windows(windows if len(windows) else self.chosen[:1]).to(world.device)
             total = total_nats(model, batch)
             if len(windows):
                 nats, tokens = nats + float(total), tokens + batch.targets.numel()
         model.train(training)
-        nats, count = self.world.sum(nats, tokens)
+        nats, count = world.sum(nats, tokens)
         return Score(nats / count, self.bytes_per_token)

@@ -1,0 +1,111 @@
+"""The task of `prism train lm`: predict the next token of a text."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prism.data.prepare import Corpus, prepare
+from prism.data.windows import Batch, Windows
+from prism.train.checkpoint import Checkpoint
+from prism.train.distributed import World
+from prism.train.language_export import write_model
+from prism.train.loop import Outcome, Report, train
+from prism.train.model import Builder, build_model, initialize, read_weights, vocabulary
+from prism.train.overrides import to_plain
+from prism.train.run import check_folder
+from prism.train.settings import Settings
+from prism.train.task import Verdict
+from prism.train.validate import Validation, total_nats
+
+
+def train_lm(settings: Settings, build: Builder = build_model, report: Report | None = None) -> Outcome:
+    """Train, or go on training, a language model. All bad input is refused before anything is written.
+
+    Args:
+        report: is told step and loss after every step; there is no bar then.
+    """
+    settings.check()
+    check_folder(settings.out, settings.resume)
+    weights = None if settings.model.weights is None else read_weights(settings.model.weights)
+    verify = settings.data.verify and os.environ.get("LOCAL_RANK", "0") == "0"
+    corpus = prepare(
+        settings.data.recipe(), settings.data.cache, verify, lambda message: print(message, file=sys.stderr)
+    )
+    return train(LanguageTask(settings, corpus, weights, build), report)
+
+
+class LanguageTask:
+    """Windows of a corpus; see `Task` for what each method means."""
+
+    name = "lm"
+    unit = "tokens"
+
+    def __init__(self, settings: Settings, corpus: Corpus, weights: dict[str, Tensor] | None, builder: Builder) -> None:
+        self.settings, self.corpus, self.weights, self.builder = settings, corpus, weights, builder
+        self.vocab_size = vocabulary(settings.model, corpus.manifest)
+        end = corpus.manifest.end if settings.data.separate_documents else None
+        self.windows = Windows(corpus.stream("train"), settings.data.context, end)
+        self.validation = Validation(corpus, settings.data.context, end, settings.validation.sequences)
+
+    def build(self) -> nn.Module:
+        return self.builder(self.settings.model, self.vocab_size, self.corpus.manifest.end)
+
+    def initialize(self, model: nn.Module) -> None:
+        initialize(model, self.settings.seed, self.weights)
+
+    def identity(self) -> dict[str, Any]:
+        settings = self.settings
+        model = {f"model.{name}": value for name, value in to_plain(settings.model).items()}
+        for free in ("weights", "gradient_checkpointing"):
+            del model[f"model.{free}"]
+        return {
+            **model,
+            "model.vocab_size": self.vocab_size,
+            "seed": settings.seed,
+            "data.context": settings.data.context,
+            "data.separate_documents": settings.data.separate_documents,
+            "batch.sequences": settings.batch.sequences,
+            "optimizer.name": settings.optimizer.name,
+            "tokenizer": self.corpus.manifest.tokenizer_sha256,
+            "tokens": self.corpus.manifest.digest,
+        }
+
+    def config(self) -> dict[str, Any]:
+        split = self.corpus.manifest.splits["train"]
+        seen = {"documents": split.documents, "tokens": split.tokens, "text_bytes": split.text_bytes}
+        return {"settings": to_plain(self.settings), "training_data": seen}
+
+    def files(self) -> dict[str, bytes]:
+        return {"tokenizer.json": self.corpus.tokenizer_file.read_bytes()}
+
+    def samples(self, numbers: np.ndarray, device: torch.device) -> Batch:
+        return self.windows.samples(numbers, self.settings.seed)
+
+    def weight(self, numbers: np.ndarray) -> int:
+        return len(numbers) * self.settings.data.context
+
+    def seen(self, step: int) -> dict[str, float]:
+        return {"tokens": step * self.settings.batch.sequences * self.settings.data.context}
+
+    def loss(self, model: nn.Module, samples: Batch) -> Tensor:
+        return total_nats(model, samples)
+
+    def validate(self, model: nn.Module, world: World, at_once: int) -> Verdict:
+        score = self.validation.score(model, world, at_once)
+        record = {
+            "validation_nats": score.nats,
+            "validation_perplexity": score.perplexity,
+            "validation_bits_per_byte": score.bits_per_byte,
+        }
+        text = f"{score.nats:.4f} nats, perplexity {score.perplexity:.3f}, {score.bits_per_byte:.4f} bits per byte"
+        return Verdict(score, -score.nats, record, text)
+
+    def write_model(self, run: Path, checkpoint: Checkpoint, folder: Path) -> None:
+        write_model(run, checkpoint, folder, self.builder)
