@@ -1,7 +1,8 @@
-"""Models that other tools know how to use: one language model for all rules, in the transformers library's shape.
+"""Models that other tools know how to use: one language model and one recommender for all rules, in the transformers
+library's shape.
 
-Importing this package makes `AutoConfig` know PRISM's configuration; making a configuration makes `AutoModel` and
-`AutoModelForCausalLM` know its models (see config.py). Nothing heavier than a configuration is imported before that.
+Importing this package makes `AutoConfig` know PRISM's configurations; making a configuration makes `AutoModel` (and
+`AutoModelForCausalLM`) know its models (see config.py). Nothing heavier than a configuration is imported before that.
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from prism.models.config import PrismConfig
+from prism.models.rec_config import PrismRecConfig
 
 if TYPE_CHECKING:
     from prism.models.cache import PrismCache
     from prism.models.language import PrismForCausalLM, PrismModel
+    from prism.models.recommender import PrismForRecommendation
 
 _LAZY = {
     "PrismCache": "prism.models.cache",
     "PrismModel": "prism.models.language",
     "PrismForCausalLM": "prism.models.language",
+    "PrismForRecommendation": "prism.models.recommender",
 }
 
 
@@ -28,4 +32,4 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_LAZY[name]), name)
 
 
-__all__ = ["PrismCache", "PrismConfig", "PrismForCausalLM", "PrismModel"]
+__all__ = ["PrismCache", "PrismConfig", "PrismForCausalLM", "PrismForRecommendation", "PrismModel", "PrismRecConfig"]

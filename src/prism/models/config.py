@@ -24,7 +24,8 @@ class PrismConfig(PreTrainedConfig):
         num_hidden_layers: how many layers; the period is repeated, and cut, to that many. One period unless given.
         rule_options: options by rule, `{"prism": {"steps": 3}, "softmax": {"kv_heads": 2}}`; what a layer of the list says
             itself goes before.
-        intermediate_size: of the SwiGLU; 8/3 of the width, up to the next multiple of 64, unless given.
+        intermediate_size: of the SwiGLU; 8/3 of the width, up to the next multiple of 64, unless given. 0: no SwiGLUs.
+        dropout: the share of numbers dropped, in training, from what every mixer and SwiGLU adds.
         norm_eps: of the norms between mixers and SwiGLUs.
         initializer_range: standard deviation of embeddings and linear maps at the start; gates start as their rule says.
         tie_word_embeddings: one matrix for tokens in and out.
@@ -34,6 +35,8 @@ class PrismConfig(PreTrainedConfig):
     model_type: ClassVar[str] = "prism"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
+    models_module: ClassVar[str] = "prism.models.language"
+    """Where the models of this configuration are."""
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class PrismConfig(PreTrainedConfig):
         *,
         rule_options: dict[str, dict[str, Any]] | None = None,
         intermediate_size: int | None = None,
+        dropout: float = 0.0,
         norm_eps: float = 1e-6,
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = True,
@@ -57,6 +61,8 @@ class PrismConfig(PreTrainedConfig):
         for name, value in {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads}.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_heads = num_heads
@@ -64,6 +70,7 @@ class PrismConfig(PreTrainedConfig):
         self.num_hidden_layers = len(parse_layers(layers, num_hidden_layers))
         self.rule_options = {} if rule_options is None else rule_options
         self.intermediate_size = -(-hidden_size * 8 // 3 // 64) * 64 if intermediate_size is None else intermediate_size
+        self.dropout = dropout
         self.norm_eps = norm_eps
         self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
@@ -73,7 +80,7 @@ class PrismConfig(PreTrainedConfig):
         self.eos_token_id = eos_token_id
         super().__init__(**kwargs)
         self._check_rule_options()
-        import_module("prism.models.language")  # registers the models with transformers' Auto classes
+        import_module(self.models_module)  # registers the models with transformers' Auto classes
 
     @property
     def layer_plan(self) -> list[LayerSpec]:

@@ -37,7 +37,8 @@ class PrismLayer(GradientCheckpointingLayer, Block):
     def __init__(self, config: PrismConfig, index: int, spec: LayerSpec) -> None:
         options = {**place_options(spec.rule, index, config.num_hidden_layers), **spec.options}
         heads = options.pop("heads", config.num_heads)
-        super().__init__(spec.rule, config.hidden_size, heads, config.intermediate_size, config.norm_eps, **options)
+        sizes = (config.hidden_size, heads, config.intermediate_size, config.norm_eps, config.dropout)
+        super().__init__(spec.rule, *sizes, **options)
         self.recipe = (spec.rule, config.hidden_size, heads, options)
 
     def fresh_rule(self) -> Rule:

@@ -1,4 +1,4 @@
-"""A layer of a model: norm, mixer, norm, SwiGLU, each pair added to what went in."""
+"""A layer of a model: norm, mixer, norm, SwiGLU, each pair added to what went in. The SwiGLU's pair may be left out."""
 
 from __future__ import annotations
 
@@ -30,16 +30,24 @@ class Block(nn.Module):
 
     Args:
         rule, width, heads, options: as in `Mixer`.
-        hidden: width of the SwiGLU.
+        hidden: width of the SwiGLU; 0 leaves it out, with its norm (HSTU's gate does a SwiGLU's work).
         eps: of the norms.
+        dropout: the share of numbers dropped, in training, from what is added to x.
     """
 
-    def __init__(self, rule: str, width: int, heads: int, hidden: int, eps: float = 1e-6, **options: Any) -> None:
+    def __init__(
+        self, rule: str, width: int, heads: int, hidden: int, eps: float = 1e-6, dropout: float = 0.0, **options: Any
+    ) -> None:
         super().__init__()
+        if not isinstance(hidden, int) or hidden < 0:
+            raise ValueError(f"hidden must be a whole number ≥ 1, or 0 for no SwiGLU, got {hidden!r}")
         self.mixer_norm = nn.RMSNorm(width, eps=eps)
         self.mixer = Mixer(rule, width, heads, **options)
-        self.mlp_norm = nn.RMSNorm(width, eps=eps)
-        self.mlp = SwiGLU(width, hidden)
+        if hidden:
+            self.mlp_norm = nn.RMSNorm(width, eps=eps)
+            self.mlp = SwiGLU(width, hidden)
+        self.has_mlp = hidden > 0
+        self.dropout = nn.Dropout(dropout)
 
     def forward(
         self,
@@ -51,8 +59,10 @@ class Block(nn.Module):
     ) -> tuple[Tensor, State]:
         """`[B, T, width]` → `[B, T, width]` and the mixer's state, all as in `Mixer.forward`."""
         mixed, state = self.mixer(self.mixer_norm(x), state, mask, reset, shared=shared)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
+        x = x + self.dropout(mixed)
+        if self.has_mlp:
+            x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+        return x, state
 
 
 def place_options(rule: str, index: int, count: int) -> dict[str, int]:

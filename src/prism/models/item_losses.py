@@ -1,0 +1,188 @@
+"""What a recommender is trained with: how badly the next item was expected.
+
+Every loss takes hidden `[…, D]`, the items' vectors `[N + 1, D]` and the targets `[…]` (0: none) and returns a SUM over the
+real targets, at least float32: whoever knows how many there are in all divides. Under `torch.autocast` products are in its
+precision, sums are not.
+
+    full_softmax       -log p(target), p over all items; exact, and the strongest where the catalogue lets you
+    sampled_softmax    the same over the target and some negatives, each counted for those it stands for (logQ correction)
+    bce                one yes and some noes
+    gbce               bce that does not overrate the yes because there were so few noes (gSASRec, Petrov and Macdonald, 2023)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from prism.engine.update import values_may_be_read
+from prism.models.negatives import Negatives, sampler
+from prism.rules.parts import at_least_float32
+
+LOSSES = ("full_softmax", "sampled_softmax", "bce", "gbce")
+ItemLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(hidden, vectors, targets) → the sum over real targets."""
+
+
+def item_loss(
+    name: str,
+    num_items: int,
+    *,
+    negatives: str = "uniform",
+    count: int = 256,
+    own: bool = False,
+    logq: bool = True,
+    t: float = 0.75,
+    counts: Any = None,
+) -> ItemLoss:
+    """A loss by name, with negatives (which `full_softmax` does not need) drawn anew at every call.
+
+    Args:
+        negatives, counts: which ones, and how often each item occurs (see negatives.py).
+        count: how many; `own`: for each target its own, instead of the same for all.
+        logq: whether `sampled_softmax` corrects for how often each was expected.
+        t: of `gbce`.
+    """
+    if name == "full_softmax":
+        return full_softmax
+    if name not in LOSSES:
+        raise ValueError(f"unknown loss {name!r}: choose from {', '.join(LOSSES)}")
+    drawn_from = sampler(negatives, num_items, counts)
+
+    def loss(hidden: Tensor, vectors: Tensor, targets: Tensor) -> Tensor:
+        hidden, targets = real_rows(hidden, targets)
+        if not targets.numel():
+            return hidden.sum(dtype=torch.float32)
+        drawn = drawn_from.draw(targets, count, own)
+        if name == "sampled_softmax":
+            return sampled_softmax(hidden, vectors, targets, drawn if logq else Negatives(drawn.items, None))
+        return bce(hidden, vectors, targets, drawn) if name == "bce" else gbce(hidden, vectors, targets, drawn, t=t)
+
+    return loss
+
+
+def full_softmax(hidden: Tensor, vectors: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:
+    """Σ -log softmax(hidden · vectors)[target] over items 1 … N.
+
+    Logits are never all there: `chunk` rows at a time are computed, and what the gradients need of them is added up in the
+    same pass. Gradients of gradients are not to be had.
+    """
+    hidden, targets = real_rows(hidden, targets)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if chunk is None:
+        chunk = max(_LEAST_ROWS, _LOGITS_AT_ONCE.get(device, _LOGITS_AT_ONCE["cuda"]) // vectors.shape[0])
+    loss: Tensor = _FullSoftmax.apply(hidden, vectors, targets, dtype, chunk)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def sampled_softmax(hidden: Tensor, vectors: Tensor, targets: Tensor, negatives: Negatives) -> Tensor:
+    """Σ -log(e^s₊ / (e^s₊ + Σ_j e^{s_j} / expected_j)) over the negatives j that are not the target.
+
+    With `log_expected` the sum over negatives is an unbiased estimate of the sum over all items but the target, which is
+    there for certain and is therefore not corrected.
+    """
+    positive, negative, wrong = _scores(hidden, vectors, targets, negatives.items)
+    if negatives.log_expected is not None:
+        negative = negative - negatives.log_expected
+    negative = negative.masked_fill(wrong, -torch.inf)
+    losses = torch.cat([positive.unsqueeze(-1), negative], -1).logsumexp(-1) - positive
+    return torch.where(targets.flatten() > 0, losses, 0.0).sum()
+
+
+def bce(hidden: Tensor, vectors: Tensor, targets: Tensor, negatives: Negatives, power: float = 1.0) -> Tensor:
+    """Σ (-power · log σ(s₊) - Σ_j log σ(-s_j)) / (1 + number of negatives) over the negatives j that are not the target."""
+    positive, negative, wrong = _scores(hidden, vectors, targets, negatives.items)
+    noes = F.logsigmoid(-negative).masked_fill(wrong, 0.0)
+    losses = -(power * F.logsigmoid(positive) + noes.sum(-1)) / (1 + negatives.items.shape[-1])
+    return torch.where(targets.flatten() > 0, losses, 0.0).sum()
+
+
+def gbce(hidden: Tensor, vectors: Tensor, targets: Tensor, negatives: Negatives, t: float = 0.75) -> Tensor:
+    """`bce` with the power β = α (t (1 - 1/α) + 1/α), where α is the share of all other items that are negatives.
+
+    t = 0 is `bce`, t = 1 makes σ(s) the probability that a look at all items would have given.
+    """
+    if not 0 <= t <= 1:
+        raise ValueError(f"t must be between 0 and 1, got {t}")
+    share = min(1.0, negatives.items.shape[-1] / max(1, vectors.shape[0] - 2))
+    return bce(hidden, vectors, targets, negatives, power=t * (share - 1) + 1)
+
+
+def real_rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`[…, D]`, `[…]` → `[M, D]`, `[M]`: without the rows that have no target, where finding them costs no waiting."""
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(f"targets must be {list(hidden.shape[:-1])} like hidden's rows, got {list(targets.shape)}")
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    if values_may_be_read(targets):
+        rows = targets.nonzero().squeeze(1)
+        if len(rows) < len(targets):
+            return hidden[rows], targets[rows]
+    return hidden, targets
+
+
+def _scores(hidden: Tensor, vectors: Tensor, targets: Tensor, items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores of targets `[M]` and of negatives `[M, S]`, and which of the negatives are the target."""
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    positive = (at_least_float32(hidden) * F.embedding(targets, vectors)).sum(-1)
+    chosen = F.embedding(items, vectors).to(hidden.dtype)
+    negative = F.linear(hidden, chosen) if items.ndim == 1 else (chosen @ hidden.unsqueeze(-1)).squeeze(-1)
+    return positive, at_least_float32(negative), items == targets.unsqueeze(-1)
+
+
+_LEAST_ROWS = 64
+_LOGITS_AT_ONCE = {"cpu": 2**19, "cuda": 2**27}
+"""Numbers. On a CPU they should stay in its cache."""
+
+
+class _FullSoftmax(torch.autograd.Function):
+    """Loss and gradients, by chunks of rows, in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, vectors: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int) -> Tensor:
+        wants_hidden, wants_vectors = ctx.needs_input_grad[:2]
+        exact = torch.promote_types(dtype, torch.float32)
+        h, items = hidden.to(dtype), vectors[1:].to(dtype)  # item i is column i - 1
+        real = targets > 0
+        columns = (targets - 1).clamp(min=0).unsqueeze(1)
+        total = torch.zeros((), dtype=exact, device=h.device)
+        to_hidden = torch.empty(h.shape, dtype=hidden.dtype, device=h.device) if wants_hidden else None
+        to_vectors = torch.zeros(vectors.shape, dtype=exact, device=h.device) if wants_vectors else None
+        for start in range(0, len(h), chunk):
+            rows = slice(start, start + chunk)
+            logits = _product(h[rows], items.T, exact)
+            at_target = logits.gather(1, columns[rows])
+            highest = logits.amax(1, keepdim=True)
+            shares = logits.sub_(highest).exp_()
+            norm = shares.sum(1, keepdim=True)
+            losses = norm.log() + highest - at_target
+            total += torch.where(real[rows, None], losses, 0.0).sum()
+            if to_hidden is None and to_vectors is None:
+                continue
+            weight = torch.where(real[rows, None], norm.reciprocal(), 0.0)
+            shares = shares.mul_(weight).scatter_add_(1, columns[rows], -real[rows, None].to(exact)).to(dtype)
+            if to_hidden is not None:
+                to_hidden[rows] = _product(shares, items, exact)
+            if to_vectors is not None:
+                to_vectors[1:] += _product(shares.T, h[rows], exact)
+        ctx.save_for_backward(to_hidden, None if to_vectors is None else to_vectors.to(vectors.dtype))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+        to_hidden, to_vectors = ctx.saved_tensors
+        scaled = [None if x is None else x * gradient.to(x.dtype) for x in (to_hidden, to_vectors)]
+        return scaled[0], scaled[1], None, None, None
+
+
+def _product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:
+    """a @ b, as `exact`; nothing is rounded to half precision on the way out where the device can avoid it."""
+    if a.dtype == exact:
+        return a @ b
+    return torch.mm(a, b, out_dtype=exact) if a.is_cuda else (a @ b).to(exact)

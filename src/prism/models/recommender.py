@@ -1,0 +1,162 @@
+"""ONE recommender for all rules: the language model's backbone over items instead of words.
+
+Design choices
+- An item has one vector, in and out: what follows an event is scored by hidden · vector. Features add to that vector.
+- Item 0 is padding. It is never a target and never recommended: its score is -inf.
+- What the model must know about its items to serve them (their features, how often each occurs) is saved with the weights.
+- The state that a pass returns is a `PrismCache`, as with the language model: one event goes on from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModel
+from transformers.utils import ModelOutput
+
+from prism.models.cache import PrismCache
+from prism.models.language import PrismModel, PrismPreTrainedModel
+from prism.models.rec_config import PrismRecConfig
+
+GAP_BUCKETS = 64
+
+
+@dataclass
+class RecommenderOutput(ModelOutput):
+    """hidden `[B, T, D]`: what to expect after each event, to be scored against items' vectors."""
+
+    hidden: Tensor | None = None
+    past_key_values: PrismCache | None = None
+    balance_loss: Tensor | None = None
+    """Of mixtures of memories, weighted and summed over layers, to be added to the loss. None without such layers."""
+
+
+class PrismForRecommendation(PrismPreTrainedModel):
+    """Histories of items in, scores of the next item out.
+
+    >>> model = PrismForRecommendation(PrismRecConfig(num_items=50, hidden_size=16, layers="prism")).eval()
+    >>> hidden = model(torch.tensor([[3, 14, 15], [9, 2, 6]])).hidden
+    >>> tuple(model.scores(hidden[:, -1]).shape)
+    (2, 51)
+    """
+
+    config_class = PrismRecConfig
+
+    def __init__(self, config: PrismRecConfig) -> None:
+        super().__init__(config)
+        self.model = PrismModel(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.gap_embedding = nn.Embedding(GAP_BUCKETS, config.hidden_size) if config.time_gaps else None
+        self.feature_embeddings = nn.ModuleDict(
+            {name: nn.Embedding(count, config.hidden_size) for name, count in config.item_features.items()}
+        )
+        rows = config.num_items + 1
+        self.register_buffer("item_counts", torch.zeros(rows, dtype=torch.int64))
+        self.register_buffer("feature_codes", torch.zeros(rows, len(config.item_features), dtype=torch.int64))
+        self.item_counts: Tensor
+        self.feature_codes: Tensor
+        self.post_init()
+
+    @torch.no_grad()
+    def describe_items(self, counts: Any = None, features: Mapping[str, Any] | None = None) -> None:
+        """Tell the model about its items; to be called after its weights were initialised.
+
+        Args:
+            counts: `[N + 1]`, how often each item occurs in the training data: the order for users without a history, and
+                the popularity that negatives are drawn by.
+            features: `{name: [N + 1]}` codes, one array for each of the configuration's `item_features`.
+        """
+        if counts is not None:
+            self.item_counts.copy_(self._per_item("counts", counts))
+        for column, (name, count) in enumerate(self.config.item_features.items()):
+            if features is None or name not in features:
+                raise ValueError(f"features lacks {name!r}: the configuration's item_features has it")
+            codes = self._per_item(f"features[{name!r}]", features[name])
+            if int(codes.min()) < 0 or int(codes.max()) >= count:
+                raise ValueError(f"features[{name!r}] must have codes 0 … {count - 1}, got up to {int(codes.max())}")
+            self.feature_codes[:, column] = codes.to(self.feature_codes.device)
+
+    def _per_item(self, name: str, values: Any) -> Tensor:
+        values = torch.as_tensor(values)
+        if tuple(values.shape) != (self.config.num_items + 1,) or values.dtype.is_floating_point:
+            raise ValueError(
+                f"{name} must be whole numbers of shape [num_items + 1] = {[self.config.num_items + 1]}, "
+                f"got {values.dtype} {list(values.shape)}"
+            )
+        return values
+
+    def forward(
+        self,
+        items: Tensor,
+        mask: Tensor | None = None,
+        gaps: Tensor | None = None,
+        past_key_values: PrismCache | None = None,
+        use_cache: bool = False,
+    ) -> RecommenderOutput:
+        """Read histories, or go on reading them.
+
+        Args:
+            items: `[B, T]`, 0 is padding.
+            mask: `[B, T]` bool, False is padding, at either end or between. Every rule is causal: where padding only
+                comes last and no state is wanted, as in training, leave the mask out, for it costs time.
+            gaps: `[B, T]`, how long after the event before it each came, in seconds (or any unit whose 1 is the shortest
+                that matters), 0 for the first; for models with `time_gaps`, which need them.
+            past_key_values: what an earlier call returned. It is changed, like transformers' caches: pass a `copy()` to
+                keep it.
+            use_cache: whether to return the state after the last event.
+        """
+        shared: dict[str, Tensor] = {}
+        out = self.model(
+            inputs_embeds=self.dropout(self._inputs(items, gaps)),
+            attention_mask=mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=True,
+            shared=shared,
+        )
+        return RecommenderOutput(out.last_hidden_state, out.past_key_values, shared.get("balance_loss"))
+
+    def item_vectors(self) -> Tensor:
+        """`[N + 1, D]`, features included; row 0 is padding's and means nothing."""
+        vectors = self.model.embed_tokens.weight
+        for column, embedding in enumerate(self.feature_embeddings.values()):
+            vectors = vectors + embedding(self.feature_codes[:, column])
+        return vectors
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """`[…, D]` → `[…, N + 1]`, float32 or better: how much each item is expected next; item 0 is -inf."""
+        vectors = self.item_vectors()
+        scores = F.linear(hidden.to(vectors.dtype), vectors)
+        scores = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
+        scores[..., 0] = -torch.inf
+        return scores
+
+    def _inputs(self, items: Tensor, gaps: Tensor | None) -> Tensor:
+        if items.ndim != 2 or items.dtype.is_floating_point:
+            raise ValueError(f"items must be whole numbers of shape [B, T], got {items.dtype} {list(items.shape)}")
+        x = self.model.embed_tokens(items)
+        for column, embedding in enumerate(self.feature_embeddings.values()):
+            x = x + embedding(self.feature_codes[:, column][items])
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
+        if self.gap_embedding is None:
+            return x
+        if gaps is None or gaps.shape != items.shape:
+            raise ValueError(
+                f"gaps must be given as [B, T] = {list(items.shape)}: the model has time_gaps"
+                + ("" if gaps is None else f", got {list(gaps.shape)}")
+            )
+        return x + self.gap_embedding(gap_bucket(gaps))
+
+
+def gap_bucket(gaps: Tensor) -> Tensor:
+    """The bucket of a time gap, two for each doubling: 0 for none, 63 for half of the largest 32-bit number and beyond."""
+    return (2 * torch.log2(1 + gaps.double().clamp(min=0))).long().clamp(max=GAP_BUCKETS - 1)
+
+
+AutoModel.register(PrismRecConfig, PrismForRecommendation, exist_ok=True)
