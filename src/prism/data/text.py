@@ -8,19 +8,18 @@ fixed order (folders: sorted by name), so the same files always give the same to
 from __future__ import annotations
 
 import codecs
-import gzip
 import json
-import lzma
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from prism.data.compressed import inner_suffix, open_bytes
 
 Document = Iterable[str]
 
 PIECE_BYTES = 1 << 20
 HUB = "hub:"
-_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 _ROWS = (".jsonl", ".ndjson", ".parquet")
 _IN_FOLDERS = (".txt", ".text", ".md", *_ROWS)
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -44,7 +43,7 @@ def find_files(sources: Iterable[str], pattern: str | None = None) -> list[Path]
             found.append(path)
             continue
         inside = path.rglob(pattern or "*")
-        files = [file for file in inside if file.is_file() and (pattern or _suffix(file) in _IN_FOLDERS)]
+        files = [file for file in inside if file.is_file() and (pattern or inner_suffix(file) in _IN_FOLDERS)]
         if not files:
             wanted = f"file that matches {pattern!r}" if pattern else f"file that ends in {', '.join(_IN_FOLDERS)}"
             raise ValueError(f"the folder {source} holds no {wanted} (or one of these with .gz or .xz)")
@@ -54,9 +53,9 @@ def find_files(sources: Iterable[str], pattern: str | None = None) -> list[Path]
 
 def documents(path: Path, field: str = "text") -> Iterator[Document]:
     """The documents of one file; `field` is the column of a jsonl or parquet file that holds the text."""
-    if _suffix(path) == ".parquet":
+    if inner_suffix(path) == ".parquet":
         return ([text] for text in _parquet(path, field))
-    if _suffix(path) in _ROWS:
+    if inner_suffix(path) in _ROWS:
         return ([text] for text in _jsonl(path, field))
     return iter([_TextFile(path)])
 
@@ -83,7 +82,7 @@ class _TextFile:
     def __iter__(self) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")("strict")
         pending, position = "", 0
-        with _open(self.path) as file:
+        with open_bytes(self.path) as file:
             while True:
                 block = file.read(PIECE_BYTES)
                 waiting = len(decoder.getstate()[0])
@@ -106,7 +105,7 @@ class _TextFile:
 
 
 def _jsonl(path: Path, field: str) -> Iterator[str]:
-    with _open(path) as file:
+    with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -137,14 +136,3 @@ def _text_of(row: Any, field: str, where: str) -> str:
         has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{where} has no text under {field!r} (it has {has})")
     return str(row[field])
-
-
-def _suffix(path: Path) -> str:
-    """The ending that says what is inside: `.jsonl` for both `a.jsonl` and `a.jsonl.gz`."""
-    inner = path.with_suffix("") if path.suffix in _OPENERS else path
-    return inner.suffix.lower()
-
-
-def _open(path: Path) -> IO[bytes]:
-    file: IO[bytes] = _OPENERS.get(path.suffix, open)(path, "rb")
-    return file

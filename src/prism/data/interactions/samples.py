@@ -31,7 +31,7 @@ class RecBatch:
         held = {name: getattr(self, name) for name in ("inputs", "targets", "mask", "gaps", "users")}
         return {name: value for name, value in held.items() if value is not None}
 
-    def __getitem__(self, rows: slice) -> RecBatch:
+    def __getitem__(self, rows: slice | Tensor) -> RecBatch:
         return self._map(lambda x: x[rows])
 
     def to(self, device: torch.device) -> RecBatch:

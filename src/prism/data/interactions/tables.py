@@ -1,0 +1,148 @@
+"""Files of events as tables of text: the values of columns, nothing converted yet.
+
+What a file is follows from its ending and its first line:
+
+- csv, tsv: separated by , or tab or ; or | or ::, with or without a line of names;
+- inter: RecBole's, tabs and names such as user_id:token;
+- parquet;
+- lines: "user item" or "user item item …", as often as a user likes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from prism.data.compressed import inner_suffix, open_bytes
+from prism.data.interactions.columns import Columns, is_line_of_names
+from prism.data.interactions.dataframes import pl
+
+Format = Literal["auto", "csv", "tsv", "inter", "parquet", "lines"]
+_BY_SUFFIX: dict[str, Format] = {
+    ".csv": "csv", ".tsv": "tsv", ".inter": "inter", ".parquet": "parquet", ".pq": "parquet", ".dat": "csv"
+}  # fmt: skip
+_SEPARATORS = ("\t", "::", ",", ";", "|")
+_LOOK_AT = 1000
+"""Lines from which the format is told."""
+_NO_SEPARATOR = "\x01"
+
+
+def read_table(path: Path, format: str, columns: Columns) -> tuple[pl.DataFrame, Columns, list[str]]:
+    """The columns asked for, as text (parquet: as typed), which they are, and notes on what was guessed."""
+    if format not in get_args(Format):
+        raise ValueError(f"format must be one of {', '.join(get_args(Format))}, got {format!r}")
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if format == "parquet" or (format == "auto" and inner_suffix(path) in (".parquet", ".pq")):
+        return _parquet(path, columns)
+    with open_bytes(path) as file:
+        data = file.read().removeprefix(b"\xef\xbb\xbf")
+    head = _first_lines(data, path)
+    if not head:
+        raise ValueError(f"{path} is empty: there is no event in it")
+    kind = (_BY_SUFFIX.get(inner_suffix(path)) or _told_by(head, path)) if format == "auto" else format
+    return _lines(data, path) if kind == "lines" else _separated(data, head, path, kind, columns)
+
+
+def _parquet(path: Path, columns: Columns) -> tuple[pl.DataFrame, Columns, list[str]]:
+    try:
+        found = columns.found(list(pl.read_parquet_schema(path)), str(path))
+        names = [name for name in (found.user, found.item, found.time, *found.features) if name is not None]
+        return pl.read_parquet(path, columns=names), found, []
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{path} is not a parquet file: {_reason(error)}") from error
+
+
+def _separated(
+    data: bytes, head: Sequence[str], path: Path, kind: str, columns: Columns
+) -> tuple[pl.DataFrame, Columns, list[str]]:
+    separator = "\t" if kind in ("tsv", "inter") else _separator(head[0])
+    if separator == "::":
+        data, separator = data.replace(b"::", b"\t"), "\t"
+        head = [line.replace("::", "\t") for line in head]
+    cells = [cell.strip('"') for cell in head[0].split(separator)]
+    named = kind == "inter" or columns.by_name or (not columns.by_position and not any(map(_is_number, cells)))
+    try:
+        table = pl.read_csv(io.BytesIO(data), separator=separator, has_header=named, infer_schema=False)
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{path} does not read as a table: {_reason(error)}") from error
+    if not named:
+        table.columns = [str(n) for n in range(table.width)]
+    if kind == "inter":
+        table.columns = [name.rsplit(":", 1)[0] for name in table.columns]
+    found = columns.found(table.columns, str(path))
+    notes = []
+    if not named:
+        time = "none" if found.time is None else f"column {found.time}"
+        notes.append(
+            f"{path.name} has no line of names: user is column {found.user}, item {found.item}, time {time} "
+            "(counted from 0)"
+        )
+    return table, found, notes
+
+
+def _lines(data: bytes, path: Path) -> tuple[pl.DataFrame, Columns, list[str]]:
+    try:
+        lines = pl.read_csv(
+            io.BytesIO(data),
+            separator=_NO_SEPARATOR,
+            has_header=False,
+            infer_schema=False,
+            quote_char=None,
+            new_columns=["line"],
+        )
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{path} does not read as lines of text: {_reason(error)}") from error
+    words = lines["line"].drop_nulls().str.extract_all(r"\S+")
+    notes = []
+    if len(words) and is_line_of_names(words[0].to_list()):
+        notes.append(f"the first line of {path.name} names its columns and is left out")
+        words = words[1:]
+    lengths = words.list.len()
+    if alone := int((lengths == 1).sum()):
+        notes.append(f"{alone} lines of {path.name} name a user and no item")
+    words = words.filter(lengths > 1)
+    table = pl.DataFrame({"user": words.list.first(), "item": words.list.slice(1)}).explode("item")
+    return table, Columns("user", "item", None), notes
+
+
+def _first_lines(data: bytes, path: Path) -> list[str]:
+    """Up to _LOOK_AT lines that are not empty."""
+    lines = data[: 1 << 20].split(b"\n")[:_LOOK_AT]
+    if len(lines) > 1 and len(data) > 1 << 20:
+        lines.pop()  # it may be cut
+    try:
+        return [line.decode().rstrip("\r") for line in lines if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start} of a line") from error
+
+
+def _told_by(head: Sequence[str], path: Path) -> str:
+    """The format of a text file without a telling ending."""
+    separator = _separator(head[0])
+    if separator != " " and len(columns := {line.count(separator) for line in head}) == 1 and columns.pop() > 1:
+        return "csv"  # three or more columns
+    fields = {len(line.split()) for line in head}
+    if len(head) > 1 and len(fields) == 1 and fields.isdisjoint({1, 2}):
+        raise ValueError(
+            f"every line of {path} has {fields.pop()} fields: a table, or a user and items? Say format csv or lines"
+        )
+    return "csv" if fields == {1} else "lines"
+
+
+def _separator(line: str) -> str:
+    return max((*_SEPARATORS, " "), key=lambda s: (line.count(s), s != " ")) if line.strip() else ","
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

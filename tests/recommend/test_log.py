@@ -1,0 +1,297 @@
+"""Logs of every format become the same histories; what is wrong with one is said in a sentence, and nothing is lost."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import subprocess
+import sys
+from collections import Counter
+from datetime import date, datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prism.data.interactions import Catalogue, Feature, LogRecipe, Prepared, Users, open_prepared, prepare_log
+from prism.data.interactions.core import core_mask, k_core
+from prism.data.interactions.read import Columns, read_log
+
+ROWS = [("b", "x", 3), ("a", "y", 5), ("a", "x", 1), ("b", "z", 3), ("b", "x", 2), ("a", "z", 5)]
+"""Unsorted, with ties in time."""
+ORDERED = {"a": ["x", "y", "z"], "b": ["x", "x", "z"]}
+BY_INPUT = {"a": ["y", "x", "z"], "b": ["x", "z", "x"]}
+
+
+def histories(prepared: Prepared) -> dict[Any, list[Any]]:
+    names = prepared.users.users
+    return {names[u]: prepared.catalogue.names(prepared.histories.user(u)[0]) for u in range(len(prepared.histories))}
+
+
+def table(separator: str = ",", names: str = "user,item,time", rows: list[Any] = ROWS) -> str:
+    head = [names.replace(",", separator)] if names else []
+    return "\n".join([*head, *(separator.join(map(str, row)) for row in rows)]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "columns"),
+    [
+        ("log.csv", table(), Columns()),
+        ("log.csv", table(names="userId,movieId,Timestamp"), Columns()),
+        ("log.csv", table(names="who,what,when"), Columns("who", "what", "when")),
+        ("log.csv", table(";"), Columns()),
+        ("log.tsv", table("\t"), Columns()),
+        ("log.dat", table("::", ""), Columns("0", "1", "2")),
+        ("log.csv", table(names=""), Columns("0", "1", "2")),
+        ("log.inter", table("\t", "user_id:token,item_id:token,timestamp:float"), Columns()),
+        ("log.txt", table("\t"), Columns()),
+        ("log", table("|"), Columns()),
+        ("log.csv", "\ufeff" + table().replace("\n", "\r\n"), Columns()),
+        ("rows.txt", table(" "), Columns()),
+    ],
+)
+@pytest.mark.parametrize("packed", ["", ".gz", ".xz"])
+def test_separated_values(tmp_path: Path, name: str, content: str, columns: Columns, packed: str) -> None:
+    path = tmp_path / (name + packed)
+    pack = {"": lambda x: x, ".gz": gzip.compress, ".xz": lzma.compress}[packed]
+    path.write_bytes(pack(content.encode()))
+    format = "csv" if name == "rows.txt" else "auto"  # spaces may separate items of one user as well
+    prepared = read_log(path, columns, format=format).prepare()
+    assert histories(prepared) == ORDERED
+    assert prepared.histories.times is not None
+    assert prepared.histories.times.tolist() == [1, 5, 5, 2, 3, 3]
+    assert prepared.manifest["counts"] == {
+        "users": 2, "items": 3, "events": 6, "rows": 6, "duplicates": 0, "duplicates_dropped": 0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "b x\na y\na x\nb z\nb x\na z\n",
+        "user item\nb x\na y\na x\nb z\nb x\na z",
+        "a y x z\nb x z\nb x\n",
+        "b\tx z\r\n\r\na  y x z\r\nb x\r\n",
+    ],
+)
+def test_lines(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "log.txt"
+    path.write_bytes(content.encode())
+    prepared = read_log(path).prepare()
+    assert histories(prepared) == BY_INPUT
+    assert prepared.histories.times is None
+    assert any("order of the input" in note for note in prepared.manifest["notes"])
+
+
+def test_frames_and_parquet(tmp_path: Path) -> None:
+    frame = pl.DataFrame(ROWS, schema=["user", "item", "time"], orient="row")
+    frame.write_parquet(tmp_path / "log.parquet")
+    pandas = pd.DataFrame(ROWS, columns=["user", "item", "time"])
+    for source in (frame, frame.lazy(), pandas, tmp_path / "log.parquet", str(tmp_path / "log.parquet")):
+        assert histories(read_log(source).prepare()) == ORDERED
+    assert histories(read_log(frame, Columns(time=None)).prepare()) == BY_INPUT
+    with pytest.raises(ValueError, match="a log is a path"):
+        read_log([1, 2])
+
+
+@pytest.mark.parametrize("make", [pl.DataFrame, pd.DataFrame])
+def test_moments_of_every_kind_are_ordered_and_become_seconds(make: Any) -> None:
+    start = datetime(2020, 1, 1)
+    moments: list[list[Any]] = [
+        [start + timedelta(seconds=t) for _, _, t in ROWS],
+        [(start + timedelta(seconds=t)).isoformat() for _, _, t in ROWS],
+        [datetime(2020, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=t) for _, _, t in ROWS],
+        [date(2020, 1, t) for _, _, t in ROWS],
+        [f"2020-01-0{t}" for _, _, t in ROWS],
+        [str(t / 4) for _, _, t in ROWS],
+        [t / 4 for _, _, t in ROWS],
+    ]
+    for kind, times in enumerate(moments):
+        prepared = read_log(make({"user": [r[0] for r in ROWS], "item": [r[1] for r in ROWS], "time": times})).prepare()
+        assert histories(prepared) == ORDERED
+        assert prepared.histories.times is not None
+        scale = {3: 86400, 4: 86400, 5: 0.25, 6: 0.25}.get(kind, 1)
+        assert (np.diff(prepared.histories.times[:3]) / scale).tolist() == [4, 0]
+        assert any("the log was sorted" in note for note in prepared.manifest["notes"])
+
+
+def test_ids_keep_what_they_are(tmp_path: Path) -> None:
+    def items(values: Any) -> list[Any]:
+        return list(read_log(pl.DataFrame({"user": [1, 1], "item": values})).prepare().catalogue.items)
+
+    assert items(["10", "9"]) == [9, 10]
+    assert items(["007", "7"]) == ["007", "7"]
+    assert items([2.0, 1.0]) == [1, 2]
+    assert items(pl.Series(["b", "a"], dtype=pl.Categorical)) == ["a", "b"]
+    with pytest.raises(ValueError, match="fractions"):
+        items([1.5, 2.0])
+
+
+CASES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("log.csv", "", {}, "is empty"),
+    ("log.csv", "user,item\n", {}, "is empty"),
+    ("log.txt", "\n\n", {}, "is empty"),
+    ("log.csv", "user,item\na,x\nb,y\n", {}, "no user of the log has 2 or more events"),
+    ("log.csv", table(), {"columns": Columns(item="product")}, "has no column 'product' .item.; it has user, item, time"),
+    ("log.csv", table(), {"columns": Columns(features=("brand",))}, "has no column 'brand'"),
+    ("log.csv", table(), {"columns": Columns("item")}, "asked for twice"),
+    ("log.csv", table(names="a,b,c"), {}, "no column with a usual name for the user; name one of a, b, c"),
+    ("log.csv", table(names=""), {}, "has 3 columns without names: say which is the time"),
+    ("log.csv", table(names=""), {"columns": Columns("0", "7")}, "no column '7'"),
+    ("log.csv", table(rows=[*ROWS, ("a", "x", "")]), {}, "missing in 1 of 7 events, first in event 7.*order of the input"),
+    ("log.csv", table(rows=[*ROWS, ("a", "", 3)]), {}, "'item' of .* is missing in 1 of 7 events"),
+    ("log.csv", table(rows=[*ROWS, ("a", "x", "soon")]), {}, "'soon', neither a number nor an ISO 8601 time"),
+    ("log.csv", table(rows=[*ROWS, ("a", "x", "inf")]), {}, "not finite"),
+    ("log.csv", table(rows=[*ROWS, ("a", "x", "3", "4")]), {}, "does not read as a table"),
+    ("log.txt", "a 1 2 3\nb 1 2 3\n", {}, "every line of .* has 4 fields: a table, or a user and items"),
+    ("log.csv", table(), {"format": "xml"}, "format must be one of"),
+    ("log.csv", table(), {"duplicates": "merge"}, "duplicates must be"),
+    ("log.parquet", "no", {}, "is not a parquet file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "arguments", "sentence"), CASES)
+def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: str, arguments: dict, sentence: str) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(ValueError, match=sentence):
+        read_log(path, **arguments).prepare()
+
+
+def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        read_log(tmp_path / "nothing.csv")
+    (tmp_path / "log.csv").write_bytes(b"user,item\n\xff\xfe,x\n")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_log(tmp_path / "log.csv")
+
+
+def test_duplicates_are_counted_and_dropped_only_if_told() -> None:
+    frame = pl.DataFrame([*ROWS, ROWS[0], ROWS[3], ROWS[0]], schema=["user", "item", "time"], orient="row")
+    kept = read_log(frame).prepare()
+    assert kept.manifest["counts"]["duplicates"] == 3
+    assert len(kept.histories.items) == 9
+    dropped = read_log(frame, duplicates="drop").prepare()
+    assert histories(dropped) == ORDERED
+    assert dropped.manifest["counts"]["duplicates_dropped"] == 3
+    untimed = read_log(frame, Columns(time=None), duplicates="drop").prepare()
+    assert histories(untimed) == {"a": ["y", "x", "z"], "b": ["x", "z"]}
+
+
+def test_features_of_items() -> None:
+    frame = pl.DataFrame(
+        {"user": [1, 1, 1, 1], "item": ["x", "y", "x", "z"], "brand": [None, "q", "p", None], "size": [3, 1, 2, 3]}
+    )
+    prepared = read_log(frame, Columns(features=("brand", "size"))).prepare()
+    brand, size = prepared.catalogue.features["brand"], prepared.catalogue.features["size"]
+    assert [brand.values[v] for v in brand.of_item] == [None, "p", "q", None]
+    assert [size.values[v] for v in size.of_item] == [None, 3, 1, 3]
+    assert any("1 items have more than one size" in note for note in prepared.manifest["notes"])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=40),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_core_is_the_largest_set_in_which_all_have_enough(events: list[tuple[int, int]], k: int, m: int) -> None:
+    kept = core_mask(np.array([u for u, _ in events]), np.array([i for _, i in events]), k, m)
+    left = list(events)
+    while True:  # one at a time: the fixed point does not depend on the order
+        users, items = Counter(u for u, _ in left), Counter(i for _, i in left)
+        poor = next((event for event in left if users[event[0]] < k or items[event[1]] < m), None)
+        if poor is None:
+            break
+        left.remove(poor)
+    assert sorted(event for event, keep in zip(events, kept, strict=True) if keep) == sorted(left)
+
+
+def test_core_of_a_log() -> None:
+    log = read_log(pl.DataFrame(ROWS, schema=["user", "item", "time"], orient="row"))
+    core = k_core(log, items=2)
+    assert histories(core.prepare()) == {"a": ["x", "z"], "b": ["x", "x", "z"]}
+    assert core.prepare().manifest["counts"]["events_dropped"] == core.counts["items_dropped"] == 1
+    with pytest.raises(ValueError, match="no event is left with at least 9"):
+        k_core(log, users=9)
+    with pytest.raises(ValueError, match="users must be at least 1"):
+        k_core(log, users=0)
+
+
+def test_ids_and_rows() -> None:
+    catalogue = Catalogue(["x", "y", "7"], {"brand": Feature([None, "q"], np.array([0, 1, 0, 1]))})
+    assert catalogue.index(["7", "x", 7]).tolist() == [3, 1, 3]
+    assert Users([5, 6]).index(["6", 5, np.int64(6)]).tolist() == [1, 0, 1]
+    assert catalogue.index(["x", "no", "y"], unknown="skip").tolist() == [1, 2]
+    with pytest.raises(ValueError, match="2 of 3 items are not in the log: 'no', 8"):
+        catalogue.index(["no", "x", 8])
+    with pytest.raises(ValueError, match="1 of 1 users are not in the log: 'six'"):
+        Users([5, 6]).index(["six"])
+    with pytest.raises(ValueError, match="'error' or 'skip'"):
+        catalogue.index([], unknown="guess")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not distinct"):
+        Users([1, 1]).index([1])
+    with pytest.raises(ValueError, match="feature brand needs one value"):
+        Catalogue(["x"], {"brand": Feature([None], np.array([0]))})
+
+
+def test_prepared_folder_round_trip(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(table(names="user,item,time,kind", rows=[(*row, "é") for row in ROWS]))
+    recipe = LogRecipe(source=str(tmp_path / "log.csv"), features=("kind",), min_item=2)
+    said: list[str] = []
+    first = prepare_log(recipe, tmp_path / "cache", report=said.append)
+    again = prepare_log(recipe, tmp_path / "cache", report=said.append)
+    assert len(said) == 1
+    assert first.folder is not None
+    by_folder = prepare_log(LogRecipe(source=str(first.folder)))
+    for other in (again, by_folder, open_prepared(first.folder)):
+        assert histories(other) == {"a": ["x", "z"], "b": ["x", "x", "z"]}
+        assert other.catalogue.features["kind"].values == [None, "é"]
+        assert other.digest == first.digest and other.manifest == first.manifest
+    assert first.manifest["counts"]["rows"] == 6 and first.manifest["recipe"]["min_item"] == 2
+    assert prepare_log(LogRecipe(source=recipe.source), tmp_path / "cache").digest != first.digest
+    fresh = read_log(tmp_path / "log.csv", Columns(features=("kind",)))
+    assert k_core(fresh, items=2).prepare().digest == first.digest
+    with pytest.raises(ValueError, match="exists already"):
+        first.save(first.folder)
+
+
+def test_damaged_or_wrong_folders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(table())
+    folder = prepare_log(LogRecipe(source=str(tmp_path / "log.csv")), tmp_path / "cache").folder
+    assert folder is not None
+    items = folder / "items.json"
+    items.write_text(items.read_text().replace("x", "w"))
+    with pytest.raises(ValueError, match="is damaged: remove the folder"):
+        open_prepared(folder)
+    items.unlink()
+    with pytest.raises(ValueError, match=r"is not a prepared log: it has no items.json"):
+        open_prepared(folder)
+    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
+        prepare_log(LogRecipe(source=str(tmp_path / "none.csv")), tmp_path / "cache")
+
+
+def test_a_prepared_log_needs_no_polars(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text(table())
+    folder = prepare_log(LogRecipe(source=str(tmp_path / "log.csv")), tmp_path / "cache").folder
+    code = f"""
+import sys
+sys.modules["polars"] = None
+from pathlib import Path
+from prism.data.interactions import LogRecipe, Samples, leave_one_out, open_prepared, prepare_log
+prepared = open_prepared(Path({str(folder)!r}))
+print(len(Samples(leave_one_out(prepared.histories).histories, 3)))
+try:
+    prepare_log(LogRecipe(source={str(tmp_path / "log.csv")!r}, min_item=2), Path({str(tmp_path / "cache")!r}))
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, sentence = done.stdout.splitlines()
+    assert count == "2"
+    assert "needs polars: pip install" in sentence
