@@ -1,0 +1,134 @@
+"""A log that is made up: users with several interests that drift, in a catalogue of series. A function of its seed.
+
+Items form clusters (a genre, a department). Inside a cluster they stand in a ring (episodes of a series) and have a Zipf
+popularity that has nothing to do with the ring. A user follows a few clusters at a time, with unequal weights. At each
+event
+
+    drift    with probability `drift`, one of the interests is given up for another cluster (popular clusters more often);
+    switch   with probability 1 - `stay`, the user turns to one of the interests, by their weights;
+    choose   with probability `follow`, the item after the one last taken in that cluster, however long ago that was;
+             otherwise (and in a new cluster) an item of the cluster by its popularity.
+
+Events of one sitting are minutes apart, a switch comes after about a day. So the last item predicts something (the ring),
+but what a user will take on returning to an interest is known only to a model that remembers where it was left.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prism.data.interactions.histories import Histories
+from prism.data.interactions.ids import Catalogue, Feature, Users
+from prism.data.interactions.prepared import Prepared
+
+_SHORTEST = 5
+_START = 1_700_000_000
+_YEAR = 365 * 86_400
+
+
+def synthetic_log(
+    users: int = 600,
+    items: int = 400,
+    events: int = 40_000,
+    seed: int = 0,
+    *,
+    cluster: int = 20,
+    interests: int = 4,
+    stay: float = 0.6,
+    follow: float = 0.8,
+    drift: float = 0.02,
+) -> Prepared:
+    """Make up a log of exactly `events` events; histories are at least 5 long and of very different lengths.
+
+    Args:
+        items: items to choose from; those nobody takes are not in the catalogue.
+        cluster: items in a cluster.
+        interests: clusters that a user follows at a time.
+    """
+    if users < 1 or events < users * _SHORTEST:
+        raise ValueError(f"events must be at least {_SHORTEST} for each of {users} users, got {events}")
+    clusters = items // cluster
+    if clusters <= interests:
+        raise ValueError(f"items must fill more than {interests} clusters of {cluster}, got {items}")
+    random = np.random.default_rng(seed)
+    lengths = _lengths(users, events, random)
+    chosen, gaps = _events(lengths, clusters, cluster, interests, stay, follow, drift, random)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    taken, places = np.unique(chosen, return_inverse=True)
+    moments = np.cumsum(gaps)
+    first = moments[offsets[:-1]]
+    begin = _START + random.random(users) * _YEAR
+    times = np.floor(moments + np.repeat(begin - first, lengths))
+    names = [f"series{item // cluster + 1:03d}-{item % cluster + 1:02d}" for item in taken.tolist()]
+    series, of_item = np.unique(taken // cluster, return_inverse=True)
+    feature = Feature([None, *(f"series{number + 1:03d}" for number in series.tolist())], np.append(0, of_item + 1))
+    manifest = {
+        "counts": {"users": users, "items": len(taken), "events": events},
+        "notes": [f"made up, with seed {seed}"],
+        "times": True,
+    }
+    return Prepared(
+        Histories(offsets, places.astype(np.int64) + 1, times),
+        Catalogue(names, {"series": feature}),
+        Users([f"user{n + 1:05d}" for n in range(users)]),
+        manifest,
+    )
+
+
+def _lengths(users: int, events: int, random: np.random.Generator) -> np.ndarray:
+    """Log-normal, at least _SHORTEST, exactly `events` together; int64 `[users]`."""
+    weights = random.lognormal(0, 0.8, users)
+    ends = np.round(np.cumsum(weights) / weights.sum() * (events - users * _SHORTEST)).astype(np.int64)
+    return np.diff(ends, prepend=0) + _SHORTEST
+
+
+def _events(
+    lengths: np.ndarray,
+    clusters: int,
+    cluster: int,
+    interests: int,
+    stay: float,
+    follow: float,
+    drift: float,
+    random: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Items 0 … clusters·cluster - 1 and seconds since the event before, user after user: `[N]` both.
+
+    All users take their t-th event together; those with long histories go on when the others have ended.
+    """
+    order = np.argsort(-lengths, kind="stable")  # who is still active is then always a head
+    active_at = np.searchsorted(-lengths[order], -np.arange(lengths.max()), "left")  # users with more than t events
+    users = len(lengths)
+    cluster_odds, item_odds = _zipf(clusters), _zipf(cluster)
+    by_popularity = random.permuted(np.tile(np.arange(cluster), (clusters, 1)), axis=1)
+    followed = np.argsort(random.gumbel(size=(users, clusters)) + np.log(cluster_odds), axis=1)[:, -interests:]
+    weights = random.dirichlet(np.full(interests, 2.0), users)
+    current = np.zeros(users, dtype=np.int64)
+    left_at = np.full((users, clusters), -1)
+    steps_items, steps_gaps = [], []
+    for active in active_at.tolist():
+        rows = np.arange(active)
+        drifting = random.random(active) < drift
+        slot = random.integers(interests, size=active)
+        new = random.choice(clusters, active, p=cluster_odds)
+        drifting &= ~(followed[:active] == new[:, None]).any(1)
+        followed[rows[drifting], slot[drifting]] = new[drifting]
+        turning = random.random(active) >= stay
+        by_weight = (random.random((active, 1)) > np.cumsum(weights[:active], 1)[:, :-1]).sum(1)
+        current[:active] = np.where(turning, by_weight, current[:active])
+        where = followed[rows, current[:active]]
+        left = left_at[rows, where]
+        popular = by_popularity[where, random.choice(cluster, active, p=item_odds)]
+        item = np.where((random.random(active) < follow) & (left >= 0), (left + 1) % cluster, popular)
+        left_at[rows, where] = item
+        steps_items.append(where * cluster + item)
+        steps_gaps.append(random.exponential(np.where(turning, 86_400.0, 300.0)))
+    step = np.repeat(np.arange(len(active_at)), active_at)
+    user = order[np.concatenate([np.arange(active) for active in active_at.tolist()])]
+    by_user = np.lexsort((step, user))
+    return np.concatenate(steps_items)[by_user], np.concatenate(steps_gaps)[by_user]
+
+
+def _zipf(size: int) -> np.ndarray:
+    odds = 1 / np.arange(1, size + 1)
+    return odds / odds.sum()
