@@ -20,6 +20,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train lm": Command("prism.cli.train:train", "train a language model, or go on training one", True),
+    "train rec": Command(
+        "prism.cli.train_rec:train", "train a recommender on a log of events, or go on training one", True
+    ),
     "generate": Command("prism.cli.generate:generate", "write text with a model, and go on later where it stopped"),
     "evaluate lm": Command("prism.cli.evaluate:evaluate_lm", "perplexity on files, and lm-eval tasks from local data"),
     "export": Command("prism.cli.export:export", "write a run's newest checkpoint as a transformers model"),

@@ -23,6 +23,22 @@ def windows_of(samples: np.ndarray, windows: int, seed: int) -> np.ndarray:
     return permute(places, windows, keys).astype(np.int64)
 
 
+class Order:
+    """`windows_of` for whoever asks for one stretch after another: many are computed at a time, which takes hardly longer."""
+
+    def __init__(self, windows: int, seed: int, at_once: int = 1 << 14) -> None:
+        self.windows, self.seed, self.at_once = windows, seed, at_once
+        self._first, self._held = 0, np.empty(0, dtype=np.int64)
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        """Which window each of these samples shows; the samples are in ascending order."""
+        first, last = int(samples[0]), int(samples[-1])
+        if first < self._first or last >= self._first + len(self._held):
+            stop = max(last + 1, first + self.at_once)
+            self._first, self._held = first, windows_of(np.arange(first, stop), self.windows, self.seed)
+        return self._held[samples - self._first]
+
+
 def permute(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """A bijection of {0 … size-1} for every key: uint64 `[N]`, uint64 `[N]` → uint64 `[N]`."""
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))

@@ -41,7 +41,7 @@ A language model of {parameters:,} parameters: {model.num_hidden_layers} layers 
 | tokenizer | {data.tokenizer} |
 | seen | {seen:,} tokens in {state["step"]:,} steps of {settings.batch.sequences} × {data.context} |
 | optimiser | {settings.optimizer.name}, learning rate {settings.optimizer.lr:g}, {settings.schedule.name} |
-| training loss | {_training_loss(records)} |
+| training loss | {training_loss(records)} |
 | skipped steps | {state["skipped"]} |
 | seed | {settings.seed} |
 
@@ -76,7 +76,7 @@ The code that made the model is Apache-2.0. What may be done with the weights de
 """
 
 
-def _training_loss(records: list[dict[str, Any]]) -> str:
+def training_loss(records: list[dict[str, Any]]) -> str:
     losses = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
     if not losses:
         return "not logged"

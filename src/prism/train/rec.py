@@ -1,0 +1,123 @@
+"""The task of `prism train rec`: predict the next event of a user."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prism.data.interactions import Prepared, RecBatch, Samples, prepare_log
+from prism.data.interactions.prepared import ITEMS, USERS
+from prism.train.checkpoint import Checkpoint
+from prism.train.distributed import World
+from prism.train.loop import Outcome, Report, train
+from prism.train.model import read_weights
+from prism.train.overrides import to_plain
+from prism.train.rec_export import write_model
+from prism.train.rec_model import Learner, build_recommender, make_loss
+from prism.train.rec_samples import SampleTable
+from prism.train.rec_settings import RecSettings
+from prism.train.rec_validate import RankingValidation
+from prism.train.run import check_folder
+from prism.train.task import Verdict
+
+
+def train_rec(settings: RecSettings, log: Prepared | None = None, report: Report | None = None) -> Outcome:
+    """Train, or go on training, a recommender. All bad input is refused before anything is written.
+
+    Args:
+        log: what to learn from, instead of what `settings.data` names.
+        report: is told step and loss after every step; there is no bar then.
+    """
+    settings.check()
+    check_folder(settings.out, settings.resume)
+    weights = None if settings.model.weights is None else read_weights(settings.model.weights)
+    if log is None:
+        data = settings.data
+        verify = data.verify and os.environ.get("LOCAL_RANK", "0") == "0"
+        log = prepare_log(data.recipe(), data.cache, verify, lambda message: print(message, file=sys.stderr))
+    return train(RecTask(settings, log, weights), report)
+
+
+class RecTask:
+    """Stretches of histories; see `Task` for what each method means."""
+
+    name = "rec"
+    unit = "events"
+
+    def __init__(self, given: RecSettings, log: Prepared, weights: dict[str, Tensor] | None = None) -> None:
+        self.given, self.log, self.weights = given, log, weights
+        if given.model.time_gaps and log.histories.times is None:
+            raise ValueError("model.time_gaps needs a log with times: name their column with data.time")
+        self.split = given.data.split_of(log.histories)
+        self.counts = self.split.train.counts(log.num_items)
+        self.loss_function = make_loss(given.loss, log.num_items, self.counts)
+        samples = Samples(self.split.train, given.data.length, given.data.order)
+        self.table = SampleTable(samples, given.seed, given.model.time_gaps)
+        self.settings = given.for_samples(len(samples))
+        self.validation = RankingValidation(self.split, given.validation, given.data.length)
+
+    def build(self) -> Learner:
+        return Learner(build_recommender(self.given, self.log.catalogue), self.loss_function)
+
+    def initialize(self, model: nn.Module) -> None:
+        assert isinstance(model, Learner)
+        model.start(self.given.seed, self.weights, self.counts, self.log.catalogue)
+
+    def identity(self) -> dict[str, Any]:
+        given = self.given
+        model = {f"model.{name}": value for name, value in to_plain(given.model).items()}
+        for free in ("weights", "gradient_checkpointing"):
+            del model[f"model.{free}"]
+        split = {name: getattr(given.data, name) for name in ("split", "valid_from", "test_from", "length", "order")}
+        return {
+            **model,
+            **{f"data.{name}": value for name, value in split.items()},
+            "seed": given.seed,
+            "batch.sequences": given.batch.sequences,
+            "optimizer.name": given.optimizer.name,
+            "events": self.log.digest,
+        }
+
+    def config(self) -> dict[str, Any]:
+        histories = self.log.histories
+        seen = {
+            "digest": self.log.digest,
+            "folder": None if self.log.folder is None else str(self.log.folder.resolve()),
+            "users": len(histories),
+            "items": self.log.num_items,
+            "events": len(histories.items),
+            "split": self.split.name,
+            "cuts": self.split.cuts,
+            **self.split.counts,
+            "samples": len(self.table),
+        }
+        return {"settings": to_plain(self.given), "training_data": seen}
+
+    def files(self) -> dict[str, bytes]:
+        return {ITEMS: self.log.catalogue.to_bytes(), USERS: self.log.users.to_bytes()}
+
+    def samples(self, numbers: np.ndarray, device: torch.device) -> RecBatch:
+        return self.table.batch(numbers, device)
+
+    def weight(self, numbers: np.ndarray) -> int:
+        return self.table.targets(numbers)
+
+    def seen(self, step: int) -> dict[str, float]:
+        return {"epoch": step * self.given.batch.sequences / len(self.table)}
+
+    def loss(self, model: nn.Module, samples: RecBatch) -> Tensor:
+        loss: Tensor = model(samples)
+        return loss
+
+    def validate(self, model: nn.Module, world: World, at_once: int) -> Verdict:
+        assert isinstance(model, Learner)
+        return self.validation.verdict(model, self.build, world)
+
+    def write_model(self, run: Path, checkpoint: Checkpoint, folder: Path) -> None:
+        write_model(run, checkpoint, folder)

@@ -1,0 +1,74 @@
+"""From settings and a catalogue to a recommender that can be trained."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor, nn
+
+from prism.data.interactions import Catalogue, RecBatch
+from prism.models.item_losses import ItemLoss, item_loss
+from prism.models.rec_config import PrismRecConfig
+from prism.models.recommender import PrismForRecommendation
+from prism.train.model import initialize, rule_options
+from prism.train.rec_settings import LossSettings, RecSettings
+
+
+def build_recommender(settings: RecSettings, catalogue: Catalogue) -> PrismForRecommendation:
+    chosen = settings.model
+    config = PrismRecConfig(
+        num_items=len(catalogue),
+        hidden_size=chosen.hidden_size,
+        num_heads=chosen.num_heads,
+        layers=chosen.layers,
+        num_hidden_layers=chosen.num_hidden_layers,
+        rule_options=rule_options(chosen),
+        intermediate_size=chosen.intermediate_size,
+        dropout=chosen.dropout,
+        time_gaps=chosen.time_gaps,
+        embedding_scale=chosen.embedding_scale,
+        initializer_range=chosen.initializer_range,
+        item_features={name: len(feature.values) for name, feature in catalogue.features.items()},
+        max_length=settings.data.length,
+    )
+    model = PrismForRecommendation(config)
+    if chosen.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+class Learner(nn.Module):
+    """A recommender and its loss in one forward pass, so that whoever spreads it over processes sees all that it uses."""
+
+    def __init__(self, recommender: PrismForRecommendation, loss: ItemLoss) -> None:
+        super().__init__()
+        self.recommender, self.item_loss = recommender, loss
+        self._no_split_modules = recommender._no_split_modules
+
+    def forward(self, batch: RecBatch) -> Tensor:
+        """Summed over the real targets. No mask: padding comes last, where no event can see it."""
+        model = self.recommender
+        gaps = batch.gaps if model.config.time_gaps else None
+        out = model(batch.inputs, gaps=gaps)
+        loss = self.item_loss(out.hidden, model.item_vectors(), batch.targets)
+        if self.training and out.balance_loss is not None:
+            loss = loss + (batch.targets > 0).sum() * out.balance_loss
+        return loss
+
+    def start(self, seed: int, weights: dict[str, Tensor] | None, counts: np.ndarray, catalogue: Catalogue) -> None:
+        """First weights, and what the model must know of its items."""
+        initialize(self.recommender, seed, weights)
+        codes = {name: feature.of_item for name, feature in catalogue.features.items()}
+        self.recommender.describe_items(counts, codes)
+
+
+def make_loss(settings: LossSettings, num_items: int, counts: np.ndarray) -> ItemLoss:
+    return item_loss(
+        settings.name,
+        num_items,
+        negatives=settings.negatives,
+        count=settings.count,
+        own=settings.own,
+        logq=settings.logq,
+        t=settings.t,
+        counts=counts,
+    )

@@ -1,0 +1,189 @@
+"""Every choice of a recommender's training, with its meaning. The text under a field is its help on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from prism.data.interactions import Histories, LogRecipe, Split, global_time, leave_one_out
+from prism.data.interactions.prepared import Synthetic
+from prism.train.settings import (
+    BatchSettings,
+    CheckpointSettings,
+    OptimizerSettings,
+    RunSettings,
+    ScheduleSettings,
+    StackSettings,
+    ValidationSettings,
+)
+
+
+@dataclass(frozen=True)
+class RecModelSettings(StackSettings):
+    hidden_size: int = 64
+    """Width of the model, and length of an item's vector."""
+    num_hidden_layers: int = 2
+    """Number of layers."""
+    head_dim: int | None = None
+    """Size of a head's keys and values, for rules that let it be chosen (kernels like 64 and 128); None: the rule's own."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layers; 0: none; None: 8/3 of the model's, up to the next multiple of 64."""
+    dropout: float = 0.2
+    """Share of numbers dropped in training from the input and from what every layer adds."""
+    time_gaps: bool = False
+    """Tell the model how long after the one before it an event came; the log must have times."""
+    embedding_scale: float = 1.0
+    """What items' vectors are multiplied by on the way in; SASRec has the root of the width."""
+    initializer_range: float = 0.02
+    """Standard deviation of embeddings and linear maps at the start."""
+
+
+@dataclass(frozen=True)
+class RecDataSettings:
+    source: str | None = None
+    """A log: csv, tsv, parquet, RecBole's .inter, lines of "user item" or "user item item …" (texts also as .gz and .xz), or
+    a folder that was prepared from one. None: a synthetic log of users whose interests drift."""
+    format: str = "auto"
+    """Of the log, if its name and first line do not tell."""
+    user: str = "auto"
+    """The column with the users."""
+    item: str = "auto"
+    """The column with the items."""
+    time: str | None = "auto"
+    """The column with the times; None: the log is in order as it is."""
+    features: tuple[str, ...] = ()
+    """Columns that say something of the item (a category, a brand) for the model to know."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """What to do with an event that has user, item and time of another."""
+    min_user: int = 1
+    """Leave out users with fewer events than this, and items with fewer than min_item, until both hold."""
+    min_item: int = 1
+    """Leave out items with fewer events than this."""
+    split: Literal["leave_one_out", "global_time"] = "leave_one_out"
+    """What is held out: every user's last event to test and the one before it to validate, or all events after a time."""
+    valid_from: float | None = None
+    """global_time: validation starts at this moment of the log's clock; None: where the last fifth of the events begins."""
+    test_from: float | None = None
+    """global_time: the test starts at this moment; None: where the last tenth of the events begins."""
+    length: int = 50
+    """Events in a training sample, and how many of a history are read when it is ranked for."""
+    order: Literal["windows", "last"] = "windows"
+    """windows: whole histories, cut into stretches of that length; last: only the last stretch of each, as in SASRec."""
+    cache: Path | None = None
+    """Where prepared logs are kept; None: $PRISM_CACHE, or prism in the user's cache folder."""
+    verify: bool = True
+    """Compare the prepared log with its hash before every run."""
+    synthetic: Synthetic = field(default_factory=Synthetic)
+
+    def recipe(self) -> LogRecipe:
+        """The part that decides which events come out."""
+        return LogRecipe(
+            source=self.source,
+            format=self.format,
+            user=self.user,
+            item=self.item,
+            time=self.time,
+            features=self.features,
+            duplicates=self.duplicates,
+            min_user=self.min_user,
+            min_item=self.min_item,
+            synthetic=self.synthetic,
+        )
+
+    def split_of(self, histories: Histories) -> Split:
+        """What is learned from and what is held out."""
+        if self.split == "leave_one_out":
+            return leave_one_out(histories)
+        return global_time(histories, self.valid_from, self.test_from)
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    name: Literal["full_softmax", "sampled_softmax", "bce", "gbce"] = "full_softmax"
+    """Against all items, or against some: sampled softmax, binary cross-entropy, or gSASRec's calibrated one."""
+    negatives: Literal["uniform", "popularity", "in_batch"] = "uniform"
+    """Where those some come from: all items alike, by how often they occur, or other targets of the batch."""
+    count: int = 256
+    """How many of them."""
+    own: bool = False
+    """Each target has its own, instead of the same for all of a step."""
+    logq: bool = True
+    """Sampled softmax counts each for the items it stands for."""
+    t: float = 0.75
+    """gbce: 0 is bce, 1 makes scores the probabilities that a look at all items would have given."""
+
+
+@dataclass(frozen=True)
+class RecValidationSettings(ValidationSettings):
+    every: int = 0
+    """Steps between validations; 0: as `epochs` says."""
+    epochs: float = 1.0
+    """Epochs between validations; 0: only after the last step."""
+    sequences: int = 0
+    """Held-out events that are predicted, spread evenly over all; 0: all."""
+    metric: str = "NDCG@10"
+    """What the best model is best at, on a ranking of all items: HR, NDCG or MRR at 1, 5, 10, 20, 50, 100, 200 or 500; AUC."""
+    filter_seen: bool = True
+    """Items that a user has had already are not ranked."""
+
+
+@dataclass(frozen=True)
+class RecSettings(RunSettings):
+    """Train a recommender on a log of events.
+
+    Later beats earlier: the preset (or, in a run folder that exists, the settings it was started with), the TOML file,
+    the flags.
+    """
+
+    preset: str | None = None
+    """The model to start from: prism, sasrec or hstu. None: prism."""
+    out: Path = Path("runs/rec")
+    """The run folder: checkpoints, log, settings and, at the end, the model."""
+    steps: int = 0
+    """Optimiser steps in all; 0: as many as `epochs` take."""
+    epochs: float = 30.0
+    """How often every sample is seen, unless `steps` says otherwise."""
+    batch: BatchSettings = field(default_factory=lambda: BatchSettings(128))
+    optimizer: OptimizerSettings = field(
+        default_factory=lambda: OptimizerSettings(lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    )
+    schedule: ScheduleSettings = field(default_factory=lambda: ScheduleSettings(warmup=20))
+    validation: RecValidationSettings = field(default_factory=lambda: RecValidationSettings(patience=5))
+    checkpoint: CheckpointSettings = field(default_factory=lambda: CheckpointSettings(every=1000))
+    model: RecModelSettings = field(default_factory=RecModelSettings)
+    data: RecDataSettings = field(default_factory=RecDataSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    report: bool = True
+    """When training has ended, the command ranks the test events once and writes a report beside the model."""
+
+    def least(self) -> dict[str, tuple[float | None, float]]:
+        return {
+            **super().least(),
+            "steps": (self.steps, 0),
+            "epochs": (self.epochs, 0),
+            "validation.epochs": (self.validation.epochs, 0),
+            "data.length": (self.data.length, 1),
+            "data.min_user": (self.data.min_user, 1),
+            "data.min_item": (self.data.min_item, 1),
+            "loss.count": (self.loss.count, 1),
+        }
+
+    def check(self) -> None:
+        super().check()
+        if not self.steps and not self.epochs:
+            raise ValueError("steps and epochs are both 0: say how long to train")
+        if not 0 <= self.loss.t <= 1:
+            raise ValueError(f"loss.t must be between 0 and 1, got {self.loss.t}")
+
+    def for_samples(self, samples: int) -> RecSettings:
+        """With epochs turned into steps, for this many samples."""
+        an_epoch = samples / self.batch.sequences
+        every = self.validation.every or max(1, round(self.validation.epochs * an_epoch))
+        if not self.validation.every and not self.validation.epochs:
+            every = 0
+        return replace(
+            self,
+            steps=self.steps or max(1, round(self.epochs * an_epoch)),
+            validation=replace(self.validation, every=every),
+        )
