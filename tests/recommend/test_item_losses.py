@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers import examples
 from prism.models.item_losses import LOSSES, bce, full_softmax, gbce, item_loss, sampled_softmax
 from prism.models.negatives import InBatch, Negatives, Popularity, Uniform, sampler
 
@@ -35,7 +35,11 @@ def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 @few
 @given(
-    rows=st.integers(1, 12), items=st.integers(1, 9), width=st.integers(1, 5), chunk=st.integers(1, 13), seed=st.integers(0, 99)
+    rows=st.integers(1, 12),
+    items=st.integers(1, 9),
+    width=st.integers(1, 5),
+    chunk=st.integers(1, 13),
+    seed=st.integers(0, 99),
 )
 def test_full_softmax_is_cross_entropy(rows: int, items: int, width: int, chunk: int, seed: int) -> None:
     torch.manual_seed(seed)
@@ -110,7 +114,8 @@ def test_logq_makes_the_sum_over_negatives_unbiased() -> None:
     target = torch.tensor([2])
     popularity = Popularity(counts)
     mean = sum(
-        popularity.share[j] * sampled_softmax(hidden, vectors, target, Negatives(j[None], popularity.log_expected(j[None], 1))).exp()
+        popularity.share[j]
+        * sampled_softmax(hidden, vectors, target, Negatives(j[None], popularity.log_expected(j[None], 1))).exp()
         for j in torch.arange(1, 5)
     )
     torch.testing.assert_close(mean, reference(hidden, vectors, target).exp(), rtol=1e-6, atol=0.0)
@@ -119,7 +124,10 @@ def test_logq_makes_the_sum_over_negatives_unbiased() -> None:
 def test_bce_counts_each_yes_and_no_once() -> None:
     torch.manual_seed(4)
     hidden, vectors, _ = case(3, 5, 2)
-    targets, negatives = torch.tensor([1, 0, 3]), torch.tensor([[2, 1], [4, 5], [3, 5]])  # 1 and 3 are targets, and no noes
+    targets, negatives = (
+        torch.tensor([1, 0, 3]),
+        torch.tensor([[2, 1], [4, 5], [3, 5]]),
+    )  # 1 and 3 are targets, and no noes
     scores = hidden @ vectors.T
     yes = F.logsigmoid(scores[0, 1]) + F.logsigmoid(scores[2, 3])
     noes = F.logsigmoid(-scores[0, 2]) + F.logsigmoid(-scores[2, 5])
@@ -131,7 +139,9 @@ def test_gbce_is_calibrated_by_t() -> None:
     hidden, vectors, targets = case(4, 11, 3)
     drawn = Uniform(11).draw(targets, 2)
     torch.testing.assert_close(gbce(hidden, vectors, targets, drawn, t=0.0), bce(hidden, vectors, targets, drawn))
-    torch.testing.assert_close(gbce(hidden, vectors, targets, drawn, t=1.0), bce(hidden, vectors, targets, drawn, power=0.2))
+    torch.testing.assert_close(
+        gbce(hidden, vectors, targets, drawn, t=1.0), bce(hidden, vectors, targets, drawn, power=0.2)
+    )
     with pytest.raises(ValueError, match="t must be between 0 and 1"):
         gbce(hidden, vectors, targets, drawn, t=2.0)
 
@@ -172,7 +182,9 @@ def test_negatives_come_as_often_as_they_say() -> None:
     torch.testing.assert_close(share, torch.tensor([0.0, 0.4, 0.0, 0.1, 0.5]), atol=0.02, rtol=0.0)
     torch.testing.assert_close(drawn.log_expected.exp(), 40_000 * torch.tensor([0, 0.4, 0, 0.1, 0.5])[drawn.items])  # type: ignore[union-attr]
     uniform = Uniform(4).draw(torch.tensor([1]), 40_000)
-    torch.testing.assert_close(torch.bincount(uniform.items) / 40_000, torch.tensor([0, 0.25, 0.25, 0.25, 0.25]), atol=0.02, rtol=0.0)
+    torch.testing.assert_close(
+        torch.bincount(uniform.items) / 40_000, torch.tensor([0, 0.25, 0.25, 0.25, 0.25]), atol=0.02, rtol=0.0
+    )
     assert uniform.log_expected[0].item() == pytest.approx(math.log(10_000))  # type: ignore[index]
     batch = InBatch(counts).draw(torch.tensor([1, 0, 4, 4]), 9_000).items
     assert set(batch.tolist()) == {1, 4}

@@ -6,11 +6,12 @@ The state is a cache, right-aligned: row b's last `length[b]` slots are real, th
 appended, also where rows have lived through different numbers of tokens. Without a window the cache grows with the
 context. With one it is a ring of window - 1 slots: as many from the first token on, the oldest leaving as a new one comes.
 Only the current document is kept. Caches keep the inputs' dtype: unlike a linear memory nothing is summed up in them.
+Other ways to weigh what the cache holds are subclasses of `Attend` (pointwise.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,10 @@ class Attend:
         """Of the ring; None if the cache grows."""
         return None if self.window is None else self.window - 1
 
+    def weigh(self, scores: Tensor, seen: Tensor) -> Tensor:
+        """Scores of one token `[B, H, S]` over slots that end with its own → the weights of the values; seen is `[B, S]`."""
+        return scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+
     def initial(self, state: Cache | None) -> Cache:
         """The incoming cache; an empty one if there is none (a ring has its size from the start)."""
         if state is not None:
@@ -64,40 +69,36 @@ class Attend:
 
 def recurrent(update: Attend, state: Cache | None = None) -> tuple[Tensor, Cache]:
     """The definition, one token after the other."""
-    u, cache = _without_padding(update), update.initial(state)
+    u, cache = without_padding(update), update.initial(state)
     heads = u.q.shape[2] // u.k.shape[2]
     outputs = []
     for t in range(u.tokens):
         now = slice(t, t + 1)
-        real = None if u.mask is None else u.mask[:, now]
-        token = Attend(
-            u.q[:, now], u.k[:, now], u.v[:, now], u.window, None if u.reset is None else u.reset[:, now], real
-        )
-        rows = _append(token, cache)
+        token = _tokens(u, now)
+        rows = append(token, cache)
         k, v = (rows[name].repeat_interleave(heads, 2) for name in ("k", "v"))  # [B, S + 1, H, …]
         scores = torch.einsum("bhk,bshk->bhs", u.q[:, t], k) * u.q.shape[-1] ** -0.5
-        seen = torch.arange(k.shape[1], device=k.device) >= _first_seen(token, cache)  # [B, S + 1]
-        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("bhs,bshv->bhv", weights, v))
-        cache = _advance(token, rows, cache)
-    return _silence_padding(update, torch.stack(outputs, 1)), cache
+        seen = torch.arange(k.shape[1], device=k.device) >= first_seen(token, cache)  # [B, S + 1]
+        outputs.append(torch.einsum("bhs,bshv->bhv", u.weigh(scores, seen), v))
+        cache = advance(token, rows, cache)
+    return silence_padding(update, torch.stack(outputs, 1)), cache
 
 
 def parallel(update: Attend, state: Cache | None = None) -> tuple[Tensor, Cache]:
     """All tokens at once, through torch's fused attention; a window longer than itself in blocks, so linear in T."""
-    u, cache = _without_padding(update), update.initial(state)
-    rows = _append(u, cache)
+    u, cache = without_padding(update), update.initial(state)
+    rows = append(u, cache)
     if state is None and u.reset is None and (u.window is None or u.tokens <= u.window):
         o = _fused(u.q, u.k, u.v)  # padding comes last, so that being causal is enough
     elif u.window is None or u.tokens <= u.window:
         S = cache["k"].shape[1]
         slot = torch.arange(rows["k"].shape[1], device=u.q.device)
         own = S + torch.arange(u.tokens, device=u.q.device)
-        seen = (slot >= _first_seen(u, cache)[..., None]) & (slot <= own[:, None])  # [B, T, S + T]
+        seen = (slot >= first_seen(u, cache)[..., None]) & (slot <= own[:, None])  # [B, T, S + T]
         o = _fused(u.q, rows["k"], rows["v"], seen)
     else:
-        o = _in_blocks(u, rows, _first_seen(u, cache))
-    return _silence_padding(update, o), _advance(u, rows, cache)
+        o = _in_blocks(u, rows, first_seen(u, cache))
+    return silence_padding(update, o), advance(u, rows, cache)
 
 
 def check_state(update: Attend, state: Cache | None) -> None:
@@ -115,11 +116,16 @@ def check_state(update: Attend, state: Cache | None) -> None:
         raise ValueError(f"state 'length' has shape {list(state['length'].shape)}, expected [B] = {[B]}")
 
 
-def _append(u: Attend, cache: Cache) -> Cache:
+def _tokens(u: Attend, some: slice) -> Attend:
+    reset, mask = (None if x is None else x[:, some] for x in (u.reset, u.mask))
+    return replace(u, q=u.q[:, some], k=u.k[:, some], v=u.v[:, some], reset=reset, mask=mask)
+
+
+def append(u: Attend, cache: Cache) -> Cache:
     return {name: torch.cat([cache[name], x], 1) for name, x in (("k", u.k), ("v", u.v))}
 
 
-def _first_seen(u: Attend, cache: Cache) -> Tensor:
+def first_seen(u: Attend, cache: Cache) -> Tensor:
     """`[B, T]`, the first slot of cache-then-tokens that each token sees; the last one it sees is its own."""
     S = cache["k"].shape[1]
     index = torch.arange(u.tokens, device=u.q.device)
@@ -130,7 +136,7 @@ def _first_seen(u: Attend, cache: Cache) -> Tensor:
     return first if u.window is None else first.maximum(S + index - u.window + 1)
 
 
-def _advance(u: Attend, rows: Cache, cache: Cache) -> Cache:
+def advance(u: Attend, rows: Cache, cache: Cache) -> Cache:
     """The cache after these tokens: the last document's, ending at each row's last real token."""
     T, S = u.tokens, cache["k"].shape[1]
     length = cache["length"]
@@ -194,15 +200,15 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tenso
     return o.transpose(1, 2)
 
 
-def _without_padding(u: Attend) -> Attend:
+def without_padding(u: Attend) -> Attend:
     if u.mask is None:
         return u
     real = u.mask[..., None, None]
     q, k, v = (torch.where(real, x, 0.0) for x in (u.q, u.k, u.v))
-    return Attend(q, k, v, u.window, None if u.reset is None else u.reset & u.mask, u.mask)
+    return replace(u, q=q, k=k, v=v, reset=None if u.reset is None else u.reset & u.mask)
 
 
-def _silence_padding(u: Attend, o: Tensor) -> Tensor:
+def silence_padding(u: Attend, o: Tensor) -> Tensor:
     return o if u.mask is None else torch.where(u.mask[..., None, None], o, 0.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prism.engine import convolution, diagonal, folded, least_squares, scalar_cells, slots
+from prism.engine import attention, convolution, diagonal, folded, least_squares, pointwise, scalar_cells, slots
 from prism.engine.dispatch import Engine, Path, register
 
 LONGEST_KERNEL = 4096
@@ -63,6 +63,16 @@ register(
         paths={("recurrent", "torch"): Path(scalar_cells.recurrent)},
         choose=lambda update: "recurrent",
         check_state=scalar_cells.check_state,
+    ),
+)
+
+register(
+    pointwise.Pointwise,
+    Engine(
+        paths={("recurrent", "torch"): Path(attention.recurrent), ("parallel", "torch"): Path(pointwise.parallel)},
+        choose=lambda update: "parallel",
+        check_state=attention.check_state,
+        autocast=True,
     ),
 )
 

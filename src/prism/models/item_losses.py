@@ -77,7 +77,7 @@ def full_softmax(hidden: Tensor, vectors: Tensor, targets: Tensor, chunk: int | 
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     if chunk is None:
         chunk = max(_LEAST_ROWS, _LOGITS_AT_ONCE.get(device, _LOGITS_AT_ONCE["cuda"]) // vectors.shape[0])
-    loss: Tensor = _FullSoftmax.apply(hidden, vectors, targets, dtype, chunk)  # type: ignore[no-untyped-call]
+    loss: Tensor = _FullSoftmax.apply(hidden, vectors, targets, dtype, chunk)
     return loss
 
 
@@ -175,7 +175,7 @@ class _FullSoftmax(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         to_hidden, to_vectors = ctx.saved_tensors
         scaled = [None if x is None else x * gradient.to(x.dtype) for x in (to_hidden, to_vectors)]
         return scaled[0], scaled[1], None, None, None

@@ -45,7 +45,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
     (2, 51)
     """
 
-    config_class = PrismRecConfig
+    config_class = PrismRecConfig  # type: ignore[assignment]
 
     def __init__(self, config: PrismRecConfig) -> None:
         super().__init__(config)

@@ -42,6 +42,7 @@ _RULES = {
     "atlas": "prism.rules.atlas:Atlas",
     "softmax": "prism.rules.softmax:Softmax",
     "sliding_window": "prism.rules.softmax:SlidingWindow",
+    "hstu": "prism.rules.hstu:Hstu",
 }
 
 

@@ -1,0 +1,57 @@
+"""HSTU: pointwise attention, gated (Zhai et al., 2024, "Actions speak louder than words").
+
+    u, v, q, k = SiLU(W x)        o_t = (1/n_t) Σ_j SiLU(q_tᵀ k_j · K^-½ + bias_{t-j}) v_j        y = W_o (norm(o) ⊙ u)
+
+A token's weight does not depend on the others', so that o also says how much of a kind was seen. Ours: the scale K^-½, the
+division by the number n_t of tokens seen where theirs is by the longest length (the norm that follows takes out either), the
+bias by distances that share entries when far (engine/pointwise.py), an RMS norm; no bias by the time between events.
+Made for recommenders, in blocks without a feed-forward layer, whose work the gate does.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine.pointwise import DISTANCES, Pointwise
+from prism.rules.norms import WidthNorm
+from prism.rules.objectives import Objective
+from prism.rules.parts import Carry, split_heads
+from prism.rules.rule import Rule, per_head
+from prism.rules.span import Span
+
+
+class Hstu(Rule):
+    """Sees the whole document; its state grows. `state_size` is what one token adds.
+
+    Args:
+        key_dim: of each head; width / heads unless given.
+        value_dim: of each head; key_dim unless given.
+    """
+
+    name = "hstu"
+    objective = Objective("min_o Σ SiLU(qᵀk + bias)‖o - v‖²")
+    forgetting = "none"
+    transition = "grows"
+    forms = ("recurrent", "parallel")
+    constant_state = False
+
+    def __init__(self, width: int, heads: int, *, key_dim: int | None = None, value_dim: int | None = None) -> None:
+        key_dim = per_head(width, heads, key_dim)
+        value_dim = key_dim if value_dim is None else value_dim
+        super().__init__(width, heads, key_dim, value_dim)
+        self.state_size = heads * (key_dim + value_dim)
+        self.sizes = [heads * value_dim, heads * value_dim, heads * key_dim, heads * key_dim]
+        self.uvqk = nn.Linear(width, sum(self.sizes), bias=False)
+        self.distance_bias = nn.Parameter(torch.zeros(heads, DISTANCES))
+        self.norm = WidthNorm(heads, value_dim)
+        self.out = nn.Linear(heads * value_dim, width, bias=False)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Pointwise, dict[str, Tensor], Tensor]:
+        u, *vqk = F.silu(self.uvqk(x)).split(self.sizes, -1)
+        v, q, k = (split_heads(part, self.heads) for part in vqk)
+        return Pointwise(q, k, v, None, span.reset, span.mask, self.distance_bias), {}, u
+
+    def output(self, o: Tensor, x: Tensor, extra: Tensor) -> Tensor:
+        return self.out(self.norm(o, extra))

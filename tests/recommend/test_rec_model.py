@@ -1,0 +1,175 @@
+"""The recommender's model: items in, scores out, and everything it must remember saved with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel
+
+from prism.models import PrismConfig, PrismForCausalLM, PrismForRecommendation, PrismRecConfig
+from prism.models.item_losses import full_softmax
+from prism.models.rec_config import hstu, sasrec
+from prism.models.recommender import GAP_BUCKETS, gap_bucket
+
+ITEMS = 30
+
+
+def model(layers: str = "prism", seed: int = 0, **settings: Any) -> PrismForRecommendation:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": 0.4}
+    return PrismForRecommendation(PrismRecConfig(ITEMS, layers=layers, **{**sizes, **settings})).eval()
+
+
+def histories(rows: int = 3, length: int = 7) -> Tensor:
+    return torch.randint(1, ITEMS + 1, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_scores_are_products_with_the_items_vectors() -> None:
+    recommender, items = model(), histories()
+    hidden = recommender(items).hidden
+    scores = recommender.scores(hidden)
+    assert scores.shape == (3, 7, ITEMS + 1)
+    assert bool((scores[..., 0] == -torch.inf).all())
+    torch.testing.assert_close(scores[..., 1:], (hidden @ recommender.item_vectors().T)[..., 1:])
+    assert torch.equal(recommender.item_vectors(), recommender.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("layers", ["prism", "prism+softmax", "mom"])
+def test_padding_changes_nothing(layers: str) -> None:
+    recommender, items = model(layers), histories()
+    alone = recommender(items).hidden
+    padded = torch.cat([items, torch.zeros(3, 4, dtype=torch.long)], 1)
+    torch.testing.assert_close(recommender(padded, padded > 0).hidden[:, :7], alone)
+    torch.testing.assert_close(recommender(padded).hidden[:, :7], alone)  # causal: last padding needs no mask
+    left = torch.cat([torch.zeros(3, 4, dtype=torch.long), items], 1)
+    torch.testing.assert_close(recommender(left, left > 0).hidden[:, 4:], alone)
+
+
+def test_a_state_goes_on() -> None:
+    recommender, items = model("prism+softmax"), histories()
+    whole = recommender(items).hidden
+    first = recommender(items[:, :5], use_cache=True)
+    second = recommender(items[:, 5:], past_key_values=first.past_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat([first.hidden, second.hidden], 1), whole)
+    assert second.past_key_values.tokens == 7
+    assert recommender(items).past_key_values is None
+
+
+def test_features_are_part_of_an_item_in_and_out() -> None:
+    features = {"brand": np.arange(ITEMS + 1) % 3, "genre": np.arange(ITEMS + 1) % 5}
+    recommender, items = model(item_features={"brand": 3, "genre": 5}), histories()
+    recommender.describe_items(features=features)
+    brand, genre = (recommender.feature_embeddings[name].weight for name in ("brand", "genre"))
+    own = recommender.model.embed_tokens.weight
+    torch.testing.assert_close(recommender.item_vectors()[7], own[7] + brand[1] + genre[2])
+    plain = model()
+    with torch.no_grad():
+        plain.model.load_state_dict(recommender.model.state_dict())
+        plain.model.embed_tokens.weight.copy_(recommender.item_vectors())
+    torch.testing.assert_close(recommender(items).hidden, plain(items).hidden)
+
+
+def test_gaps_are_heard() -> None:
+    recommender, items = model(time_gaps=True), histories()
+    gaps = torch.rand(3, 7) * 1e5
+    changed = gaps.clone()
+    changed[:, 4] *= 100
+    first, second = recommender(items, gaps=gaps).hidden, recommender(items, gaps=changed).hidden
+    assert torch.equal(first[:, :4], second[:, :4])
+    assert not bool(torch.isclose(first[:, 4], second[:, 4]).all(-1).any())
+    with pytest.raises(ValueError, match="gaps must be given"):
+        recommender(items)
+
+
+def test_gap_buckets_grow_with_the_logarithm() -> None:
+    gaps = torch.tensor([-5.0, 0.0, 0.4, 0.5, 1.0, 3.0, 3600.0, 86400.0, 2.0**31, 1e30])
+    assert gap_bucket(gaps).tolist() == [0, 0, 0, 1, 2, 4, 23, 32, 62, GAP_BUCKETS - 1]
+
+
+def test_everything_is_saved(tmp_path: Path) -> None:
+    recommender, items = (
+        model("prism*2+softmax", time_gaps=True, item_features={"brand": 4}, max_length=77),
+        histories(),
+    )
+    recommender.describe_items(torch.arange(ITEMS + 1), {"brand": torch.arange(ITEMS + 1) % 4})
+    recommender.save_pretrained(tmp_path)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert type(again) is PrismForRecommendation
+    assert again.config == AutoConfig.from_pretrained(tmp_path)
+    assert again.config.layer_plan == recommender.config.layer_plan
+    assert again.config.max_length == 77 and again.config.num_items == ITEMS and again.config.vocab_size == ITEMS + 1
+    assert torch.equal(again.item_counts, torch.arange(ITEMS + 1))
+    gaps = torch.rand(3, 7) * 100
+    assert torch.equal(again(items, gaps=gaps).hidden, recommender(items, gaps=gaps).hidden)
+
+
+def test_dropout_is_for_training_only() -> None:
+    recommender, items = model(dropout=0.5), histories()
+    exact = model()
+    assert torch.equal(recommender(items).hidden, exact(items).hidden)
+    recommender.train()
+    assert not torch.equal(recommender(items).hidden, recommender(items).hidden)
+
+
+def test_a_model_without_feed_forward_layers() -> None:
+    recommender = model(intermediate_size=0)
+    assert not [name for name, _ in recommender.named_parameters() if "mlp" in name]
+    assert recommender(histories()).hidden.shape == (3, 7, 16)
+
+
+def test_language_models_do_not_notice() -> None:
+    """Same names, same first weights: dropout has none, and draws nothing where it drops nothing."""
+    config = PrismConfig(hidden_size=16, num_heads=2, layers="prism")
+    torch.manual_seed(0)
+    plain = PrismForCausalLM(config)
+    parts = {name.split(".")[3] for name in plain.state_dict() if name.startswith("model.layers.0.")}
+    assert parts == {"mixer_norm", "mixer", "mlp_norm", "mlp"}
+    torch.manual_seed(0)
+    dropping = PrismForCausalLM(PrismConfig(hidden_size=16, num_heads=2, layers="prism", dropout=0.3))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), dropping.parameters(), strict=True))
+    before = torch.get_rng_state()
+    plain.train()(torch.zeros(1, 3, dtype=torch.long))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("preset", [sasrec, hstu])
+def test_presets_learn_a_cycle(preset: Any) -> None:
+    torch.manual_seed(0)
+    recommender = PrismForRecommendation(preset(ITEMS, hidden_size=16, dropout=0.1))
+    items = (torch.arange(12) + torch.randint(0, ITEMS, (32, 1))) % ITEMS + 1
+    optimizer = torch.optim.AdamW(recommender.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = (
+            full_softmax(recommender(items[:, :-1]).hidden, recommender.item_vectors(), items[:, 1:])
+            / items[:, 1:].numel()
+        )
+        loss.backward()
+        nn.utils.clip_grad_norm_(recommender.parameters(), 1.0)
+        optimizer.step()
+    recommender.eval()
+    best = recommender.scores(recommender(items[:, :-1]).hidden).argmax(-1)
+    assert (best == items[:, 1:]).float().mean().item() > 0.9
+
+
+def test_bad_input_is_named() -> None:
+    recommender = model(item_features={"brand": 3})
+    codes = torch.zeros(ITEMS + 1, dtype=torch.long)
+    for call, words in (
+        (lambda: PrismRecConfig(0), "num_items must be a whole number"),
+        (lambda: PrismRecConfig(5, vocab_size=5), "num_items \\+ 1"),
+        (lambda: PrismRecConfig(5, tie_word_embeddings=False), "one vector"),
+        (lambda: PrismRecConfig(5, item_features={"brand": 0}), "item_features\\['brand'\\]"),
+        (lambda: PrismRecConfig(5, dropout=1.0), "dropout must be"),
+        (lambda: recommender(torch.zeros(3, 4)), "items must be whole numbers"),
+        (lambda: recommender.describe_items(), "lacks 'brand'"),
+        (lambda: recommender.describe_items(features={"brand": codes + 3}), "codes 0 … 2"),
+        (lambda: recommender.describe_items(codes[:4], {"brand": codes}), "shape \\[num_items \\+ 1\\]"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
