@@ -6,14 +6,13 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from prism.data.files import read_json
 from prism.data.tokenizer import Tokenizer, load_tokenizer
-from prism.models import PrismConfig, PrismForCausalLM
-from prism.models.quiet import without_progress_bars
+from prism.evaluate.saved_model import open_weights
+from prism.models import PrismForCausalLM
 
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 """Entries of a configuration that do not change what a model computes."""
@@ -48,16 +47,7 @@ class LanguageModel:
 
 def open_model(folder: Path, device: str = "auto") -> LanguageModel:
     """The model in a folder that `save_pretrained` or `prism train lm` wrote, ready to predict."""
-    if not folder.exists():
-        raise FileNotFoundError(f"there is no model folder {folder}")
-    if folder.suffix == ".safetensors":
-        raise ValueError(f"{folder} is a file of weights: give the folder that holds it and its config.json")
-    _check_kind(folder)
-    where = pick_device(device)
-    model, report = _load(folder, "auto" if where.type == "cuda" else torch.float32)
-    for what, names in (("lacks", report["missing_keys"]), ("has unknown", report["unexpected_keys"])):
-        if names:
-            raise ValueError(f"{folder} {what} weights ({min(names)}): its config.json belongs to another model")
+    model = open_weights(PrismForCausalLM, folder, device)
     if not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{folder} has no tokenizer.json, which turns text into the model's tokens and back")
     tokenizer = load_tokenizer(folder / "tokenizer.json", _end_token(folder))
@@ -65,39 +55,7 @@ def open_model(folder: Path, device: str = "auto") -> LanguageModel:
         raise ValueError(
             f"the tokenizer in {folder} has {tokenizer.size} tokens, the model knows {model.config.vocab_size}"
         )
-    return LanguageModel(model.to(where).eval(), tokenizer, folder.resolve().name)
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return device
-
-
-def _check_kind(folder: Path) -> None:
-    config = folder / "config.json"
-    if config.is_file():
-        kind = read_json(config).get("model_type")
-        if kind != PrismConfig.model_type:
-            raise ValueError(
-                f"{folder} holds no PRISM model: model_type in its config.json is {kind!r}, not {PrismConfig.model_type!r}"
-            )
-
-
-def _load(folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
-    try:
-        with without_progress_bars():
-            loaded: tuple[Any, dict[str, Any]] = PrismForCausalLM.from_pretrained(  # type: ignore[assignment]
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True
-            )
-    except (OSError, RuntimeError) as error:  # transformers explains at length
-        raise ValueError(f"{folder} does not open as a model: {str(error).strip().splitlines()[0]}") from error
-    return loaded
+    return LanguageModel(model, tokenizer, folder.resolve().name)
 
 
 def _end_token(folder: Path) -> str | None:

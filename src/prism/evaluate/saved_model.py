@@ -1,0 +1,62 @@
+"""The weights in a model folder, opened for use: what does not fit is refused before anything is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from prism.data.files import read_json
+from prism.models.quiet import without_progress_bars
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+
+def open_weights(kind: type[Model], folder: Path, device: str = "auto") -> Model:
+    """The model of this kind that `save_pretrained` wrote to a folder, on its device and ready to predict."""
+    if not folder.exists():
+        raise FileNotFoundError(f"there is no model folder {folder}")
+    if folder.suffix == ".safetensors":
+        raise ValueError(f"{folder} is a file of weights: give the folder that holds it and its config.json")
+    _check_kind(kind, folder)
+    where = pick_device(device)
+    model, report = _load(kind, folder, "auto" if where.type == "cuda" else torch.float32)
+    for what, names in (("lacks", report["missing_keys"]), ("has unknown", report["unexpected_keys"])):
+        if names:
+            raise ValueError(f"{folder} {what} weights ({min(names)}): its config.json belongs to another model")
+    opened: Model = model.to(where).eval()
+    return opened
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
+    config = folder / "config.json"
+    if config.is_file():
+        wanted = kind.config_class.model_type  # type: ignore[union-attr]
+        found = read_json(config).get("model_type")
+        if found != wanted:
+            what = "PRISM recommender" if wanted == "prism_rec" else "PRISM model"
+            raise ValueError(f"{folder} holds no {what}: model_type in its config.json is {found!r}, not {wanted!r}")
+
+
+def _load(kind: type[PreTrainedModel], folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
+    try:
+        with without_progress_bars():
+            loaded: tuple[Any, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except (OSError, RuntimeError) as error:  # transformers explains at length
+        raise ValueError(f"{folder} does not open as a model: {str(error).strip().splitlines()[0]}") from error
+    return loaded
