@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import final_tensors, losses, same_tensors, small
+from runs import losses, small
 from standin import build_with_dropout
 
+from children import final_tensors, same_tensors
 from prism.data import files
 from prism.train import checkpoint as checkpoints
 from prism.train import tensors as tensor_files

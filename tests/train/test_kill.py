@@ -6,8 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from runs import final_tensors, finish, kill_when, losses, reached, same_tensors, small, start
+from runs import losses, small, start
 from standin import build_with_dropout
+
+from children import final_tensors, finish, kill_when, reached, same_tensors
 
 
 @pytest.mark.parametrize("processes", [1, 2])

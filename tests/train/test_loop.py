@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from runs import final_tensors, finish, losses, reached, same_tensors, signal_when, small, start
+from runs import losses, small, start
 from safetensors.torch import load_file, save_file
 from standin import Standin, build_plain, build_with_dropout
 
+from children import final_tensors, finish, reached, same_tensors, signal_when
 from prism.engine.update import InvalidValueError
 from prism.train.finite import NotFiniteError
 from prism.train.language import train_lm

@@ -19,7 +19,7 @@ def model_card(
     parameters: int,
 ) -> str:
     model, data, seen = settings.model, settings.data, training_data
-    loss = settings.loss.name
+    loss: str = settings.loss.name
     if loss != "full_softmax":
         loss += f", {settings.loss.count} {settings.loss.negatives} negatives"
     epochs = state["step"] * settings.batch.sequences / seen["samples"]
