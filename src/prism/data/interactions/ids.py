@@ -38,21 +38,25 @@ class Ids:
         if unknown not in ("error", "skip"):
             raise ValueError(f"unknown must be 'error' or 'skip', got {unknown!r}")
         asked = list(ids)
-        rows = [self._row(name) for name in asked]
-        missing = [name for name, row in zip(asked, rows, strict=True) if row is None]
+        rows = self.rows(asked)
+        missing = [asked[place] for place in np.flatnonzero(rows < 0)]
         if missing and unknown == "error":
             shown = ", ".join(repr(name) for name in missing[:5]) + (" …" if len(missing) > 5 else "")
             raise ValueError(f"{len(missing)} of {len(asked)} {self.kind}s are not in the log: {shown}")
-        return np.array([row for row in rows if row is not None], dtype=np.int64)
+        return rows[rows >= 0]
+
+    def rows(self, ids: Sequence[Any]) -> np.ndarray:
+        """Rows of the ids, int64, -1 for those that the log did not have."""
+        return np.array([self._row(name) for name in ids], dtype=np.int64)
 
     def names(self, rows: Iterable[int]) -> list[Id]:
         """The ids of rows."""
         return [self.ids[int(row) - self.first] for row in rows]
 
-    def _row(self, name: Any) -> int | None:
+    def _row(self, name: Any) -> int:
         row = self._rows.get(name)
         if row is None:
-            row = self._rows.get(int(name) if isinstance(name, str) and _is_number(name) else str(name))
+            row = self._rows.get(int(name) if isinstance(name, str) and _is_number(name) else str(name), -1)
         return row
 
     @cached_property
