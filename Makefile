@@ -13,7 +13,7 @@ $(VENV)/base: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "PRISM needs Python 3.10 or newer (PYTHON=… make)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "pip>=25.1"
-	$(PIP) --editable ".[lm]"
+	$(PIP) --editable ".[lm,rec]"
 	touch $@
 
 $(VENV)/ready: $(VENV)/base
