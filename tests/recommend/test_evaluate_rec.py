@@ -85,8 +85,14 @@ def test_results_name_their_protocol(model: PrismForRecommendation, split: Split
     results = evaluate_split(model, split, "test", max_length=7)
     protocol = results["protocol"]
     assert (protocol["split"], protocol["part"], protocol["max_length"]) == ("leave-one-out", "test", 7)
-    line = protocol_line(protocol)
-    assert line == "test, leave-one-out, ranked: all 30 items, seen items left out, at most 7 events read"
+    again = sum(
+        t in split.histories.user(u)[0][:e]
+        for u, e, t in zip(split.test.users, split.test.ends, split.test.items, strict=True)
+    )
+    assert again and protocol["targets_seen_before"] == again
+    assert protocol_line(protocol) == (
+        f"test, leave-one-out, ranked: all 30 items, seen items left out ({again} targets seen before), at most 7 events read"
+    )
     unfiltered = evaluate_split(model, split, "validation", max_length=7, filter_seen=False)
     assert "validation, leave-one-out" in protocol_line(unfiltered["protocol"])
     assert "seen items ranked too" in protocol_line(unfiltered["protocol"])

@@ -25,6 +25,10 @@ COMMANDS = {
     ),
     "generate": Command("prism.cli.generate:generate", "write text with a model, and go on later where it stopped"),
     "evaluate lm": Command("prism.cli.evaluate:evaluate_lm", "perplexity on files, and lm-eval tasks from local data"),
+    "evaluate rec": Command(
+        "prism.cli.evaluate_rec:evaluate_rec", "where held-out events land in a recommender's ranking of all items"
+    ),
+    "recommend": Command("prism.cli.recommend:recommend", "the next items for users, for sequences or for saved states"),
     "export": Command("prism.cli.export:export", "write a run's newest checkpoint as a transformers model"),
     "rules": Command("prism.cli.rules:rules", "the table of all rules: what they forget, write and cost"),
     "demo": Command("prism.cli.demo:demo", "train three small models here and now, and write a report about them"),

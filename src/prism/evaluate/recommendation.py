@@ -5,7 +5,8 @@ For each target the model reads the last `max_length` events before it and ranks
 - all items ("full", the default); or the target among `sampled` others (every figure then carries the word "sampled":
   such figures are not comparable with full ones, nor do they always order models alike);
 - without the items the user has had before (`filter_seen`), looked up in the whole history, not only in what was read.
-  The target itself always takes part, so that repeated events can be predicted.
+  The target itself always takes part. If it was seen before too, it then meets fewer rivals than a system would have
+  that shows seen items: how many targets that concerns is counted and printed.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ def evaluate_ranking(
         "protocol": {
             "ranked": ranked,
             "filter_seen": filter_seen,
+            "targets_seen_before": int(_repeats(targets, histories).sum()),
             "max_length": max_length,
             "ties": "count against the target",
             "items": num_items,
@@ -191,7 +193,8 @@ def protocol_line(protocol: Mapping[str, Any]) -> str:
     """What must stand beside every figure."""
     words = [protocol[key] for key in ("part", "split") if key in protocol]
     words.append(f"ranked: {protocol['ranked']}")
-    words.append("seen items left out" if protocol["filter_seen"] else "seen items ranked too")
+    repeats = f" ({again:,} targets seen before)" if (again := protocol["targets_seen_before"]) else ""
+    words.append(("seen items left out" if protocol["filter_seen"] else "seen items ranked too") + repeats)
     words.append(f"at most {protocol['max_length']:,} events read")
     return ", ".join(words)
 
@@ -214,6 +217,15 @@ def _scores(model: PrismForRecommendation, part: Targets, histories: Histories, 
 def _seen(part: Targets, histories: Histories) -> Tensor:
     """Every item of the whole history before each target, int64 `[B, E]`, filled up with 0."""
     return torch.from_numpy(contexts(histories, part.users, part.ends, int(part.ends.max())).items)
+
+
+def _repeats(targets: Targets, histories: Histories) -> np.ndarray:
+    """Which targets' items are in their contexts already, bool `[M]`."""
+    stride = int(histories.items.max(initial=0)) + 1
+    pairs = np.repeat(np.arange(len(histories)), histories.lengths) * stride + histories.items
+    _, first, each = np.unique(pairs, return_index=True, return_inverse=True)  # the pair's first place, for every event
+    places = histories.offsets[targets.users] + targets.ends
+    return first[each[places]] < places
 
 
 def _others(

@@ -10,7 +10,8 @@ event
              otherwise (and in a new cluster) an item of the cluster by its popularity.
 
 Events of one sitting are minutes apart, a switch comes after about a day. So the last item predicts something (the ring),
-but what a user will take on returning to an interest is known only to a model that remembers where it was left.
+but what a user will take on returning to an interest is known only to a model that remembers where it was left. Users
+take items again (the ring is short): a ranking of this log should not leave out what they have had.
 """
 
 from __future__ import annotations

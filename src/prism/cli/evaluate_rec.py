@@ -1,0 +1,166 @@
+"""`prism evaluate rec`: where held-out events land in a recommender's ranking."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from tyro.conf import Positional
+
+from prism.data.interactions import Prepared
+from prism.evaluate.ranking import CUTOFFS
+from prism.evaluate.rec_report import SHOWN_AT, group_table
+from prism.evaluate.rec_report import report as write_report
+from prism.evaluate.recommendation import Sampled, evaluate_split, protocol_line
+from prism.evaluate.report import write_results
+from prism.evaluate.saved_model import open_weights
+from prism.models import PrismForRecommendation
+from prism.train.log import read_log
+from prism.train.rec_saved import training_of
+from prism.train.saved import model_folder
+
+_MANY_REPEATS = 0.05
+"""Share of targets seen before from which leaving out seen items flatters a model."""
+
+
+def evaluate_rec(
+    model: Positional[Path],
+    data: str | None = None,
+    split: Literal["test", "validation"] = "test",
+    max_length: int | None = None,
+    filter_seen: bool = True,
+    sampled: int | None = None,
+    sampled_by: Literal["uniform", "popularity"] = "uniform",
+    batch: int = 256,
+    output: Path | None = None,
+    device: str = "auto",
+) -> None:
+    """Rank held-out events among all items: HR, NDCG, MRR, AUC, coverage.
+
+    Args:
+        model: a folder with a saved recommender, or a run folder of `prism train rec`.
+        data: another log than the one of training, read and split in the same way; events of items that the model does
+            not know are left out and counted.
+        split: which held-out events.
+        max_length: events of a history that are read; None: as many as in training.
+        filter_seen: items that the user has had before are not ranked (the target always is).
+        sampled: rank the target among this many others instead of all items. Such figures are labelled, and not to be
+            compared with others.
+        sampled_by: how those others are drawn.
+        batch: targets at once; changes memory and speed, not the result.
+        output: a folder for results.json (with command and machine) and report.html.
+        device: cpu, cuda …; auto is cuda where there is one.
+    """
+    with model_folder(model, _say) as folder:
+        recommender = open_weights(PrismForRecommendation, folder, device)
+        training = training_of(folder)
+    log = training.log(_say) if data is None else training.other_log(data, _say)
+    if data is not None:
+        for note in log.manifest.get("notes", []):
+            _say(note)
+    with _progress() as progress:
+        bar = progress.add_task(f"ranking {split} events")
+        results = evaluate_split(
+            recommender,
+            training.data.split_of(log.histories),
+            split,
+            max_length=recommender.config.max_length if max_length is None else max_length,
+            filter_seen=filter_seen,
+            batch=batch,
+            sampled=None if sampled is None else Sampled(sampled, sampled_by),
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    show(results)
+    again = results["protocol"]["targets_seen_before"]
+    if filter_seen and again > results["targets"] * _MANY_REPEATS:
+        _say(
+            f"note: {again / results['targets']:.0%} of the targets were seen before, and rivals that were are left out: "
+            "--no-filter-seen ranks them too"
+        )
+    if output is not None:
+        command = shlex.join(["prism", *sys.argv[1:]])
+        print("written to", write_results(output / "results.json", results, command=command, model=str(model)))
+        about = _about(recommender, log, results, log.digest == training.facts["digest"])
+        records = _records(model)
+        title = f"Recommender {model.resolve().name}"
+        page = write_report(output / "report.html", results, title=title, command=command, about=about, log=records)
+        print("report:", page)
+
+
+def show(results: Mapping[str, Any]) -> None:
+    """The figures for people, each table with what its figures depend on."""
+    console, line = Console(highlight=False), protocol_line(results["protocol"])
+    columns, rows = group_table(results["by_history_length"], [_name(results, f"NDCG@{SHOWN_AT}")])
+    for table in (_figures(results), _table("By events before the target", columns, rows)):
+        console.print(table)
+        console.print(line, style="dim")
+
+
+def _figures(results: Mapping[str, Any]) -> Table:
+    metrics, errors, coverage = results["metrics"], results["standard_errors"], results["coverage"]
+    names = [_name(results, name) for name in (f"HR@{SHOWN_AT}", f"NDCG@{SHOWN_AT}", "AUC")]
+    spread = ", ".join(f"{name} {metrics[name]:.4f} ± {errors[name]:.4f}" for name in names)
+    rows = [
+        [_name(results, name), *(f"{metrics[_name(results, f'{name}@{k}')]:.4f}" for k in CUTOFFS)]
+        for name in ("HR", "NDCG", "MRR")
+    ]
+    rows.append(["coverage", *(f"{value:.4f}" for value in coverage.values())])
+    table = _table(f"{results['targets']:,} held-out events", ["at", *map(str, CUTOFFS)], rows)
+    table.caption = f"{spread} (standard errors)"
+    return table
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _name(results: Mapping[str, Any], name: str) -> str:
+    """As the results label it: `sampled HR@10` where items were sampled."""
+    return name if f"HR@{SHOWN_AT}" in results["metrics"] else f"sampled {name}"
+
+
+def _about(
+    model: PrismForRecommendation, log: Prepared, results: Mapping[str, Any], of_training: bool
+) -> list[tuple[str, str]]:
+    def counted(counts: Mapping[str, int]) -> str:
+        return ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in counts.items() if value)
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return [
+        ("model", f"{model.config.num_hidden_layers} layers of {model.config.layers}, {parameters:,} parameters"),
+        ("log of training" if of_training else "another log", counted(log.manifest.get("counts", {}))),
+        ("split", counted(results["split"])),
+        *(("note", note) for note in log.manifest.get("notes", [])),
+    ]
+
+
+def _records(model: Path) -> list[dict[str, Any]]:
+    """The training log of the run that a path is, or is the model of."""
+    run = next((path for path in (model, model.resolve().parent) if (path / "log.jsonl").is_file()), None)
+    return [] if run is None else read_log(run / "log.jsonl")
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+
+
+def _say(message: str) -> None:
+    print(message, file=sys.stderr)

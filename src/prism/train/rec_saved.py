@@ -1,0 +1,54 @@
+"""What a recommender's folder says about its training, and the log it was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from prism.data.files import read_json
+from prism.data.interactions import Catalogue, Prepared, open_prepared, prepare_log
+from prism.data.interactions.prepared import ITEMS
+from prism.data.interactions.translate import translate
+from prism.train.overrides import override
+from prism.train.rec_export import TRAINING
+from prism.train.rec_settings import RecDataSettings, RecSettings
+
+
+@dataclass(frozen=True)
+class Training:
+    """How the log was read and split, the facts that this gave, and the model's own items."""
+
+    data: RecDataSettings
+    facts: dict[str, Any]
+    catalogue: Catalogue
+
+    def log(self, report: Callable[[str], None] = lambda message: None) -> Prepared:
+        """The log of training, from where it was prepared or read again. It must not have changed."""
+        kept = self.facts.get("folder")
+        try:
+            if kept is not None and Path(kept).is_dir():
+                log = open_prepared(Path(kept))
+            else:
+                log = prepare_log(self.data.recipe(), self.data.cache, report=report)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"the log of training is gone ({error}): give one with --data") from error
+        if log.digest != self.facts["digest"]:
+            raise ValueError("the log of training is gone or has changed since: give one with --data")
+        return log
+
+    def other_log(self, source: str, report: Callable[[str], None] = lambda message: None) -> Prepared:
+        """Another log, read in the same way, in the terms of the model's items."""
+        other = prepare_log(replace(self.data.recipe(), source=source), self.data.cache, report=report)
+        return other if other.digest == self.facts["digest"] else translate(other, self.catalogue)
+
+
+def training_of(folder: Path) -> Training:
+    """Of a model folder that `prism train rec` wrote."""
+    path = folder / TRAINING
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no {TRAINING}, which says what the model was trained on")
+    stored = read_json(path)
+    settings = override(RecSettings(), stored["settings"], str(path))
+    return Training(settings.data, stored["training_data"], Catalogue.load(folder / ITEMS))
