@@ -33,33 +33,45 @@ def test_times_ascend_within_a_user_and_overlap_between_users() -> None:
 
 
 def test_users_return_to_where_they_left_a_series() -> None:
-    """With probability `follow` (and by chance now and then) an item is the one after the series' last."""
+    """With probability `follow` (and by chance now and then) an item is the next free one after the series' last."""
     follow, size = 0.8, 20
-    log = synthetic_log(users=100, items=400, events=10_000, follow=follow, drift=0.0)
+    log = synthetic_log(users=100, items=400, events=3_000, follow=follow, drift=0.0)
     series = log.catalogue.features["series"]
-    returns = hits = 0
-    visited = []
+    returns = hits = by_chance = 0
     for user in range(100):
-        names = log.catalogue.names(log.histories.user(user)[0])
-        last: dict[str, int] = {}
-        for name in names:
-            where, episode = str(name).split("-")
-            if where in last:
-                returns += 1
-                hits += int(episode) - 1 == last[where] % size
-            last[where] = int(episode)
-        visited.append(len(last))
-    assert hits / returns == pytest.approx(follow + (1 - follow) / size, abs=0.02)
-    assert max(visited) == 4, "without drift a user follows four series"
+        names = [str(name).split("-") for name in log.catalogue.names(log.histories.user(user)[0])]
+        taken: dict[str, list[int]] = {}
+        for where, episode in names:
+            before = taken.setdefault(where, [])
+            if before:
+                free = [n for k in range(size) if (n := (before[-1] + k) % size + 1) not in before]
+                returns, hits, by_chance = returns + 1, hits + (int(episode) == free[0]), by_chance + 1 / len(free)
+            before.append(int(episode))
+    chance = by_chance / returns
+    assert hits / returns == pytest.approx(follow + (1 - follow) * chance, abs=0.025)
     assert all(
         series.values[v] == str(n).split("-")[0] for v, n in zip(series.of_item[1:], log.catalogue.items, strict=True)
     )
 
 
-def test_drift_changes_interests_and_popularity_is_unequal() -> None:
-    log = synthetic_log(users=100, items=400, events=20_000, drift=0.1)
+def test_no_item_is_taken_twice_and_finished_series_are_left() -> None:
+    log = synthetic_log(users=20, items=120, events=1200, drift=0.0)
+    assert log.histories.lengths.max() == 60, "half of the items"
+    for user in range(20):
+        items, _ = log.histories.user(user)
+        assert len(np.unique(items)) == len(items)
     series = log.catalogue.features["series"].of_item
-    assert np.mean([len(np.unique(series[log.histories.user(u)[0]])) for u in range(100)]) > 6
+    assert min(len(np.unique(series[log.histories.user(u)[0]])) for u in range(20)) >= 3
+
+
+def test_drift_changes_interests_and_popularity_is_unequal() -> None:
+    def series_of(drift: float) -> float:
+        log = synthetic_log(users=100, items=400, events=4_000, drift=drift)
+        series = log.catalogue.features["series"].of_item
+        return float(np.mean([len(np.unique(series[log.histories.user(u)[0]])) for u in range(100)]))
+
+    assert series_of(0.0) < 5 < 6 < series_of(0.1)
+    log = synthetic_log(users=200, items=400, events=4_000)
     counts = np.sort(log.histories.counts(log.num_items)[1:])
     assert counts[-len(counts) // 10 :].sum() > 0.2 * counts.sum()
 
@@ -72,7 +84,12 @@ def test_it_is_prepared_where_no_source_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"), [({"users": 10, "events": 40}, "at least 5 for each"), ({"items": 80}, "more than 4")]
+    ("arguments", "sentence"),
+    [
+        ({"users": 10, "events": 40}, "at least 5 for each"),
+        ({"users": 10, "events": 2001}, "at most 200"),
+        ({"items": 80}, "more than 4"),
+    ],
 )
 def test_sizes_that_do_not_work(arguments: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):

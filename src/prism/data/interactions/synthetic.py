@@ -1,17 +1,17 @@
 """A log that is made up: users with several interests that drift, in a catalogue of series. A function of its seed.
 
 Items form clusters (a genre, a department). Inside a cluster they stand in a ring (episodes of a series) and have a Zipf
-popularity that has nothing to do with the ring. A user follows a few clusters at a time, with unequal weights. At each
-event
+popularity that has nothing to do with the ring. A user follows a few clusters at a time, with unequal weights, and takes
+no item twice. At each event
 
-    drift    with probability `drift`, one of the interests is given up for another cluster (popular clusters more often);
+    drift    with probability `drift`, and when all of a cluster is taken, that interest is given up for another cluster
+             (popular clusters more often);
     switch   with probability 1 - `stay`, the user turns to one of the interests, by their weights;
-    choose   with probability `follow`, the item after the one last taken in that cluster, however long ago that was;
-             otherwise (and in a new cluster) an item of the cluster by its popularity.
+    choose   with probability `follow`, the next free item after the one last taken in that cluster, however long ago that
+             was; otherwise (and in a new cluster) a free item of the cluster by its popularity.
 
 Events of one sitting are minutes apart, a switch comes after about a day. So the last item predicts something (the ring),
-but what a user will take on returning to an interest is known only to a model that remembers where it was left. Users
-take items again (the ring is short): a ranking of this log should not leave out what they have had.
+but what a user will take on returning to an interest is known only to a model that remembers where it was left.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def synthetic_log(
     follow: float = 0.8,
     drift: float = 0.02,
 ) -> Prepared:
-    """Make up a log of exactly `events` events; histories are at least 5 long and of very different lengths.
+    """Make up a log of exactly `events` events. Histories have very different lengths, from 5 to half of the items.
 
     Args:
         items: items to choose from; those nobody takes are not in the catalogue.
@@ -52,7 +52,12 @@ def synthetic_log(
     if clusters <= interests:
         raise ValueError(f"items must fill more than {interests} clusters of {cluster}, got {items}")
     random = np.random.default_rng(seed)
-    lengths = _lengths(users, events, random)
+    longest = clusters * cluster // 2
+    if events > users * longest:
+        raise ValueError(
+            f"events must be at most {longest} (half of the items) for each of {users} users, got {events}"
+        )
+    lengths = _lengths(users, events, longest, random)
     chosen, gaps = _events(lengths, clusters, cluster, interests, stay, follow, drift, random)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     taken, places = np.unique(chosen, return_inverse=True)
@@ -76,11 +81,15 @@ def synthetic_log(
     )
 
 
-def _lengths(users: int, events: int, random: np.random.Generator) -> np.ndarray:
-    """Log-normal, at least _SHORTEST, exactly `events` together; int64 `[users]`."""
+def _lengths(users: int, events: int, longest: int, random: np.random.Generator) -> np.ndarray:
+    """Log-normal, from _SHORTEST to `longest`, exactly `events` together; int64 `[users]`."""
     weights = random.lognormal(0, 0.8, users)
     ends = np.round(np.cumsum(weights) / weights.sum() * (events - users * _SHORTEST)).astype(np.int64)
-    return np.diff(ends, prepend=0) + _SHORTEST
+    lengths = np.minimum(np.diff(ends, prepend=0) + _SHORTEST, longest)
+    while over := events - lengths.sum():  # what was cut off goes to the shortest, one event each
+        shortest = np.argsort(lengths, kind="stable")[:over]
+        lengths[shortest[lengths[shortest] < longest]] += 1
+    return lengths
 
 
 def _events(
@@ -100,28 +109,38 @@ def _events(
     order = np.argsort(-lengths, kind="stable")  # who is still active is then always a head
     active_at = np.searchsorted(-lengths[order], -np.arange(lengths.max()), "left")  # users with more than t events
     users = len(lengths)
-    cluster_odds, item_odds = _zipf(clusters), _zipf(cluster)
-    by_popularity = random.permuted(np.tile(np.arange(cluster), (clusters, 1)), axis=1)
-    followed = np.argsort(random.gumbel(size=(users, clusters)) + np.log(cluster_odds), axis=1)[:, -interests:]
-    weights = random.dirichlet(np.full(interests, 2.0), users)
+    cluster_odds, item_odds = (
+        np.log(_zipf(clusters)),
+        np.log(random.permuted(np.tile(_zipf(cluster), (clusters, 1)), axis=1)),
+    )
+    followed = np.argsort(random.gumbel(size=(users, clusters)) + cluster_odds, axis=1)[:, -interests:]
+    weights = np.cumsum(random.dirichlet(np.full(interests, 2.0), users), axis=1)
     current = np.zeros(users, dtype=np.int64)
     left_at = np.full((users, clusters), -1)
+    free = np.ones((users, clusters, cluster), dtype=bool)
     steps_items, steps_gaps = [], []
     for active in active_at.tolist():
         rows = np.arange(active)
-        drifting = random.random(active) < drift
-        slot = random.integers(interests, size=active)
-        new = random.choice(clusters, active, p=cluster_odds)
-        drifting &= ~(followed[:active] == new[:, None]).any(1)
-        followed[rows[drifting], slot[drifting]] = new[drifting]
         turning = random.random(active) >= stay
-        by_weight = (random.random((active, 1)) > np.cumsum(weights[:active], 1)[:, :-1]).sum(1)
-        current[:active] = np.where(turning, by_weight, current[:active])
-        where = followed[rows, current[:active]]
+        by_weight = (random.random((active, 1)) > weights[:active, :-1]).sum(1)
+        slot = current[:active] = np.where(turning, by_weight, current[:active])
+        leaving = np.flatnonzero((random.random(active) < drift) | ~free[rows, followed[rows, slot]].any(1))
+        # the largest of log-odds with Gumbel noise is a draw by those odds
+        draw = random.gumbel(size=(len(leaving), clusters)) + cluster_odds
+        draw[np.arange(len(leaving))[:, None], followed[leaving]] -= (
+            1e6  # followed already: only if nothing else is left
+        )
+        draw[free[leaving].sum(2) == 0] = -np.inf
+        followed[leaving, slot[leaving]] = draw.argmax(1)
+        where = followed[rows, slot]
         left = left_at[rows, where]
-        popular = by_popularity[where, random.choice(cluster, active, p=item_odds)]
-        item = np.where((random.random(active) < follow) & (left >= 0), (left + 1) % cluster, popular)
+        ahead = (left[:, None] + 1 + np.arange(cluster)) % cluster
+        following = ahead[rows, free[rows[:, None], where[:, None], ahead].argmax(1)]
+        noise = random.gumbel(size=(active, cluster)) + item_odds[where]
+        popular = np.where(free[rows, where], noise, -np.inf).argmax(1)
+        item = np.where((random.random(active) < follow) & (left >= 0), following, popular)
         left_at[rows, where] = item
+        free[rows, where, item] = False
         steps_items.append(where * cluster + item)
         steps_gaps.append(random.exponential(np.where(turning, 86_400.0, 300.0)))
     step = np.repeat(np.arange(len(active_at)), active_at)
