@@ -25,7 +25,8 @@ ALLOWED = {
     "data": set(),
     "train": {"evaluate", "data", "adapters", *_MODELS},
     "evaluate": {"data", "adapters", *_MODELS},
-    "cli": {"train", "evaluate", "data", "adapters", *_MODELS},
+    "recommend": {"train", "evaluate", "data", *_MODELS},
+    "cli": {"recommend", "train", "evaluate", "data", "adapters", *_MODELS},
 }
 LAYERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and list(path.glob("**/*.py")))
 

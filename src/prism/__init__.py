@@ -13,13 +13,15 @@ from prism.engine import Update, memory
 from prism.nn import Mixer, State
 
 __version__ = "0.1.0"
-__all__ = ["Mixer", "State", "Update", "__version__", "memory", "rules"]
+__all__ = ["Mixer", "Recommender", "State", "Update", "__version__", "memory", "rules"]
 
 
 def __getattr__(name: str) -> Any:
-    """`prism.models` is imported when it is first asked for, because it imports transformers."""
+    """`prism.models` and `prism.Recommender` are imported when first asked for, because they import transformers."""
     if name == "models":
         return import_module("prism.models")
+    if name == "Recommender":
+        return import_module("prism.recommend").Recommender
     raise AttributeError(f"module 'prism' has no attribute {name!r}")
 
 

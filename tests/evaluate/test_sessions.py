@@ -14,6 +14,7 @@ from safetensors import safe_open
 from prism.data.tokenizer import train_bpe
 from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.language_model import LanguageModel, open_model
+from prism.models.identity import config_sha256
 from tiny_lm import save_lm
 
 GREEDY = Sampling(temperature=0)
@@ -207,7 +208,7 @@ def test_a_state_file_says_what_it_belongs_to(lm: LanguageModel, tmp_path: Path)
     session.read("abc")
     session.save(tmp_path / "state.safetensors")
     with safe_open(tmp_path / "state.safetensors", "pt") as file:
-        assert file.metadata()["config_sha256"] == lm.config_sha256
+        assert file.metadata()["config_sha256"] == config_sha256(lm.model)
         assert file.get_tensor("state.tokens").item() == 3
 
 

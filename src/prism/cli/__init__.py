@@ -28,7 +28,9 @@ COMMANDS = {
     "evaluate rec": Command(
         "prism.cli.evaluate_rec:evaluate_rec", "where held-out events land in a recommender's ranking of all items"
     ),
-    "recommend": Command("prism.cli.recommend:recommend", "the next items for users, for sequences or for saved states"),
+    "recommend": Command(
+        "prism.cli.recommend:recommend", "the next items for users, for sequences or for saved states"
+    ),
     "export": Command("prism.cli.export:export", "write a run's newest checkpoint as a transformers model"),
     "rules": Command("prism.cli.rules:rules", "the table of all rules: what they forget, write and cost"),
     "demo": Command("prism.cli.demo:demo", "train three small models here and now, and write a report about them"),

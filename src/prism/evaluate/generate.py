@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from prism.data.files import write_atomically
+from prism.data.state_file import read_state, write_state
 from prism.data.streaming import TextStream
 from prism.evaluate.language_model import LanguageModel
 from prism.evaluate.reader import Reader
 from prism.models import PrismCache
+from prism.models.identity import differs, identity
 
 FORMAT = "prism generation state 1"
 
@@ -122,18 +121,16 @@ class Session:
             "recent": torch.tensor(self.text.recent, dtype=torch.int64),
             "random": self.random.get_state(),
         }
-        about = {"format": FORMAT, "model": self.lm.name, **_identity(self.lm)}
-        write_atomically(path, save_safetensors({n: x.detach().cpu().clone() for n, x in tensors.items()}, about))
+        write_state(path, FORMAT, tensors, {"model": self.lm.name, **identity(self.lm.model)})
 
     @classmethod
     def load(cls, path: Path, lm: LanguageModel, seed: int | None = None) -> Session:
         """Go on where `save` was called. Random numbers go on too, or start from `seed`."""
-        tensors, about = _open_state(path)
-        for name, what in (("config_sha256", "another configuration"), ("weights_sha256", "other weights")):
-            if about.get(name) != _identity(lm)[name]:
-                raise ValueError(
-                    f"the state in {path} was made by a model with {what} ({about['model']}), not by {lm.name}"
-                )
+        tensors, about = read_state(path, FORMAT)
+        if what := differs(about, lm.model):
+            raise ValueError(
+                f"the state in {path} was made by a model with {what} ({about['model']}), not by {lm.name}"
+            )
         session = cls(lm, 0 if seed is None else seed)
         states = {name[6:]: x.to(lm.device) for name, x in tensors.items() if name.startswith("state.")}
         session.reader = Reader(lm.model, lm.tokenizer.end, PrismCache.load(states), int(tensors["last"]))
@@ -142,21 +139,3 @@ class Session:
         if seed is None:
             session.random.set_state(tensors["random"])
         return session
-
-
-def _identity(lm: LanguageModel) -> dict[str, str]:
-    return {"config_sha256": lm.config_sha256, "weights_sha256": lm.weights_sha256}
-
-
-def _open_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no state file {path}")
-    try:
-        with safe_open(path, "pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a saved state: {error}") from error
-    if about.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a saved state of the kind {FORMAT!r}")
-    return tensors, about

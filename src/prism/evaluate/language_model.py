@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +11,6 @@ from prism.data.files import read_json
 from prism.data.tokenizer import Tokenizer, load_tokenizer
 from prism.evaluate.saved_model import open_weights
 from prism.models import PrismForCausalLM
-
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
-"""Entries of a configuration that do not change what a model computes."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +22,6 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         return self.model.device
-
-    @property
-    def config_sha256(self) -> str:
-        """What the model is: the same for every model that computes alike, given the same weights."""
-        contents = {k: v for k, v in self.model.config.to_dict().items() if k not in _SAYS_NOTHING}
-        return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def weights_sha256(self) -> str:
-        """Of norms, gates and other vectors: little to read, and training moves them all."""
-        digest = hashlib.sha256()
-        for name, parameter in sorted(self.model.named_parameters()):
-            if parameter.ndim == 1:
-                digest.update(name.encode())
-                digest.update(parameter.detach().float().cpu().numpy().tobytes())
-        return digest.hexdigest()
 
 
 def open_model(folder: Path, device: str = "auto") -> LanguageModel:

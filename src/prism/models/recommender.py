@@ -22,6 +22,7 @@ from transformers.utils import ModelOutput
 from prism.models.cache import PrismCache
 from prism.models.language import PrismModel, PrismPreTrainedModel
 from prism.models.rec_config import PrismRecConfig
+from prism.rules.parts import at_least_float32
 
 GAP_BUCKETS = 64
 
@@ -121,6 +122,11 @@ class PrismForRecommendation(PrismPreTrainedModel):
         )
         return RecommenderOutput(out.last_hidden_state, out.past_key_values, shared.get("balance_loss"))
 
+    def last_hidden(self, items: Tensor, lengths: Tensor, gaps: Tensor | None = None) -> Tensor:
+        """`[B, D]` after the last event of each row; items `[B, T]`, of which the first `lengths` `[B]` ≥ 1 are events."""
+        hidden = self(items, gaps=gaps).hidden
+        return hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
+
     def item_vectors(self) -> Tensor:
         """`[N + 1, D]`, features included; row 0 is padding's and means nothing."""
         vectors = self.model.embed_tokens.weight
@@ -129,10 +135,12 @@ class PrismForRecommendation(PrismPreTrainedModel):
         return vectors
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """`[…, D]` → `[…, N + 1]`, float32 or better: how much each item is expected next; item 0 is -inf."""
-        vectors = self.item_vectors()
+        """`[…, D]` → `[…, N + 1]`: how much each item is expected next; item 0 is -inf.
+
+        In float32 or better, whatever the model's precision: in less, many items would score the same.
+        """
+        vectors = at_least_float32(self.item_vectors())
         scores = F.linear(hidden.to(vectors.dtype), vectors)
-        scores = scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores
         scores[..., 0] = -torch.inf
         return scores
 

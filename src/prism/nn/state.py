@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -57,5 +58,13 @@ class State:
 
 def concatenate(states: list[State]) -> State:
     """Join states along the batch, the inverse of picking rows."""
-    first = states[0].tensors()
-    return State.load({name: torch.cat([s.tensors()[name] for s in states]) for name in first})
+    parts = [state.tensors() for state in states]
+    return State.load({name: _join([part[name] for part in parts]) for name in parts[0]})
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    """Caches that have grown to different lengths `[B, S, …]` get empty slots where theirs are: before the others."""
+    if len({part.shape[1:] for part in parts}) > 1:
+        longest = max(part.shape[1] for part in parts)
+        parts = [F.pad(x, (*[0, 0] * (x.ndim - 2), longest - x.shape[1], 0)) for x in parts]
+    return torch.cat(parts)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file, save
+
+from prism.data.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,21 @@ class Histories:
     def counts(self, num_items: int) -> np.ndarray:
         """How often each item occurs, int64 `[num_items + 1]`."""
         return np.bincount(self.items, minlength=num_items + 1)
+
+    def to_bytes(self) -> bytes:
+        """As a safetensors file."""
+        arrays = {"offsets": self.offsets, "items": self.items}
+        if self.times is not None:
+            arrays["times"] = self.times
+        return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, self.to_bytes())
+
+    @classmethod
+    def load(cls, path: Path) -> Histories:
+        arrays = load_file(path)
+        return cls(arrays["offsets"], arrays["items"], arrays.get("times"))
 
     def _gather(self, starts: np.ndarray, lengths: np.ndarray) -> Histories:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

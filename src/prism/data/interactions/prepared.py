@@ -18,9 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from filelock import FileLock
-from safetensors.numpy import load_file, save
 
 from prism.data.files import commit_folder, fresh_folder, json_bytes, read_json
 from prism.data.interactions.histories import Histories
@@ -28,7 +26,7 @@ from prism.data.interactions.ids import Catalogue, Users
 from prism.data.prepare import default_cache
 
 FORMAT = 1
-VERSION = 1
+VERSION = 2
 """Raise it when the same log would give other arrays: old caches are then no longer found."""
 EVENTS, ITEMS, USERS, MANIFEST = "events.safetensors", "items.json", "users.json", "manifest.json"
 
@@ -95,12 +93,8 @@ class Prepared:
         return Prepared(self.histories, self.catalogue, self.users, manifest, folder)
 
     def _contents(self) -> dict[str, bytes]:
-        histories = self.histories
-        arrays = {"offsets": histories.offsets, "items": histories.items}
-        if histories.times is not None:
-            arrays["times"] = histories.times
         return {
-            EVENTS: save({name: np.ascontiguousarray(array) for name, array in arrays.items()}),
+            EVENTS: self.histories.to_bytes(),
             ITEMS: self.catalogue.to_bytes(),
             USERS: self.users.to_bytes(),
         }
@@ -124,8 +118,7 @@ def open_prepared(folder: Path, verify: bool = True) -> Prepared:
         contents = {name: (folder / name).read_bytes() for name in (EVENTS, ITEMS, USERS)}
         if _digest(contents) != manifest["digest"]:
             raise ValueError(f"the prepared log in {folder} is damaged: remove the folder and it is made again")
-    arrays = load_file(folder / EVENTS)
-    histories = Histories(arrays["offsets"], arrays["items"], arrays.get("times"))
+    histories = Histories.load(folder / EVENTS)
     return Prepared(histories, Catalogue.load(folder / ITEMS), Users.load(folder / USERS), manifest, folder)
 
 
@@ -153,11 +146,12 @@ def prepare_log(
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             report(f"reading {'the synthetic log' if source is None else source}, once")
-            _make(recipe, source).save(folder)
+            make_log(recipe, source).save(folder)
     return open_prepared(folder, verify)
 
 
-def _make(recipe: LogRecipe, source: Path | None) -> Prepared:
+def make_log(recipe: LogRecipe, source: Any) -> Prepared:
+    """The arrays, made now and kept nowhere; source is a file, a polars or pandas DataFrame, or None: the synthetic log."""
     if source is None:
         from prism.data.interactions.synthetic import synthetic_log
 

@@ -1,0 +1,116 @@
+"""`prism recommend`: the next items, for users of the log, for a sequence, or for saved states."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional
+
+from prism.recommend import Recommendations, Recommender, UserStates
+
+
+def recommend(
+    model: Positional[Path],
+    users: tuple[str, ...] = (),
+    sequence: tuple[str, ...] = (),
+    times: tuple[float, ...] = (),
+    states: Path | None = None,
+    save_states: Path | None = None,
+    k: int = 10,
+    filter_seen: bool = True,
+    exclude: tuple[str, ...] = (),
+    max_length: int | None = None,
+    data: str | None = None,
+    json: bool = False,
+    device: str = "auto",
+) -> None:
+    """The items that are expected next: for users of the log, after a sequence of items, or for saved states.
+
+    With none of --users, --sequence and --states it is for someone new, who gets the most popular items.
+
+    Args:
+        model: a folder with a saved recommender, or a run folder of `prism train rec`.
+        users: users of the log.
+        sequence: items of one history, in order; with --states, what has happened since to its one user. Those that the
+            model does not know are left out, with a warning.
+        times: when each of them was, on the log's clock, for a model that was trained with time gaps.
+        states: a file of users' states; its users are 0, 1, …
+        save_states: write the states after the sequence to this file (.safetensors), to go on from with --states.
+        k: how many items.
+        filter_seen: leave out items of the history. A state does not remember them: with --states, --exclude says which.
+        exclude: items that are not wanted.
+        max_length: how many of the last events are read; None: as many as in training, 0: all. A state has read all.
+        data: a log to find the users in; None: the one of training.
+        json: print JSON, one line a user.
+        device: cpu, cuda …; auto is cuda where there is one.
+    """
+    if save_states is not None and save_states.suffix != ".safetensors":
+        raise ValueError(f"save_states must be a file name that ends in .safetensors, got {save_states}")
+    if users and (sequence or times or states or save_states):
+        raise ValueError("--users are found in the log: --sequence, --times, --states and --save-states are for others")
+    if (states or save_states) and max_length is not None:
+        raise ValueError("a state has read all events: --max-length does not go with --states and --save-states")
+    with _plain_warnings():
+        recommender = Recommender.load(model, data, device)
+        moments = [times] if times else None
+        if users:
+            unwanted = [exclude] * len(users)
+            found = recommender.recommend(users, k=k, filter_seen=filter_seen, exclude=unwanted, max_length=max_length)
+        elif states is None and save_states is None:
+            found = recommender.recommend(
+                sequences=[sequence],
+                k=k,
+                filter_seen=filter_seen,
+                exclude=[exclude],
+                times=moments,
+                max_length=max_length,
+            )
+        else:
+            held = recommender.start(1) if states is None else UserStates.load(states, recommender.device)
+            if sequence:
+                if len(held) != 1:
+                    raise ValueError(f"{states} holds {len(held)} users: a --sequence goes on from one")
+                held = recommender.observe(held, [sequence], moments)
+            had = sequence if filter_seen else ()
+            found = recommender.recommend(states=held, k=k, exclude=[(*exclude, *had)] * len(held))
+            if save_states is not None:
+                held.save(save_states)
+    names: Sequence[Any] = users or range(len(found))
+    if json:
+        _print_json(found, names)
+    else:
+        _print_table(found, names)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Said to people, without the line of code they come from."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for warning in caught:
+        print(warning.message, file=sys.stderr)
+
+
+def _print_json(found: Recommendations, names: Sequence[Any]) -> None:
+    for name, items in zip(names, found, strict=True):
+        print(json.dumps({"user": name, "items": [item for item, _ in items], "scores": [score for _, score in items]}))
+
+
+def _print_table(found: Recommendations, names: Sequence[Any]) -> None:
+    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("for", "rank", "item", "score"):
+        table.add_column(column, justify="left" if column in ("for", "item") else "right")
+    for name, items in zip(names, found, strict=True):
+        for rank, (item, score) in enumerate(items, 1):
+            table.add_row(str(name) if rank == 1 else "", str(rank), str(item), f"{score:.4f}")
+    Console(highlight=False).print(table)

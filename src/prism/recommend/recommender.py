@@ -1,0 +1,342 @@
+"""A recommender in use.
+
+Design choices
+- Users are nothing but their histories: one who was not in the log is a sequence like any other.
+- A user without events gets the most popular items. Items that the model does not know are left out, with a warning.
+- A state is a value: `observe` returns a new one and leaves the old one as it was, so that a service can keep, copy, retry.
+- A stream has read everything since its start. What it recommends is what reading the whole history anew would recommend.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prism.data.files import commit_folder, fresh_folder, remove_folder
+from prism.data.interactions import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
+from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
+from prism.data.interactions.samples import contexts
+from prism.data.interactions.translate import translate
+from prism.evaluate.ranking import top_k
+from prism.evaluate.saved_model import open_weights
+from prism.models import PrismCache, PrismForRecommendation
+from prism.models.identity import differs, identity
+from prism.models.quiet import without_progress_bars
+from prism.recommend.events import Unknown, as_histories
+from prism.recommend.result import Recommendations
+from prism.recommend.states import UserStates
+from prism.train.rec_export import TRAINING
+from prism.train.rec_saved import Training, training_of
+from prism.train.saved import model_folder
+
+EVENTS_AT_ONCE = 2**17
+"""How many events, padding included, one pass of the model reads; longer ones are cut into several."""
+SCORES_AT_ONCE = 2**25
+
+
+class Recommender:
+    """A model, the items it knows, and perhaps the users it has met.
+
+    Args:
+        model: moved nowhere; it is put into evaluation mode.
+        catalogue: the items' ids.
+        users, histories: whom `recommend(users=…)` can be asked for, and what they did.
+    """
+
+    def __init__(
+        self,
+        model: PrismForRecommendation,
+        catalogue: Catalogue,
+        users: Users | None = None,
+        histories: Histories | None = None,
+    ) -> None:
+        if len(catalogue) != model.config.num_items:
+            raise ValueError(f"the catalogue has {len(catalogue)} items, the model {model.config.num_items}")
+        if users is not None and histories is not None and len(users) != len(histories):
+            raise ValueError(f"there are {len(users)} users, but histories of {len(histories)}")
+        self.model, self.catalogue, self.users, self.histories = model.eval(), catalogue, users, histories
+        self._training: Training | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.item_counts.device
+
+    @classmethod
+    def fit(cls, log: Any, out: Path | str | None = None, preset: str | None = None, **settings: Any) -> Recommender:
+        """Train on a log.
+
+        Args:
+            log: a polars or pandas DataFrame, or what `data.source` takes: a file of events, a prepared folder.
+            out: the run's folder, with checkpoints to go on from; None keeps none.
+            preset: "prism", "sasrec" or "hstu".
+            settings: of `prism train rec`, sections as dicts: `epochs=10, model={"layers": "prism*2"}, data={"length": 100}`.
+        """
+        from prism.recommend.fit import fit
+
+        if out is not None:
+            return cls.load(*fit(log, Path(out), preset, settings))
+        with tempfile.TemporaryDirectory() as folder:
+            return cls.load(*fit(log, Path(folder) / "run", preset, settings))
+
+    @classmethod
+    def load(cls, folder: Path | str, data: Prepared | Path | str | None = None, device: str = "auto") -> Recommender:
+        """A model's folder, as `save` or `prism train rec` wrote it, or a run.
+
+        Args:
+            data: a log with users' histories, as `data.source` takes it or prepared: whom `recommend(users=…)` knows. Unless
+                given, those saved with the model, or those it was trained on, if they are asked for and still there.
+        """
+        with model_folder(Path(folder)) as opened:
+            model = open_weights(PrismForRecommendation, opened, device)
+            if not (opened / ITEMS).is_file():
+                raise FileNotFoundError(f"{opened} has no {ITEMS}, which names the items")
+            catalogue = Catalogue.load(opened / ITEMS)
+            users = Users.load(opened / USERS) if (opened / USERS).is_file() else None
+            histories = Histories.load(opened / EVENTS) if (opened / EVENTS).is_file() else None
+            training = training_of(opened) if (opened / TRAINING).is_file() else None
+        if data is None:
+            loaded = cls(model, catalogue, users, histories)
+            loaded._training = training
+            return loaded
+        if isinstance(data, Prepared):
+            log = data
+        elif training is not None:
+            log = training.other_log(str(data))
+        else:
+            log = prepare_log(LogRecipe(source=str(data)))
+        log = log if list(log.catalogue.items) == list(catalogue.items) else translate(log, catalogue)
+        return cls(model, catalogue, log.users, log.histories)
+
+    def save(self, folder: Path | str, histories: bool = True) -> None:
+        """A folder that `load` opens, replacing what is there; without `histories` no user's events are in it."""
+        folder = Path(folder)
+        partial = fresh_folder(folder.with_name(f".{folder.name}.partial"))
+        with without_progress_bars():
+            self.model.save_pretrained(partial)
+        self.catalogue.save(partial / ITEMS)
+        if self.users is not None:
+            self.users.save(partial / USERS)
+        if self.histories is not None and histories:
+            self.histories.save(partial / EVENTS)
+        if folder.exists():
+            remove_folder(folder)
+        commit_folder(partial, folder)
+
+    @torch.no_grad()
+    def recommend(
+        self,
+        users: Sequence[Any] | None = None,
+        sequences: Sequence[Sequence[Any]] | None = None,
+        states: UserStates | None = None,
+        k: int = 10,
+        *,
+        filter_seen: bool = True,
+        exclude: Sequence[Sequence[Any]] | None = None,
+        times: Sequence[Sequence[float]] | None = None,
+        max_length: int | None = None,
+        unknown: Unknown = "skip",
+    ) -> Recommendations:
+        """The k items that are expected most, for users of the log, for sequences of items, or for states.
+
+        Args:
+            users: ids of users of the log.
+            sequences: histories of anyone, as items' ids. An empty one gets the most popular items.
+            states: what `observe` returned.
+            filter_seen: leave out what is in the history. A state does not remember items: there, `exclude` says which.
+            exclude: for each row, ids of items that are not wanted.
+            times: of the sequences' events, for models that were trained with time gaps.
+            max_length: how many of the last events are read: as many as the model was trained on unless given; 0 is all of
+                them, as a stream reads them.
+            unknown: sequences' items that the model does not know are left out with a warning, or "error".
+        """
+        if sum(given is not None for given in (users, sequences, states)) != 1:
+            raise ValueError("give users, sequences or states: one of them")
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        if states is not None:
+            self._check(states)
+            return self._best(states.hidden, states.events, self._excluded(len(states), None, exclude), k)
+        if users is not None:
+            histories = self._histories(users)
+        else:
+            assert sequences is not None
+            histories = as_histories(sequences, times, self.catalogue, unknown)
+        seen = histories if filter_seen else None
+        hidden = self.encode(histories, max_length)
+        events = torch.from_numpy(histories.lengths).to(self.device)
+        return self._best(hidden, events, self._excluded(len(histories), seen, exclude), k)
+
+    @torch.no_grad()
+    def encode(self, histories: Histories, max_length: int | None = None) -> Tensor:
+        """`[U, D]`: what is expected after each user's last event (zeros without events), to be scored by the model.
+
+        Args:
+            max_length: as in `recommend`.
+        """
+        if max_length is not None and max_length < 0:
+            raise ValueError(f"max_length must be at least 1, or 0 for all, got {max_length}")
+        longest = int(histories.lengths.max(initial=0))
+        limit = self.model.config.max_length if max_length is None else max_length or max(longest, 1)
+        read = np.minimum(histories.lengths, limit)
+        hidden = self._nothing(len(histories))
+        order = np.argsort(read, kind="stable")
+        order = order[read[order] > 0]
+        while len(order):  # the longest first, so that what memory there must be is found out at once
+            rows = order[-max(1, EVENTS_AT_ONCE // int(read[order[-1]])) :]
+            order = order[: -len(rows)]
+            events = contexts(histories, rows, histories.lengths[rows], limit)
+            lengths = torch.from_numpy(read[rows]).to(self.device)
+            items = torch.from_numpy(events.items).to(self.device)
+            last = self.model.last_hidden(items, lengths, self._gaps(events.gaps))
+            hidden[torch.from_numpy(rows).to(self.device)] = last.to(hidden.dtype)
+        return hidden
+
+    def start(self, users: int) -> UserStates:
+        """States of this many users who have done nothing yet."""
+        if users < 1:
+            raise ValueError(f"users must be at least 1, got {users}")
+        return self._blank.index_select([0] * users)
+
+    @torch.no_grad()
+    def observe(
+        self,
+        states: UserStates,
+        items: Sequence[Any],
+        times: Sequence[Any] | None = None,
+        unknown: Unknown = "skip",
+    ) -> UserStates:
+        """The states after these events; those given stay as they are.
+
+        Args:
+            items: one entry for each user: an item's id, a list of ids, or None for no event.
+            times: of the same shape, for models that were trained with time gaps.
+            unknown: items that the model does not know are left out with a warning, or "error".
+        """
+        self._check(states)
+        if len(items) != len(states):
+            raise ValueError(f"items must have one entry for each of the {len(states)} users, got {len(items)}")
+        histories = as_histories(items, times, self.catalogue, unknown)
+        lengths = histories.lengths
+        step = max(1, EVENTS_AT_ONCE // len(states))
+        for start in range(0, int(lengths.max(initial=0)), step):
+            ends = np.minimum(lengths, start + step)
+            states = self._advance(states, histories, np.minimum(start, ends), ends)
+        return states
+
+    def _advance(self, states: UserStates, histories: Histories, starts: np.ndarray, ends: np.ndarray) -> UserStates:
+        """Read events starts[u] … ends[u] of every user; the states have read those before."""
+        counts = ends - starts
+        steps = np.arange(counts.max())
+        mask = steps < counts[:, None]
+        places = np.where(mask, histories.offsets[:-1, None] + starts[:, None] + steps, 0)
+        inputs = torch.from_numpy(np.where(mask, histories.items[places], 0)).to(self.device)
+        real = torch.from_numpy(mask).to(self.device)
+        gaps, last_time = None, states.last_time
+        if self.model.config.time_gaps:
+            if histories.times is None:
+                raise ValueError("times must be given: the model was trained with time gaps")
+            moments = torch.from_numpy(histories.times[places]).to(self.device)
+            first = torch.where(last_time.isnan(), moments[:, 0], last_time)
+            gaps = (moments - torch.cat([first[:, None], moments[:, :-1]], 1)).masked_fill(~real, 0.0)
+        cache = PrismCache()
+        cache.update(list(states.layers), 0)
+        out = self.model(inputs, real, gaps, cache, use_cache=True)
+        assert out.hidden is not None and out.past_key_values is not None
+        moved = real.any(1)
+        place = (real.sum(1) - 1).clamp(min=0)
+        row = torch.arange(len(states), device=self.device)
+        hidden = torch.where(moved[:, None], out.hidden[row, place].to(states.hidden.dtype), states.hidden)
+        if gaps is not None:
+            last_time = torch.where(moved, moments[row, place], last_time)
+        events = states.events + real.sum(1)
+        return UserStates(tuple(out.past_key_values.states), hidden, events, last_time, states.model)
+
+    @cached_property
+    def _blank(self) -> UserStates:
+        """One user before the first event: what a model makes of nothing but padding."""
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            gaps = nothing.float() if self.model.config.time_gaps else None
+            out = self.model(nothing, nothing.bool(), gaps, use_cache=True)
+        assert out.past_key_values is not None
+        never = torch.full((1,), torch.nan, dtype=torch.float64, device=self.device)
+        return UserStates(tuple(out.past_key_values.states), self._nothing(1), nothing[0], never, identity(self.model))
+
+    def _nothing(self, users: int) -> Tensor:
+        """What is expected of users without events, `[users, D]`; in full precision, whatever the model's."""
+        dtype = torch.promote_types(self.model.dtype, torch.float32)
+        return torch.zeros(users, self.model.config.hidden_size, dtype=dtype, device=self.device)
+
+    def _best(self, hidden: Tensor, events: Tensor, excluded: list[np.ndarray], k: int) -> Recommendations:
+        step = max(1, SCORES_AT_ONCE // (self.model.config.num_items + 1))
+        if bool((events == 0).any()) and not bool(self.model.item_counts.any()):
+            raise ValueError(
+                "a user without events gets the most popular items, but the model was not told their counts"
+            )
+        counts = self.model.item_counts.float()
+        popularity = counts.log1p() - counts.sum().log1p()
+        rows, scores = [], []
+        for start in range(0, len(hidden), step):
+            part = slice(start, start + step)
+            all_scores = self.model.scores(hidden[part])
+            all_scores = torch.where((events[part] > 0)[:, None], all_scores, popularity)
+            allowed = torch.ones_like(all_scores, dtype=torch.bool)
+            allowed.scatter_(1, torch.from_numpy(_padded(excluded[part])).to(self.device), False)
+            allowed[:, 0] = False
+            best = top_k(all_scores, allowed, k)
+            rows.append(best.cpu().numpy())
+            scores.append(all_scores.gather(1, best).cpu().numpy())
+        return Recommendations(np.concatenate(rows), np.concatenate(scores), self.catalogue)
+
+    def _excluded(
+        self, users: int, seen: Histories | None, exclude: Sequence[Sequence[Any]] | None
+    ) -> list[np.ndarray]:
+        """For each user the rows of items that are not to be recommended."""
+        rows = [np.zeros(0, dtype=np.int64) if seen is None else seen.user(user)[0] for user in range(users)]
+        if exclude is None:
+            return rows
+        if len(exclude) != users:
+            raise ValueError(f"exclude must have one list of items for each of {users}, got {len(exclude)}")
+        unwanted = [self.catalogue.index(items, unknown="skip") for items in exclude]
+        return [np.concatenate(pair) for pair in zip(rows, unwanted, strict=True)]
+
+    def _histories(self, users: Sequence[Any]) -> Histories:
+        if self.histories is None and self._training is not None:
+            log = self._training.log()
+            self.users, self.histories = log.users, log.histories
+        if self.histories is None or self.users is None:
+            raise ValueError("no histories came with the model: give sequences, or load it with a log as data")
+        return self.histories.take(self.users.index(users))
+
+    def _gaps(self, gaps: np.ndarray | None) -> Tensor | None:
+        if not self.model.config.time_gaps:
+            return None
+        if gaps is None:
+            raise ValueError("times must be given: the model was trained with time gaps")
+        return torch.from_numpy(gaps).to(self.device)
+
+    def _check(self, states: UserStates) -> None:
+        if states.model != self._blank.model:
+            what = differs(states.model, self.model)
+            raise ValueError(f"the states were made by a model with {what}: they mean nothing to this one")
+        if states.device != self.device:
+            raise ValueError(f"the states are on {states.device}, the model on {self.device}: move them with .to")
+
+    def __repr__(self) -> str:
+        met = "" if self.users is None else f", {len(self.users):,} users"
+        return f"Recommender({len(self.catalogue):,} items{met}, layers={self.model.config.layers!r}, {self.device})"
+
+
+def _padded(rows: list[np.ndarray]) -> np.ndarray:
+    """Rows of different lengths as `[n, longest]`, filled up with 0."""
+    lengths = np.array([len(row) for row in rows])
+    filled = np.zeros((len(rows), lengths.max(initial=0)), dtype=np.int64)
+    filled[np.arange(filled.shape[1]) < lengths[:, None]] = np.concatenate([*rows, np.zeros(0, dtype=np.int64)])
+    return filled

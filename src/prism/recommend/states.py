@@ -1,0 +1,107 @@
+"""What is kept of users between their events: for rules of fixed size, the same number of bytes after any number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from prism.data.state_file import read_state, write_state
+from prism.nn.state import State, concatenate
+
+FORMAT = "prism user states 1"
+
+
+@dataclass(frozen=True)
+class UserStates:
+    """The states of n users, each in its own row of every tensor. Nothing here is ever written to: `observe` makes new ones.
+
+    `Recommender.start` makes them, `Recommender.observe` carries them on, `Recommender.recommend(states=…)` asks them.
+    """
+
+    layers: tuple[State, ...]
+    """Of the model's mixers, n rows each."""
+    hidden: Tensor
+    """`[n, D]`, what is expected next; zeros before the first event."""
+    events: Tensor
+    """int64 `[n]`, how many events each user has had."""
+    last_time: Tensor
+    """float64 `[n]`, when the last one was, for models with `time_gaps`; NaN before the first, and for other models."""
+    model: dict[str, str]
+    """Which model they belong to."""
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by a flat name."""
+        layers = {f"layers.{i}.{name}": x for i, state in enumerate(self.layers) for name, x in state.tensors().items()}
+        return {**layers, "hidden": self.hidden, "events": self.events, "last_time": self.last_time}
+
+    def index_select(self, rows: Tensor | Sequence[int]) -> UserStates:
+        """The states of these users, in this order."""
+        picked = torch.as_tensor(rows, dtype=torch.int64, device=self.device)
+        return self._map(lambda x: x.index_select(0, picked))
+
+    def to(self, device: torch.device | str) -> UserStates:
+        return self._map(lambda x: x.to(device))
+
+    @staticmethod
+    def concatenate(states: Sequence[UserStates]) -> UserStates:
+        """All users of several states as one: the inverse of picking rows."""
+        if not states:
+            raise ValueError("states must not be empty: there is nothing to concatenate")
+        if any(other.model != states[0].model for other in states):
+            raise ValueError("states belong to different models: only those of one can be concatenated")
+        return UserStates(
+            tuple(concatenate(list(layer)) for layer in zip(*(part.layers for part in states), strict=True)),
+            torch.cat([part.hidden for part in states]),
+            torch.cat([part.events for part in states]),
+            torch.cat([part.last_time for part in states]),
+            states[0].model,
+        )
+
+    def save(self, path: Path | str) -> None:
+        """One safetensors file, written whole or not at all."""
+        write_state(Path(path), FORMAT, self.tensors(), self.model)
+
+    @classmethod
+    def load(cls, path: Path | str, device: torch.device | str = "cpu") -> UserStates:
+        """What `save` wrote; whether it belongs to a recommender is checked when it meets one."""
+        tensors, about = read_state(Path(path), FORMAT)
+        layers: dict[int, dict[str, Tensor]] = {}
+        for key, x in tensors.items():
+            if key.startswith("layers."):
+                _, layer, name = key.split(".", 2)
+                layers.setdefault(int(layer), {})[name] = x
+        held = cls(
+            tuple(State.load(layers[i]) for i in sorted(layers)),
+            tensors["hidden"],
+            tensors["events"],
+            tensors["last_time"],
+            {name: value for name, value in about.items() if name != "format"},
+        )
+        return held.to(device)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> UserStates:
+        return replace(
+            self,
+            layers=tuple(state.map(function) for state in self.layers),
+            hidden=function(self.hidden),
+            events=function(self.events),
+            last_time=function(self.last_time),
+        )
+
+    def __repr__(self) -> str:
+        return f"UserStates(users={len(self):,}, events={int(self.events.sum()):,}, nbytes={self.nbytes:,})"

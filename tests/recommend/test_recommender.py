@@ -1,0 +1,259 @@
+"""Recommenders in use: for users, for sequences, from a frame to a folder and back, and on the command line."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import prism
+from prism.cli import main
+from prism.data.interactions import Catalogue, Histories, Users
+from prism.data.interactions.synthetic import synthetic_log
+from prism.models import PrismForRecommendation, PrismRecConfig
+from prism.recommend import Recommender, UserStates
+
+ITEMS = 12
+NAMES = [f"i{n}" for n in range(1, ITEMS + 1)]
+QUICK: dict[str, Any] = {
+    "steps": 6,
+    "device": "cpu",
+    "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_heads": 1},
+    "data": {"length": 10},
+    "batch": {"sequences": 8},
+    "validation": {"every": 0},
+}
+
+
+def recommender(**settings: Any) -> Recommender:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "initializer_range": 0.4, "max_length": 3}
+    model = PrismForRecommendation(PrismRecConfig(ITEMS, layers="prism", **{**sizes, **settings}))
+    model.describe_items(torch.tensor([0, *range(ITEMS, 0, -1)]))
+    histories = Histories(np.array([0, 4, 4, 6]), np.array([1, 2, 3, 4, 5, 6]))
+    return Recommender(model, Catalogue(NAMES), Users(["ann", "bob", "eve"]), histories)
+
+
+def test_the_best_items_first() -> None:
+    it = recommender()
+    found = it.recommend(sequences=[["i1", "i2"], ["i5"]], k=4, filter_seen=False)
+    with torch.no_grad():
+        scores = it.model.scores(it.model(torch.tensor([[1, 2], [5, 0]])).hidden[torch.arange(2), torch.tensor([1, 0])])
+    assert found.rows.tolist() == scores.topk(4).indices.tolist()
+    np.testing.assert_allclose(found.scores, scores.topk(4).values.numpy(), rtol=1e-5)
+    assert found[0][0].item == NAMES[found.rows[0, 0] - 1] and found[0][0].score == pytest.approx(found.scores[0, 0])
+    assert found.items == [[item for item, _ in row] for row in found]
+    assert found.items[0][0] in repr(found)
+
+
+def test_what_was_seen_or_is_not_wanted_is_left_out() -> None:
+    it = recommender()
+    history = ["i1", "i2", "i3", "i4"]  # of which the model reads three
+    everything = it.recommend(sequences=[history], k=ITEMS, filter_seen=False).items[0]
+    assert sorted(everything) == sorted(NAMES)
+    unseen = it.recommend(sequences=[history], k=ITEMS).items[0]
+    assert unseen == [item for item in everything if item not in history]
+    fewer = it.recommend(sequences=[history], k=ITEMS, exclude=[["i9", "never heard of"]])
+    assert fewer.items[0] == [item for item in unseen if item != "i9"]
+    assert fewer.rows.shape == (1, ITEMS) and (fewer.rows[0] == 0).sum() == 5
+    state = it.observe(it.start(1), [history[1:]])
+    assert it.recommend(states=state, k=ITEMS, exclude=[history]).items[0] == unseen
+
+
+def test_users_are_their_histories() -> None:
+    it = recommender()
+    known = it.recommend(["eve", "ann"], k=3)
+    assert known.items == it.recommend(sequences=[["i5", "i6"], ["i1", "i2", "i3", "i4"]], k=3).items
+    with pytest.raises(ValueError, match="1 of 1 users are not in the log: 'dan'"):
+        it.recommend(["dan"])
+    alone = Recommender(it.model, it.catalogue)
+    with pytest.raises(ValueError, match="no histories came with the model"):
+        alone.recommend(["eve"])
+
+
+def test_only_the_last_events_are_read_unless_all_are_asked_for() -> None:
+    it = recommender()
+    history = ["i7", "i1", "i2", "i3"]
+    last, everything = (it.recommend(sequences=[history], k=5, max_length=n).scores for n in (None, 0))
+    np.testing.assert_allclose(last, it.recommend(sequences=[history[-3:]], exclude=[["i7"]], k=5).scores, rtol=1e-5)
+    assert not np.allclose(last, everything)
+    streamed = it.recommend(states=it.observe(it.start(1), [history]), k=5, exclude=[history]).scores
+    np.testing.assert_allclose(everything, streamed, rtol=1e-4)
+
+
+def test_someone_new_gets_what_is_popular() -> None:
+    it = recommender()
+    expected = NAMES[:4]  # counts fall with the number
+    assert it.recommend(sequences=[[], ["i1"]], k=4).items[0] == expected
+    assert it.recommend(["bob"], k=4).items == [expected]
+    assert it.recommend(states=it.start(2), k=4, exclude=[[], ["i1"]]).items == [expected, NAMES[1:5]]
+    it.model.item_counts.zero_()
+    with pytest.raises(ValueError, match="was not told their counts"):
+        it.recommend(sequences=[[]])
+
+
+def test_unknown_items_are_left_out_or_refused() -> None:
+    it = recommender()
+    expected = it.recommend(sequences=[["i1", "i3"]])
+    with pytest.warns(UserWarning, match="1 of 3 events are left out, the model does not know 'new'"):
+        found = it.recommend(sequences=[["i1", "new", "i3"]])
+    assert found.items == expected.items
+    with pytest.warns(UserWarning, match="2 of 2 events"):
+        assert it.recommend(sequences=[["new", "newer"]], k=2).items == [NAMES[:2]]
+    with pytest.warns(UserWarning, match="'new'"):
+        states = it.observe(it.start(2), ["new", "i2"])
+    assert states.events.tolist() == [0, 1]
+    with pytest.raises(ValueError, match="1 of 2 items are not in the catalogue: 'new'"):
+        it.observe(states, ["new", "i2"], unknown="error")
+    with pytest.raises(ValueError, match="not in the catalogue"):
+        it.recommend(sequences=[["new"]], unknown="error")
+
+
+def test_numbers_are_items_too() -> None:
+    it = recommender()
+    numbered = Recommender(it.model, Catalogue([10 * n for n in range(1, ITEMS + 1)]))
+    events: Any = np.array([[10, 20], [30, 40]])
+    expected = it.recommend(sequences=[["i1", "i2"], ["i3", "i4"]])
+    assert numbered.recommend(sequences=events).rows.tolist() == expected.rows.tolist()
+    states = numbered.observe(numbered.observe(numbered.start(2), events[:, 0]), events[:, 1])
+    streamed = numbered.recommend(states=states, exclude=events)
+    assert streamed.rows.tolist() == expected.rows.tolist()
+
+
+def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    it = recommender()
+    histories = [NAMES[:n] for n in (0, 5, 1, 3, 2, 8)]
+    whole = it.recommend(sequences=histories, max_length=0)
+    monkeypatch.setattr("prism.recommend.recommender.EVENTS_AT_ONCE", 6)
+    monkeypatch.setattr("prism.recommend.recommender.SCORES_AT_ONCE", 2 * ITEMS + 2)
+    parts = it.recommend(sequences=histories, max_length=0)
+    assert parts.rows.tolist() == whole.rows.tolist()
+    np.testing.assert_allclose(parts.scores, whole.scores, rtol=1e-4, atol=1e-6)
+
+
+def test_a_recommender_is_saved_with_or_without_its_users_events(tmp_path: Path) -> None:
+    it = recommender()
+    it.save(tmp_path / "whole")
+    it.save(tmp_path / "whole")  # again, in its place
+    again = Recommender.load(tmp_path / "whole", device="cpu")
+    assert again.recommend(["ann", "bob"]).items == it.recommend(["ann", "bob"]).items
+    it.save(tmp_path / "bare", histories=False)
+    bare = Recommender.load(tmp_path / "bare", device="cpu")
+    assert bare.recommend(sequences=[["i5", "i6"]]).items == it.recommend(["eve"]).items
+    with pytest.raises(ValueError, match="no histories"):
+        bare.recommend(["ann"])
+    (tmp_path / "bare" / "items.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no items\.json"):
+        Recommender.load(tmp_path / "bare")
+    assert prism.Recommender is Recommender
+
+
+def test_bad_input_is_named() -> None:
+    it = recommender()
+    states = it.start(2)
+    for call, words in (
+        (lambda: it.recommend(), "one of them"),
+        (lambda: it.recommend(["ann"], [["i1"]]), "one of them"),
+        (lambda: it.recommend(["ann"], k=0), "k must be at least 1"),
+        (lambda: it.recommend(["ann"], max_length=-1), "max_length must be"),
+        (lambda: it.recommend(["ann"], exclude=[]), "one list of items for each of 1"),
+        (lambda: it.start(0), "users must be at least 1"),
+        (lambda: it.observe(states, ["i1"]), "one entry for each of the 2 users"),
+        (lambda: it.observe(states, ["i1", "i2"], [1.0, float("nan")]), "finite"),
+        (lambda: Recommender(it.model, Catalogue(["a"])), "the catalogue has 1 items, the model 12"),
+        (lambda: Recommender(it.model, it.catalogue, Users(["a"]), it.histories), "1 users, but histories of 3"),
+        (lambda: UserStates.concatenate([]), "must not be empty"),
+        (lambda: Recommender.fit("log.csv", data={"source": "other.csv"}), "leave it out"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def frame() -> Any:
+    """A made-up log as a table with the usual names."""
+    pl = pytest.importorskip("polars")
+    log = synthetic_log(users=40, items=120, events=900, seed=3)
+    users = np.repeat(np.arange(len(log.histories)), log.histories.lengths)
+    columns = {"user": [f"u{user}" for user in users], "item": log.catalogue.names(log.histories.items)}
+    return pl.DataFrame({**columns, "time": log.histories.times})
+
+
+def test_from_a_frame_to_recommendations(tmp_path: Path) -> None:
+    table = frame()
+    it = Recommender.fit(table, **QUICK)
+    history = table.filter(table["user"] == "u7").sort("time")["item"].to_list()
+    assert it.recommend(["u7"]).items == it.recommend(sequences=[history]).items
+    it.save(tmp_path / "model")
+    assert Recommender.load(tmp_path / "model", device="cpu").recommend(["u7"]).items == it.recommend(["u7"]).items
+
+    table.write_csv(tmp_path / "log.csv")
+    quick = {**QUICK, "data": {"length": 10, "cache": str(tmp_path / "cache")}}
+    same = Recommender.fit(tmp_path / "log.csv", out=tmp_path / "run", preset="sasrec", **quick)
+    assert same.model.config.layers == "softmax"
+    again = Recommender.load(tmp_path / "run", device="cpu")  # finds the log of training by itself
+    assert again.recommend(["u7"]).items == same.recommend(["u7"]).items
+    other = Recommender.load(tmp_path / "run", data=tmp_path / "log.csv", device="cpu")
+    assert other.recommend(["u7"]).items == same.recommend(["u7"]).items
+
+
+class TestCommand:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        recommender().save(tmp_path / "model")
+        return tmp_path / "model"
+
+    def answer(self, capsys: pytest.CaptureFixture[str], folder: Path, *flags: str) -> list[dict[str, Any]]:
+        assert main(["recommend", str(folder), "--device", "cpu", "--json", *flags]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    def test_for_users_and_sequences(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        it = recommender()
+        eve, ann = self.answer(capsys, folder, "--users", "eve", "ann", "--k", "3")
+        assert [eve["user"], ann["user"]] == ["eve", "ann"]
+        assert [eve["items"], ann["items"]] == it.recommend(["eve", "ann"], k=3).items
+        (found,) = self.answer(
+            capsys, folder, "--sequence", "i5", "i6", "--k", "3", "--no-filter-seen", "--exclude", "i6"
+        )
+        assert (
+            found["items"] == it.recommend(sequences=[["i5", "i6"]], k=3, filter_seen=False, exclude=[["i6"]]).items[0]
+        )
+        assert len(found["scores"]) == 3
+        assert self.answer(capsys, folder, "--k", "2")[0]["items"] == NAMES[:2]
+
+    def test_states_go_on(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        first, second = str(tmp_path / "first.safetensors"), str(tmp_path / "second.safetensors")
+        self.answer(capsys, folder, "--sequence", "i1", "i2", "--save-states", first)
+        (found,) = self.answer(capsys, folder, "--states", first, "--sequence", "i3", "--save-states", second)
+        it = recommender()
+        states = it.observe(it.start(1), [["i1", "i2", "i3"]])
+        assert found["items"] == it.recommend(states=states, exclude=[["i3"]]).items[0]
+        assert self.answer(capsys, folder, "--states", second)[0]["items"] == it.recommend(states=states).items[0]
+
+    def test_a_table_and_a_warning(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert main(["recommend", str(folder), "--device", "cpu", "--sequence", "i1", "new", "--k", "2"]) == 0
+        shown = capsys.readouterr()
+        for item in recommender().recommend(sequences=[["i1"]], k=2).items[0]:
+            assert item in shown.out
+        assert shown.err == "1 of 2 events are left out, the model does not know 'new'\n"
+
+    def test_bad_input_is_named(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        it = recommender()
+        it.start(2).save(tmp_path / "two.safetensors")
+        for flags, words in (
+            (["--users", "ann", "--sequence", "i1"], "--users are found in the log"),
+            (["--users", "dan"], "not in the log"),
+            (["--sequence", "i1", "--save-states", "states.bin"], "ends in .safetensors"),
+            (["--states", str(tmp_path / "two.safetensors"), "--sequence", "i1"], "holds 2 users"),
+            (["--states", str(tmp_path / "none.safetensors")], "there is no state file"),
+            (["--states", str(tmp_path / "two.safetensors"), "--max-length", "3"], "has read all events"),
+        ):
+            assert main(["recommend", str(folder), "--device", "cpu", *flags]) == 2
+            assert words in capsys.readouterr().err
+        assert main(["recommend", str(tmp_path / "nothing")]) == 2
