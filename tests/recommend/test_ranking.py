@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ir_measures import RR, Qrel, ScoredDoc, Success, nDCG
 
 from prism.evaluate.groups import history_lengths, item_popularity, popularity_bias
-from prism.evaluate.ranking import CUTOFFS, Ranking, candidates, ranks, top_k
+from prism.evaluate.ranking import CUTOFFS, Ranking, candidates, count, ranks, top_k
 
 property_test = settings(max_examples=40, deadline=None)
 
@@ -64,6 +64,13 @@ def test_ties_and_numbers_that_are_none_count_against_the_target(data: st.DataOb
     assert candidates(items, wanted, exclude).sum(1).tolist() == [others]
 
 
+@pytest.mark.parametrize("items", [1, 127, 128, 129, 300, 1000])
+def test_counting_in_blocks(items: int) -> None:
+    mask = torch.rand(5, items) < torch.tensor([0, 0.1, 0.5, 0.9, 1])[:, None]
+    assert count(mask).tolist() == mask.sum(1).tolist()
+    assert count(mask).dtype == torch.int64
+
+
 def test_a_model_without_an_opinion_is_last() -> None:
     targets = torch.tensor([1, 5, 9])
     assert ranks(torch.zeros(3, 10), targets).tolist() == [9, 9, 9]
@@ -101,13 +108,13 @@ def test_standard_errors_are_those_of_a_mean() -> None:
 def test_top_k_is_the_best_candidates_in_order(seed: int) -> None:
     random = np.random.default_rng(seed)
     items, k = int(random.integers(1, 12)), int(random.integers(1, 14))
-    scores = random.choice([-math.inf, *np.arange(20.0)], (3, items + 1), replace=True)
+    scores = random.choice([-math.inf, math.nan, *np.arange(20.0)], (3, items + 1), replace=True)
     scores[:, 1:] += random.permuted(np.tile(np.arange(items), (3, 1)), axis=1) / 100
     wanted = torch.from_numpy(random.integers(1, items + 1, 3))
     taking_part = candidates(items, wanted, torch.from_numpy(random.integers(0, items + 1, (3, 4))))
     lists = top_k(torch.from_numpy(scores), taking_part, k)
     for row in range(3):
-        free = [item for item in range(1, items + 1) if taking_part[row, item]]
+        free = [item for item in range(1, items + 1) if taking_part[row, item] and scores[row, item] > -math.inf]
         shown = [item for item in lists[row].tolist() if item]
         assert len(shown) == min(k, len(free)) and set(shown) <= set(free)
         assert [scores[row, item] for item in shown] == sorted((scores[row, i] for i in free), reverse=True)[:k]

@@ -23,7 +23,7 @@ from prism.data.interactions.histories import Histories
 from prism.data.interactions.samples import contexts
 from prism.data.interactions.split import Split, Targets
 from prism.evaluate.groups import history_lengths, item_popularity, popularity_bias
-from prism.evaluate.ranking import CUTOFFS, Ranking, candidates, ranks, top_k
+from prism.evaluate.ranking import CUTOFFS, Ranking, candidates, count, ranks, top_k
 from prism.models import PrismForRecommendation
 
 Progress = Callable[[int, int], None]
@@ -105,7 +105,7 @@ def rank_targets(
         if others is not None:
             taking_part = others(taking_part, wanted, rows)
         found[0, rows] = ranks(scores, wanted, taking_part=taking_part).cpu().numpy()
-        found[1, rows] = taking_part.sum(1).cpu().numpy()
+        found[1, rows] = count(taking_part).cpu().numpy()
         if progress is not None:
             progress(start + len(rows), len(targets))
     model.train(training)
