@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+from prism.cli.evaluate_rec import evaluate_rec
 from prism.cli.flags import parse_settings
 from prism.train.rec import train_rec
 from prism.train.rec_presets import preset
@@ -13,10 +15,17 @@ from prism.train.rec_settings import RecSettings
 def train(arguments: Sequence[str]) -> None:
     settings = parse(arguments)
     outcome = train_rec(settings)
-    if outcome.model is None:
+    if outcome.model is None or os.environ.get("RANK", "0") != "0":
         return
     best = "" if outcome.best_step is None else f", of which {outcome.best_step} was the best"
     print(f"trained {outcome.step} steps{best}; the model is in {outcome.model}")
+    if settings.report:
+        evaluate_rec(
+            outcome.model,
+            filter_seen=settings.validation.filter_seen,
+            device=settings.device,
+            output=outcome.run / "report",
+        )
 
 
 def parse(arguments: Sequence[str]) -> RecSettings:

@@ -142,7 +142,7 @@ class RecSettings(RunSettings):
     """The run folder: checkpoints, log, settings and, at the end, the model."""
     steps: int = 0
     """Optimiser steps in all; 0: as many as `epochs` take."""
-    epochs: float = 30.0
+    epochs: float = 20.0
     """How often every sample is seen, unless `steps` says otherwise."""
     batch: BatchSettings = field(default_factory=lambda: BatchSettings(128))
     optimizer: OptimizerSettings = field(
