@@ -15,8 +15,7 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from prism.data.interactions import Prepared
-from prism.evaluate.ranking import CUTOFFS
-from prism.evaluate.rec_report import SHOWN_AT, group_table
+from prism.evaluate.rec_report import SHOWN_AT, figure_table, group_table
 from prism.evaluate.rec_report import report as write_report
 from prism.evaluate.recommendation import Sampled, evaluate_split, protocol_line
 from prism.evaluate.report import write_results
@@ -87,34 +86,28 @@ def evaluate_rec(
     if output is not None:
         command = shlex.join(["prism", *sys.argv[1:]])
         print("written to", write_results(output / "results.json", results, command=command, model=str(model)))
-        about = _about(recommender, log, results, log.digest == training.facts["digest"])
-        records = _records(model)
-        title = f"Recommender {model.resolve().name}"
-        page = write_report(output / "report.html", results, title=title, command=command, about=about, log=records)
+        run = _run_of(model)
+        page = write_report(
+            output / "report.html",
+            results,
+            title=f"Recommender {(run or model.resolve()).name}",
+            command=command,
+            about=_about(recommender, log, results, log.digest == training.facts["digest"]),
+            log=[] if run is None else read_log(run / "log.jsonl"),
+        )
         print("report:", page)
 
 
 def show(results: Mapping[str, Any]) -> None:
     """The figures for people, each table with what its figures depend on."""
     console, line = Console(highlight=False), protocol_line(results["protocol"])
-    columns, rows = group_table(results["by_history_length"], [_name(results, f"NDCG@{SHOWN_AT}")])
-    for table in (_figures(results), _table("By events before the target", columns, rows)):
+    metrics, errors, label = results["metrics"], results["standard_errors"], results["protocol"]["label"]
+    names = [f"{label}{name}@{SHOWN_AT}" for name in ("HR", "NDCG")]
+    figures = _table(f"{results['targets']:,} held-out events", *figure_table(results, spread=False))
+    figures.caption = ", ".join(f"{name} {metrics[name]:.4f} ± {errors[name]:.4f}" for name in names)
+    for table in (figures, _table("By events before the target", *group_table(results["by_history_length"], names))):
         console.print(table)
         console.print(line, style="dim")
-
-
-def _figures(results: Mapping[str, Any]) -> Table:
-    metrics, errors, coverage = results["metrics"], results["standard_errors"], results["coverage"]
-    names = [_name(results, name) for name in (f"HR@{SHOWN_AT}", f"NDCG@{SHOWN_AT}", "AUC")]
-    spread = ", ".join(f"{name} {metrics[name]:.4f} ± {errors[name]:.4f}" for name in names)
-    rows = [
-        [_name(results, name), *(f"{metrics[_name(results, f'{name}@{k}')]:.4f}" for k in CUTOFFS)]
-        for name in ("HR", "NDCG", "MRR")
-    ]
-    rows.append(["coverage", *(f"{value:.4f}" for value in coverage.values())])
-    table = _table(f"{results['targets']:,} held-out events", ["at", *map(str, CUTOFFS)], rows)
-    table.caption = f"{spread} (standard errors)"
-    return table
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -124,11 +117,6 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _name(results: Mapping[str, Any], name: str) -> str:
-    """As the results label it: `sampled HR@10` where items were sampled."""
-    return name if f"HR@{SHOWN_AT}" in results["metrics"] else f"sampled {name}"
 
 
 def _about(
@@ -146,10 +134,9 @@ def _about(
     ]
 
 
-def _records(model: Path) -> list[dict[str, Any]]:
-    """The training log of the run that a path is, or is the model of."""
-    run = next((path for path in (model, model.resolve().parent) if (path / "log.jsonl").is_file()), None)
-    return [] if run is None else read_log(run / "log.jsonl")
+def _run_of(model: Path) -> Path | None:
+    """The run folder that a path is, or is the model of."""
+    return next((path for path in (model.resolve(), model.resolve().parent) if (path / "log.jsonl").is_file()), None)
 
 
 def _progress() -> Progress:

@@ -34,7 +34,7 @@ def report(
         log: records of the training run, for a picture of its loss.
     """
     line = protocol_line(results["protocol"])
-    label = "sampled " if any(name.startswith("sampled ") for name in results["metrics"]) else ""
+    label = results["protocol"]["label"]
     body = [
         heading(title, 1),
         paragraph(f"{results['targets']:,} held-out events, each predicted once: {line}."),
@@ -86,20 +86,19 @@ def report(
     return path
 
 
-def figure_table(results: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: a metric a row, a cutoff a column."""
+def figure_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: a metric a row, a cutoff a column; `spread` adds the standard errors."""
     metrics, errors, coverage = results["metrics"], results["standard_errors"], results["coverage"]
-    label = next(iter(metrics)).removesuffix("HR@1")
-    rows = [
-        [label + name, *(f"{metrics[f'{label}{name}@{k}']:.4f} ± {errors[f'{label}{name}@{k}']:.4f}" for k in CUTOFFS)]
-        for name in ("HR", "NDCG", "MRR")
-    ]
-    rows.append(
-        ["coverage", *(f"{coverage[f'coverage@{k}']:.4f}" if f"coverage@{k}" in coverage else "" for k in CUTOFFS)]
-    )
-    auc = f"{metrics[label + 'AUC']:.4f} ± {errors[label + 'AUC']:.4f}"
-    rows.append([f"{label}AUC", auc, *[""] * (len(CUTOFFS) - 1)])
-    return ["at", *map(str, CUTOFFS)], rows
+    label = results["protocol"]["label"]
+
+    def cell(name: str) -> str:
+        return f"{metrics[name]:.4f}" + (f" ± {errors[name]:.4f}" if spread else "")
+
+    rows = [[label + name, *(cell(f"{label}{name}@{k}") for k in CUTOFFS)] for name in ("HR", "NDCG", "MRR")]
+    rows.append(["coverage", *(f"{value:.4f}" for value in coverage.values())])
+    rows.append([f"{label}AUC", cell(f"{label}AUC")])
+    width = 1 + len(CUTOFFS)  # lists end where the catalogue does
+    return ["at", *map(str, CUTOFFS)], [[*row, *[""] * (width - len(row))] for row in rows]
 
 
 def group_table(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:

@@ -162,6 +162,7 @@ def evaluate_ranking(
     return {
         "protocol": {
             "ranked": ranked,
+            "label": label,
             "filter_seen": filter_seen,
             "targets_seen_before": int(_repeats(targets, histories).sum()),
             "max_length": max_length,
