@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """norm(x) with the weight in x's dtype: under autocast x is bfloat16, and torch has no fused norm for mixed ones."""
+    weight = None if norm.weight is None else norm.weight.to(x.dtype)
+    return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
 class HeadNorm(nn.Module):
@@ -13,7 +20,7 @@ class HeadNorm(nn.Module):
         self.norm = nn.RMSNorm(value_dim, eps=eps, elementwise_affine=affine)
 
     def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
-        o = self.norm(o).flatten(-2)
+        o = rms_norm(self.norm, o).flatten(-2)
         return o if gate is None else o * gate
 
 
@@ -25,7 +32,7 @@ class WidthNorm(nn.Module):
         self.norm = nn.RMSNorm(heads * value_dim, eps=eps)
 
     def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
-        o = self.norm(o.flatten(-2))
+        o = rms_norm(self.norm, o.flatten(-2))
         return o if gate is None else o * gate
 
 
