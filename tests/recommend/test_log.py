@@ -88,6 +88,21 @@ def test_lines(tmp_path: Path, content: str) -> None:
     assert any("order of the input" in note for note in prepared.manifest["notes"])
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(-3, 12), st.sampled_from("pqrst"), st.integers(-2, 4)), min_size=2, max_size=40
+    ).filter(lambda rows: max(Counter(user for user, _, _ in rows).values()) > 1)
+)
+def test_order_is_by_time_and_ties_stay_as_they_came(rows: list[tuple[int, str, int]]) -> None:
+    prepared = read_log(pl.DataFrame(rows, schema=["user", "item", "time"], orient="row")).prepare()
+    expected: dict[int, list[str]] = {user: [] for user in sorted({row[0] for row in rows})}
+    for user, item, _ in sorted(rows, key=lambda row: row[2]):  # Python's sort is stable
+        expected[user].append(item)
+    assert histories(prepared) == expected
+    assert list(prepared.users.users) == list(expected)
+
+
 def test_frames_and_parquet(tmp_path: Path) -> None:
     frame = pl.DataFrame(ROWS, schema=["user", "item", "time"], orient="row")
     frame.write_parquet(tmp_path / "log.parquet")

@@ -80,10 +80,8 @@ class Log:
 
 
 def codes(values: pl.Series, distinct: pl.Series) -> pl.Series:
-    """The place of every value in `distinct` (sorted), Int64."""
-    places = pl.DataFrame({"value": distinct, "place": pl.int_range(len(distinct), eager=True)})
-    joined = pl.DataFrame({"value": values}).join(places, on="value", how="left", maintain_order="left")
-    return joined["place"].cast(pl.Int64)
+    """The place of every value in `distinct`, Int64."""
+    return values.replace_strict(distinct, pl.int_range(len(distinct), eager=True), return_dtype=pl.Int64)
 
 
 def _seconds(times: pl.Series) -> np.ndarray:

@@ -65,7 +65,7 @@ def _separated(
     cells = [cell.strip('"') for cell in head[0].split(separator)]
     named = kind == "inter" or columns.by_name or (not columns.by_position and not any(map(_is_number, cells)))
     try:
-        table = pl.read_csv(io.BytesIO(data), separator=separator, has_header=named, infer_schema=False)
+        table = pl.read_csv(io.BytesIO(data), separator=separator, has_header=named, infer_schema_length=0)
     except pl.exceptions.PolarsError as error:
         raise ValueError(f"{path} does not read as a table: {_reason(error)}") from error
     if not named:
@@ -89,7 +89,7 @@ def _lines(data: bytes, path: Path) -> tuple[pl.DataFrame, Columns, list[str]]:
             io.BytesIO(data),
             separator=_NO_SEPARATOR,
             has_header=False,
-            infer_schema=False,
+            infer_schema_length=0,
             quote_char=None,
             new_columns=["line"],
         )
