@@ -1,0 +1,150 @@
+"""Training and evaluating a recommender on this machine's CPU, beside RecTools' SASRec at equal settings.
+
+    python -m venv rectools && rectools/bin/pip install "rectools[torch]" "numpy<2"
+    python benchmarks/recommend.py ml-100k.inter --peer rectools/bin/python
+    python benchmarks/recommend.py ml-100k.inter                                # ours alone
+
+Everything counts: reading the log, 20 epochs, ranking all items for every user's last event. Each run is a process of its
+own, whose imports are not timed, and they take turns, so that a busy moment hits them alike. Of the repeats the fastest
+stands for what the machine can do; all are in the file. Seen items are left out of the ranking, at most `--length` events of
+a history are read. Neither validates while training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SETTINGS: dict[str, Any] = {
+    "epochs": 20,
+    "width": 64,
+    "layers": 2,
+    "heads": 2,
+    "length": 50,
+    "batch": 128,
+    "dropout": 0.2,
+    "lr": 1e-3,
+    "seed": 0,
+}
+MODELS = ("sasrec", "prism", "gated_delta")
+
+
+def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """One of our models, end to end."""
+    import polars  # noqa: F401  (reading the log would import it on the clock)
+    import torch
+
+    from prism.evaluate.recommendation import evaluate_ranking
+    from prism.models import PrismForRecommendation
+    from prism.train.overrides import override
+    from prism.train.rec import prepare_log, train_rec
+    from prism.train.rec_presets import PRESETS, preset
+
+    torch.set_num_threads(settings["threads"])
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = override(
+            preset(model if model in PRESETS else None),
+            {
+                "out": f"{folder}/run",
+                "device": "cpu",
+                "epochs": float(settings["epochs"]),
+                "seed": settings["seed"],
+                "model": {
+                    "hidden_size": settings["width"],
+                    "num_hidden_layers": settings["layers"],
+                    "num_heads": settings["heads"],
+                    "dropout": settings["dropout"],
+                    **({} if model in PRESETS else {"layers": model}),
+                },
+                "data": {"source": path, "cache": f"{folder}/cache", "length": settings["length"], "order": "last"},
+                "batch": {"sequences": settings["batch"]},
+                "optimizer": {"lr": settings["lr"]},
+                "validation": {"epochs": 0.0, "sequences": 1, "patience": 0},
+                "checkpoint": {"every": 0},
+            },
+            "benchmark",
+        )
+        started = time.perf_counter()
+        log = prepare_log(chosen.data.recipe(), chosen.data.cache)
+        read = time.perf_counter()
+        outcome = train_rec(chosen, log, report=lambda step, loss: None)
+        trained = time.perf_counter()
+        assert outcome.model is not None
+        recommender = PrismForRecommendation.from_pretrained(outcome.model).eval()
+        split = chosen.data.split_of(log.histories)
+        found = evaluate_ranking(recommender, split.test, split.histories, max_length=settings["length"])
+        ranked = time.perf_counter()
+    return {
+        "seconds": {
+            "read": read - started,
+            "train": trained - read,
+            "evaluate": ranked - trained,
+            "all": ranked - started,
+        },
+        "seconds_per_epoch": (trained - read) / settings["epochs"],
+        "HR@10": found["metrics"]["HR@10"],
+        "NDCG@10": found["metrics"]["NDCG@10"],
+        "users": found["targets"],
+        "parameters": sum(p.numel() for p in recommender.parameters()),
+    }
+
+
+def start(command: list[str]) -> dict[str, Any]:
+    """Run a process that ends with a line of JSON."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command[:3])} … failed: {done.stderr.strip().splitlines()[-1]}")
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", help="a RecBole .inter file with user_id, item_id and timestamp, such as MovieLens-100K")
+    parser.add_argument("--peer", type=Path, help="a Python that has rectools[torch]")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="presets or rules")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    for name, value in SETTINGS.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "recommend.json")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    settings = {name: getattr(arguments, name) for name in (*SETTINGS, "threads")}
+    if arguments.one:
+        print(json.dumps(run_ours(arguments.log, arguments.one, settings)))
+        return
+
+    from prism.evaluate.report import write_results
+
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    commands = {name: [sys.executable, __file__, arguments.log, "--one", name, *flags] for name in arguments.models}
+    if arguments.peer is not None:
+        script = str(Path(__file__).with_name("rectools_sasrec.py"))
+        commands["rectools-sasrec"] = [str(arguments.peer), script, arguments.log, json.dumps(settings)]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    for _ in range(arguments.repeats):
+        for name, command in commands.items():
+            runs[name].append(start(command))
+            row = runs[name][-1]
+            print(
+                f"{name:16} {row['seconds']['all']:7.1f} s, {row['seconds_per_epoch']:.2f} s an epoch, "
+                f"HR@10 {row['HR@10']:.4f}, NDCG@10 {row['NDCG@10']:.4f}",
+                flush=True,
+            )
+    fastest = {name: min(rows, key=lambda row: row["seconds"]["all"]) for name, rows in runs.items()}
+    command = shlex.join(["python", "benchmarks/recommend.py", *sys.argv[1:]])
+    results = {"settings": settings, "fastest": fastest, "runs": runs}
+    print("written to", write_results(arguments.output, results, command=command))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""`prism train rec`: from a file to a model and a report, a sentence for what cannot be, and no import without need."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prism.cli import main
+from prism.cli.train_rec import parse
+from prism.data.files import write_json
+from prism.data.interactions import prepare_log
+from prism.train.command import train_command
+from prism.train.overrides import override, to_plain
+from prism.train.rec_presets import PRESETS, preset
+from prism.train.rec_settings import RecSettings
+
+TINY = "--steps 6 --model.hidden-size 16 --model.num-hidden-layers 1 --data.length 10 --batch.sequences 8 --device cpu"
+SMALL_LOG = "--data.synthetic.users 60 --data.synthetic.items 120 --data.synthetic.events 1500"
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    places = ["--data.cache", str(tmp_path / "cache"), "--out", str(tmp_path / "run")]
+    return ["train", "rec", *TINY.split(), *places]
+
+
+def write_csv(path: Path) -> Path:
+    chance = random.Random(0)
+    lines = [f"u{u},{chance.choice('abcdefghij')},{1000 * u + t}" for u in range(30) for t in range(8)]
+    path.write_text("\n".join(["user,item,time", *lines]))
+    return path
+
+
+def test_a_file_becomes_a_model_and_a_report(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = ["--data.source", str(write_csv(tmp_path / "log.csv"))]
+    assert main([*command, *source]) == 0
+    shown = capsys.readouterr().out
+    assert "trained 6 steps" in shown and "NDCG@10" in shown and "at most 10" in shown
+    run = tmp_path / "run"
+    assert {path.name for path in (run / "report").iterdir()} == {"results.json", "report.html"}
+    assert "--data.source" in (run / "model" / "README.md").read_text()
+    assert main(["train", "rec", "--out", str(run), "--no-report"]) == 0, "a run folder remembers its settings"
+    assert main(["export", str(run), "--out", str(tmp_path / "again")]) == 0
+    names = {path.name for path in (run / "model").iterdir()}
+    assert {path.name for path in (tmp_path / "again").iterdir()} == names
+    assert main(["evaluate", "rec", str(run), "--split", "validation"]) == 0
+
+
+def test_a_prepared_log_is_trained_on_without_polars_tyro_or_tokens(tmp_path: Path) -> None:
+    """As on a machine that has torch and transformers and little else."""
+    recipe = override(RecSettings(), {"data": {"synthetic": {"users": 60, "items": 120, "events": 1500}}}, "test")
+    log = prepare_log(recipe.data.recipe(), tmp_path / "cache")
+    values = {
+        "out": str(tmp_path / "run"),
+        "steps": 2,
+        "device": "cpu",
+        "model": {"hidden_size": 16, "num_hidden_layers": 1},
+        "data": {"source": str(log.folder), "length": 10},
+    }
+    code = f"""
+import sys
+for name in ("polars", "pandas", "tyro", "datasets"):
+    sys.modules[name] = None
+from prism.train.overrides import override
+from prism.train.rec import train_rec
+from prism.train.rec_settings import RecSettings
+print(train_rec(override(RecSettings(), {values!r}, "test")).step)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "2\n", done.stderr
+
+
+def test_bad_input_is_one_sentence_and_nothing_is_written(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty.csv"
+    empty.write_text("user,item\n")
+    once = tmp_path / "once.csv"
+    once.write_text("user,item\n" + "\n".join(f"u{i},i{i}" for i in range(9)))
+    log = write_csv(tmp_path / "log.csv")
+    (tmp_path / "text").mkdir()
+    write_json(tmp_path / "text" / "config.json", {"task": "lm", "settings": {}, "identity": {}})
+    cases = {
+        "there is no file or folder nowhere.csv": "--data.source nowhere.csv",
+        "no user of the log has 2 or more events": f"--data.source {once}",
+        "colour": f"--data.source {log} --data.user colour",
+        "unknown preset 'sasrek' (did you mean 'sasrec'?)": "--preset sasrek",
+        "unknown setting --data.lenght (did you mean --data.length?)": "--data.lenght 3",
+        "holds a run of `prism train lm`": f"--out {tmp_path / 'text'}",
+        "epochs must be at least 0": "--epochs -1",
+        "validation.metric must be one of": f"{SMALL_LOG} --validation.metric recall",
+    }
+    for sentence, words in cases.items():
+        assert main([*command, *shlex.split(words)]) == 2, sentence
+        said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("reading ")]
+        assert len(said) == 1 and sentence in said[0], f"expected {sentence!r}, got: {said}"
+    assert main([*command, "--data.source", str(empty)]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", [None, *PRESETS])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"epochs": 7.0, "report": False, "loss": {"name": "gbce", "count": 9, "own": True}},
+        {"model": {"layers": "prism*2+softmax", "options": ["prism.steps=3"]}, "data": {"time": None, "source": "a b"}},
+        {"data": {"features": ["brand", "kind"], "synthetic": {"users": 9}}, "validation": {"patience": 0}},
+    ],
+)
+def test_the_command_in_a_card_gives_the_same_settings(
+    name: str | None, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = override(override(preset(name), {"preset": name}, "test"), changes, "test")
+    words = shlex.split(train_command("rec", settings, preset(name)))
+    assert words[:3] == ["prism", "train", "rec"]
+    assert override(parse(words[3:]), {"preset": name}, "test") == settings
+    assert override(RecSettings(), json.loads(json.dumps(to_plain(settings))), "file") == settings
+
+
+def test_every_setting_has_a_flag_and_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+
+    def flags(settings: Any, prefix: str = "--") -> list[str]:
+        found = []
+        for field in fields(settings):
+            value, flag = getattr(settings, field.name), prefix + field.name.replace("_", "-")
+            found += flags(value, flag + ".") if is_dataclass(value) else [flag]
+        return found
+
+    for flag in flags(RecSettings()):
+        assert flag in shown
+    for phrase in ("Epochs between validations", "as in SASRec", "counts each for the items it stands for"):
+        assert phrase in " ".join(shown.replace("│", " ").split())
