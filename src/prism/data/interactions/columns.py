@@ -33,14 +33,14 @@ class Columns:
     @property
     def by_position(self) -> bool:
         """Whether every column that is named is named by its number."""
-        named = self._named()
-        return bool(named) and all(name.isdecimal() for name in named)
+        return bool(self.named) and all(name.isdecimal() for name in self.named)
 
     @property
     def by_name(self) -> bool:
-        return any(not name.isdecimal() for name in self._named())
+        return any(not name.isdecimal() for name in self.named)
 
-    def _named(self) -> list[str]:
+    @property
+    def named(self) -> list[str]:
         return [name for name in (self.user, self.item, self.time, *self.features) if name is not None and name != AUTO]
 
     def found(self, there: Sequence[str], where: str) -> Columns:

@@ -100,10 +100,6 @@ class Prepared:
         }
 
 
-def is_prepared(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file() and (folder / EVENTS).is_file()
-
-
 def open_prepared(folder: Path, verify: bool = True) -> Prepared:
     """A folder that `Prepared.save` or `prepare_log` wrote; `verify` compares its contents with their digest."""
     if not folder.is_dir():

@@ -10,7 +10,9 @@ What a file is follows from its ending and its first line:
 
 from __future__ import annotations
 
+import gzip
 import io
+import lzma
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -37,13 +39,24 @@ def read_table(path: Path, format: str, columns: Columns) -> tuple[pl.DataFrame,
         raise FileNotFoundError(f"there is no file {path}")
     if format == "parquet" or (format == "auto" and inner_suffix(path) in (".parquet", ".pq")):
         return _parquet(path, columns)
-    with open_bytes(path) as file:
-        data = file.read().removeprefix(b"\xef\xbb\xbf")
+    data = _contents(path)
     head = _first_lines(data, path)
     if not head:
         raise ValueError(f"{path} is empty: there is no event in it")
     kind = (_BY_SUFFIX.get(inner_suffix(path)) or _told_by(head, path)) if format == "auto" else format
-    return _lines(data, path) if kind == "lines" else _separated(data, head, path, kind, columns)
+    if kind != "lines":
+        return _separated(data, head, path, kind, columns)
+    if columns.named:
+        raise ValueError(f"{path} is lines of a user and items: it has no column {columns.named[0]!r}")
+    return _lines(data, path)
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        with open_bytes(path) as file:
+            return file.read().removeprefix(b"\xef\xbb\xbf")
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise ValueError(f"{path} does not decompress: {error}") from error
 
 
 def _parquet(path: Path, columns: Columns) -> tuple[pl.DataFrame, Columns, list[str]]:
