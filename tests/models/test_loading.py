@@ -113,7 +113,7 @@ for layers in STACKS:
     assert step.logits.isfinite().all(), label(layers)
     for layer, state in zip(lm.config.layer_plan, step.past_key_values.states):
         memories = [x for name, x in state.tensors().items() if name.startswith("memory") and x.is_floating_point()]
-        expected = torch.bfloat16 if layer.rule in ("softmax", "sliding_window") else torch.float32
+        expected = torch.bfloat16 if layer.rule in ("softmax", "sliding_window", "hstu") else torch.float32
         assert all(x.dtype == expected for x in memories), (layer.rule, [x.dtype for x in memories])
 """
 
