@@ -19,9 +19,11 @@ from pathlib import Path
 
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "train"))
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "train")]
 
-from runs import final_tensors, finish, kill_when, losses, reached, same_tensors, small, start
+from children import final_tensors, finish, kill_when, reached, same_tensors
+from runs import losses, small, start
 
 from prism.train.log import read_log
 from prism.train.model import build_model
