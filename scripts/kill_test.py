@@ -19,12 +19,12 @@ from pathlib import Path
 
 import tyro
 
-TESTS = Path(__file__).resolve().parent.parent / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "train")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "train"))
 
-from children import final_tensors, finish, kill_when, reached, same_tensors
 from runs import losses, small, start
 
+from children import final_tensors, finish, kill_when, reached, same_tensors
 from prism.train.log import read_log
 from prism.train.model import build_model
 
