@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from helpers import examples
-from prism.models.item_losses import LOSSES, bce, full_softmax, gbce, item_loss, sampled_softmax
+from prism.models.item_losses import LOSSES, _rows_at_once, bce, full_softmax, gbce, item_loss, sampled_softmax
 from prism.models.negatives import InBatch, Negatives, Popularity, Uniform, sampler
 
 few = examples(25)
@@ -73,6 +76,25 @@ def test_full_softmax_with_scores_that_would_overflow() -> None:
     hidden, vectors, targets = case(4, 6, 3, torch.float32)
     loss = full_softmax(hidden * 1e4, vectors, targets)
     torch.testing.assert_close(loss, reference(hidden * 1e4, vectors, targets))
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.numbers = max(self.numbers, *(x.numel() for x in tree_leaves(made) if isinstance(x, Tensor)), 0)
+        return made
+
+
+def test_full_softmax_never_holds_all_logits() -> None:
+    hidden, vectors, targets = case(300, 200, 4, torch.float32)
+    with Largest() as largest:
+        full_softmax(hidden, vectors, targets, chunk=10).backward()
+    assert largest.numbers == 10 * 200
+    assert 1_000_000 * _rows_at_once(1_000_000, "cpu") <= 2**26
 
 
 def test_full_softmax_needs_no_gradients() -> None:

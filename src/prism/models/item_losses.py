@@ -75,8 +75,7 @@ def full_softmax(hidden: Tensor, vectors: Tensor, targets: Tensor, chunk: int | 
     hidden, targets = real_rows(hidden, targets)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    if chunk is None:
-        chunk = max(_LEAST_ROWS, _LOGITS_AT_ONCE.get(device, _LOGITS_AT_ONCE["cuda"]) // vectors.shape[0])
+    chunk = _rows_at_once(vectors.shape[0], device) if chunk is None else chunk
     loss: Tensor = _FullSoftmax.apply(hidden, vectors, targets, dtype, chunk)
     return loss
 
@@ -135,9 +134,12 @@ def _scores(hidden: Tensor, vectors: Tensor, targets: Tensor, items: Tensor) -> 
     return positive, at_least_float32(negative), items == targets.unsqueeze(-1)
 
 
-_LEAST_ROWS = 64
-_LOGITS_AT_ONCE = {"cpu": 2**19, "cuda": 2**27}
-"""Numbers. On a CPU they should stay in its cache."""
+def _rows_at_once(items: int, device: str) -> int:
+    """On a GPU as many as 2²⁷ logits. On a CPU as many as its cache holds, or if those are few rows, more: every chunk also
+    passes over all vectors."""
+    if device != "cpu":
+        return max(1, 2**27 // items)
+    return max(1, 2**19 // items, min(256, 2**26 // items))
 
 
 class _FullSoftmax(torch.autograd.Function):
@@ -168,7 +170,9 @@ class _FullSoftmax(torch.autograd.Function):
             shares = shares.mul_(weight).scatter_add_(1, columns[rows], -real[rows, None].to(exact)).to(dtype)
             if to_hidden is not None:
                 to_hidden[rows] = _product(shares, items, exact)
-            if to_vectors is not None:
+            if to_vectors is not None and dtype == exact:
+                to_vectors[1:].addmm_(shares.T, h[rows])
+            elif to_vectors is not None:
                 to_vectors[1:] += _product(shares.T, h[rows], exact)
         ctx.save_for_backward(to_hidden, None if to_vectors is None else to_vectors.to(vectors.dtype))
         return total
