@@ -209,10 +209,8 @@ def _scores(model: PrismForRecommendation, part: Targets, histories: Histories, 
         if events.gaps is None:
             raise ValueError("the model knows how long after one another events came: the log needs times")
         gaps = torch.from_numpy(events.gaps).to(device)
-    # rules are causal and padding comes last: nothing before it needs a mask
-    hidden = model(torch.from_numpy(events.items).to(device), gaps=gaps).hidden
-    last = torch.from_numpy(events.mask.sum(1) - 1).to(device)
-    return model.scores(hidden[torch.arange(len(last), device=device), last])
+    lengths = torch.from_numpy(events.mask.sum(1)).to(device)
+    return model.scores(model.last_hidden(torch.from_numpy(events.items).to(device), lengths, gaps))
 
 
 def _seen(part: Targets, histories: Histories) -> Tensor:

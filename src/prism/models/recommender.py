@@ -124,6 +124,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
 
     def last_hidden(self, items: Tensor, lengths: Tensor, gaps: Tensor | None = None) -> Tensor:
         """`[B, D]` after the last event of each row; items `[B, T]`, of which the first `lengths` `[B]` ≥ 1 are events."""
+        # Rules are causal and padding comes last: nothing before it needs a mask.
         hidden = self(items, gaps=gaps).hidden
         return hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
 
