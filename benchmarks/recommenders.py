@@ -65,6 +65,7 @@ def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]
     """One model, one seed: train, and unless only validation is asked for, rank the test events once."""
     log, model, seed, common, validation_only, threads = job
     import torch
+
     from prism.data.interactions import open_prepared
     from prism.models import PrismForRecommendation
     from prism.train.log import read_log
