@@ -68,7 +68,11 @@ def test_what_was_seen_or_is_not_wanted_is_left_out() -> None:
 def test_users_are_their_histories() -> None:
     it = recommender()
     known = it.recommend(["eve", "ann"], k=3)
-    assert known.items == it.recommend(sequences=[["i5", "i6"], ["i1", "i2", "i3", "i4"]], k=3).items
+    histories = [["i5", "i6"], ["i1", "i2", "i3", "i4"]]
+    assert known.items == it.recommend(sequences=histories, k=3).items
+    assert known.items == it.recommend(histories, 3).items == it.recommend(users=["eve", "ann"], k=3).items
+    states = it.observe(it.start(2), histories)
+    assert it.recommend(states, 3).items == it.recommend(histories, 3, False).items
     with pytest.raises(ValueError, match="1 of 1 users are not in the log: 'dan'"):
         it.recommend(["dan"])
     alone = Recommender(it.model, it.catalogue)
@@ -158,7 +162,7 @@ def test_bad_input_is_named() -> None:
     states = it.start(2)
     for call, words in (
         (lambda: it.recommend(), "one of them"),
-        (lambda: it.recommend(["ann"], [["i1"]]), "one of them"),
+        (lambda: it.recommend(["ann"], sequences=[["i1"]]), "one of them"),
         (lambda: it.recommend(["ann"], k=0), "k must be at least 1"),
         (lambda: it.recommend(["ann"], max_length=-1), "max_length must be"),
         (lambda: it.recommend(["ann"], exclude=[]), "one list of items for each of 1"),

@@ -132,12 +132,13 @@ class Recommender:
     @torch.no_grad()
     def recommend(
         self,
+        of: Sequence[Any] | UserStates | None = None,
+        k: int = 10,
+        filter_seen: bool = True,
+        *,
         users: Sequence[Any] | None = None,
         sequences: Sequence[Sequence[Any]] | None = None,
         states: UserStates | None = None,
-        k: int = 10,
-        *,
-        filter_seen: bool = True,
         exclude: Sequence[Sequence[Any]] | None = None,
         times: Sequence[Sequence[float]] | None = None,
         max_length: int | None = None,
@@ -146,6 +147,7 @@ class Recommender:
         """The k items that are expected most, for users of the log, for sequences of items, or for states.
 
         Args:
+            of: states, sequences (a list of lists) or users (a list of ids); or say which by name:
             users: ids of users of the log.
             sequences: histories of anyone, as items' ids. An empty one gets the most popular items.
             states: what `observe` returned.
@@ -156,8 +158,14 @@ class Recommender:
                 them, as a stream reads them.
             unknown: sequences' items that the model does not know are left out with a warning, or "error".
         """
-        if sum(given is not None for given in (users, sequences, states)) != 1:
+        if sum(given is not None for given in (of, users, sequences, states)) != 1:
             raise ValueError("give users, sequences or states: one of them")
+        if isinstance(of, UserStates):
+            states = of
+        elif of is not None and len(of) and all(isinstance(one, (list, tuple, np.ndarray)) for one in of):
+            sequences = of
+        elif of is not None:
+            users = of
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
         if states is not None:
