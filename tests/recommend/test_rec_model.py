@@ -64,7 +64,7 @@ def test_features_are_part_of_an_item_in_and_out() -> None:
     features = {"brand": np.arange(ITEMS + 1) % 3, "genre": np.arange(ITEMS + 1) % 5}
     recommender, items = model(item_features={"brand": 3, "genre": 5}), histories()
     recommender.describe_items(features=features)
-    brand, genre = (recommender.feature_embeddings[name].weight for name in ("brand", "genre"))
+    brand, genre = (embedding.weight for embedding in recommender.feature_embeddings)
     own = recommender.model.embed_tokens.weight
     torch.testing.assert_close(recommender.item_vectors()[7], own[7] + brand[1] + genre[2])
     plain = model()
@@ -106,6 +106,20 @@ def test_everything_is_saved(tmp_path: Path) -> None:
     assert torch.equal(again.item_counts, torch.arange(ITEMS + 1))
     gaps = torch.rand(3, 7) * 100
     assert torch.equal(again(items, gaps=gaps).hidden, recommender(items, gaps=gaps).hidden)
+
+
+def test_features_keep_their_codes_whatever_their_names_and_order(tmp_path: Path) -> None:
+    """config.json sorts names; and what a column is called must not matter to torch."""
+    counts = {"type": 5, "a.b": 3, "items": 2}
+    recommender, items = model(item_features=counts), histories()
+    codes = {name: torch.arange(ITEMS + 1) % count for name, count in counts.items()}
+    recommender.describe_items(features=codes)
+    recommender.save_pretrained(tmp_path)
+    again = PrismForRecommendation.from_pretrained(tmp_path)
+    assert torch.equal(again(items).hidden, recommender(items).hidden)
+    assert torch.equal(again.item_vectors(), recommender.item_vectors())
+    again.describe_items(features=codes)
+    assert torch.equal(again.item_vectors(), recommender.item_vectors())
 
 
 def test_dropout_is_for_training_only() -> None:

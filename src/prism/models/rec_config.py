@@ -18,7 +18,8 @@ class PrismRecConfig(PrismConfig):
         hidden_size, num_heads, layers, num_hidden_layers: as in `PrismConfig`, with a recommender's defaults.
         time_gaps: whether an event's input says how long after the one before it came.
         item_features: `{name: number of codes}` of what is known about items (a category, a brand), each item having one
-            code 0 … number - 1; they are added to the items' vectors, in and out.
+            code 0 … number - 1; they are added to the items' vectors, in and out. Kept in the order of their names, as
+            config.json has them.
         max_length: how many events of a history the model was trained on. Not a limit: it is where evaluation starts from.
         embedding_scale: what items' vectors are multiplied by on the way in (not out); √hidden_size in SASRec.
         kwargs: everything else that `PrismConfig` takes: `rule_options`, `intermediate_size`, `dropout` (here also of the
@@ -53,7 +54,7 @@ class PrismRecConfig(PrismConfig):
             raise ValueError("tie_word_embeddings must be True: an item has one vector, in and out")
         self.num_items = num_items
         self.time_gaps = time_gaps
-        self.item_features = features
+        self.item_features = dict(sorted(features.items()))
         self.max_length = max_length
         self.embedding_scale = embedding_scale
         kwargs.setdefault("pad_token_id", 0)

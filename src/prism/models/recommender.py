@@ -53,8 +53,9 @@ class PrismForRecommendation(PrismPreTrainedModel):
         self.model = PrismModel(config)
         self.dropout = nn.Dropout(config.dropout)
         self.gap_embedding = nn.Embedding(GAP_BUCKETS, config.hidden_size) if config.time_gaps else None
-        self.feature_embeddings = nn.ModuleDict(
-            {name: nn.Embedding(count, config.hidden_size) for name, count in config.item_features.items()}
+        # By place, not by name: a feature may be called "type" or "a.b", which no module can be.
+        self.feature_embeddings = nn.ModuleList(
+            nn.Embedding(count, config.hidden_size) for count in config.item_features.values()
         )
         rows = config.num_items + 1
         self.register_buffer("item_counts", torch.zeros(rows, dtype=torch.int64))
@@ -131,7 +132,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
     def item_vectors(self) -> Tensor:
         """`[N + 1, D]`, features included; row 0 is padding's and means nothing."""
         vectors = self.model.embed_tokens.weight
-        for column, embedding in enumerate(self.feature_embeddings.values()):
+        for column, embedding in enumerate(self.feature_embeddings):
             vectors = vectors + embedding(self.feature_codes[:, column])
         return vectors
 
@@ -149,7 +150,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
         if items.ndim != 2 or items.dtype.is_floating_point:
             raise ValueError(f"items must be whole numbers of shape [B, T], got {items.dtype} {list(items.shape)}")
         x = self.model.embed_tokens(items)
-        for column, embedding in enumerate(self.feature_embeddings.values()):
+        for column, embedding in enumerate(self.feature_embeddings):
             x = x + embedding(self.feature_codes[:, column][items])
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
@@ -164,7 +165,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
 
 
 def gap_bucket(gaps: Tensor) -> Tensor:
-    """The bucket of a time gap, two for each doubling: 0 for none, 63 for half of the largest 32-bit number and beyond."""
+    """The bucket of a time gap, two for each doubling: 0 for none, 63 for all from 2^31.5 on."""
     return (2 * torch.log2(1 + gaps.double().clamp(min=0))).long().clamp(max=GAP_BUCKETS - 1)
 
 

@@ -3,8 +3,8 @@
     u, v, q, k = SiLU(W x)        o_t = (1/n_t) Σ_j SiLU(q_tᵀ k_j · K^-½ + bias_{t-j}) v_j        y = W_o (norm(o) ⊙ u)
 
 A token's weight does not depend on the others', so that o also says how much of a kind was seen. Ours: the scale K^-½, the
-division by the number n_t of tokens seen where theirs is by the longest length (the norm that follows takes out either), the
-bias by distances that share entries when far (engine/pointwise.py), an RMS norm; no bias by the time between events.
+division by the number n_t of tokens seen where theirs is by the longest length (a stream has none), the bias by distances
+that share entries when far (engine/pointwise.py), an RMS norm; no bias by the time between events.
 Made for recommenders, in blocks without a feed-forward layer, whose work the gate does.
 """
 
