@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import warnings
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 
@@ -129,12 +131,40 @@ def test_numbers_are_items_too() -> None:
     assert streamed.rows.tolist() == expected.rows.tolist()
 
 
+def test_sequences_come_in_any_shape() -> None:
+    it = recommender()
+    numbered = Recommender(it.model, Catalogue(list(range(1, ITEMS + 1))))
+    expected = numbered.recommend(sequences=[[1, 2], [3, 4]], k=3)
+    tensor = torch.tensor([[1, 2], [3, 4]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for sequences in (
+            tensor,
+            list(tensor),
+            tensor.numpy(),
+            [(1, 2), (3, 4)],
+            [pl.Series([1, 2]), pl.Series([3, 4])],
+        ):
+            assert numbered.recommend(sequences=sequences, k=3).items == expected.items  # type: ignore[arg-type]
+            assert numbered.recommend(sequences, k=3).items == expected.items  # type: ignore[arg-type]
+        states = numbered.observe(numbered.observe(numbered.start(2), tensor[:, 0]), tensor[:, 1])  # type: ignore[arg-type]
+    assert numbered.recommend(states, 3, exclude=[[1, 2], [3, 4]]).items == expected.items
+    nobody = it.recommend([], k=3)
+    assert len(nobody) == 0 and nobody.rows.shape == (0, 3) and nobody.items == []
+    assert (
+        it.recommend(["ann"], ITEMS, False, exclude=["i9"]).items
+        == it.recommend(  # type: ignore[list-item]
+            ["ann"], ITEMS, False, exclude=[["i9"]]
+        ).items
+    )
+
+
 def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     it = recommender()
     histories = [NAMES[:n] for n in (0, 5, 1, 3, 2, 8)]
     whole = it.recommend(sequences=histories, max_length=0)
-    monkeypatch.setattr("prism.recommend.recommender.EVENTS_AT_ONCE", 6)
-    monkeypatch.setattr("prism.recommend.recommender.SCORES_AT_ONCE", 2 * ITEMS + 2)
+    monkeypatch.setattr("prism.recommend.reading.EVENTS_AT_ONCE", 6)
+    monkeypatch.setattr("prism.recommend.best.SCORES_AT_ONCE", 2 * ITEMS + 2)
     parts = it.recommend(sequences=histories, max_length=0)
     assert parts.rows.tolist() == whole.rows.tolist()
     np.testing.assert_allclose(parts.scores, whole.scores, rtol=1e-4, atol=1e-6)
@@ -166,6 +196,11 @@ def test_bad_input_is_named() -> None:
         (lambda: it.recommend(["ann"], k=0), "k must be at least 1"),
         (lambda: it.recommend(["ann"], max_length=-1), "max_length must be"),
         (lambda: it.recommend(["ann"], exclude=[]), "one list of items for each of 1"),
+        (lambda: it.recommend("ann"), "users must be a list, got the text 'ann'"),
+        (lambda: it.recommend([["i1"], "i2"]), "users are texts or whole numbers, got list"),
+        (lambda: it.recommend(sequences=[[["i1"]]]), "items are texts or whole numbers, got list"),
+        (lambda: it.recommend(sequences=[["i1"]], unknown="ignore"), "unknown must be"),  # type: ignore[arg-type]
+        (lambda: it.observe(states, ["i1", None], [datetime(2020, 1, 1), None]), "seconds since 1970"),
         (lambda: it.start(0), "users must be at least 1"),
         (lambda: it.observe(states, ["i1"]), "one entry for each of the 2 users"),
         (lambda: it.observe(states, ["i1", "i2"], [1.0, float("nan")]), "finite"),
@@ -180,7 +215,6 @@ def test_bad_input_is_named() -> None:
 
 def frame() -> Any:
     """A made-up log as a table with the usual names."""
-    pl = pytest.importorskip("polars")
     log = synthetic_log(users=40, items=120, events=900, seed=3)
     users = np.repeat(np.arange(len(log.histories)), log.histories.lengths)
     columns = {"user": [f"u{user}" for user in users], "item": log.catalogue.names(log.histories.items)}
@@ -200,7 +234,11 @@ def test_from_a_frame_to_recommendations(tmp_path: Path) -> None:
     same = Recommender.fit(tmp_path / "log.csv", out=tmp_path / "run", preset="sasrec", **quick)
     assert same.model.config.layers == "softmax"
     again = Recommender.load(tmp_path / "run", device="cpu")  # finds the log of training by itself
-    assert again.recommend(["u7"]).items == same.recommend(["u7"]).items
+    again.save(tmp_path / "moved")  # with the histories, although nobody has asked for them yet
+    (tmp_path / "log.csv").rename(tmp_path / "away.csv")
+    moved = Recommender.load(tmp_path / "moved", device="cpu")
+    (tmp_path / "away.csv").rename(tmp_path / "log.csv")
+    assert moved.recommend(["u7"]).items == again.recommend(["u7"]).items == same.recommend(["u7"]).items
     other = Recommender.load(tmp_path / "run", data=tmp_path / "log.csv", device="cpu")
     assert other.recommend(["u7"]).items == same.recommend(["u7"]).items
 

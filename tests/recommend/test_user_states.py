@@ -129,6 +129,10 @@ def test_time_gaps_are_streamed_too() -> None:
     states = it.observe(states, [None, histories[1][1]], [None, times[1][1]])
     states = it.observe(states, [histories[0][2:], histories[1][2:]], [times[0][2:], times[1][2:]])
     close(it, states, histories, times)
+    edge = [[0.0, 2.0**26 - 2], [0.0, 1 - 1e-9]]  # float32 has neither: a bucket ends there
+    states = it.observe(it.start(2), [history[0] for history in histories], [0.0, 0.0])
+    states = it.observe(states, [history[1] for history in histories], [row[1] for row in edge])
+    close(it, states, [history[:2] for history in histories], edge)
     moved = [[moment * 7 for moment in row] for row in times]
     assert not bool(torch.isclose(anew(it, histories, times), anew(it, histories, moved), atol=1e-3).all())
     with pytest.raises(ValueError, match="times must be given"):
@@ -141,8 +145,11 @@ def test_time_gaps_are_streamed_too() -> None:
 def test_long_lists_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     it, histories = recommender("prism+sliding_window"), [*sequences(1, 50), *sequences(1, 3), []]
     whole = it.observe(it.start(3), histories)
-    monkeypatch.setattr("prism.recommend.recommender.EVENTS_AT_ONCE", 21)  # 7 events of 3 users
+    monkeypatch.setattr("prism.recommend.reading.EVENTS_AT_ONCE", 21)  # 10 events of 2 users, then 21 of one
+    shapes = []
+    it.model.register_forward_pre_hook(lambda model, inputs: shapes.append(tuple(inputs[0].shape)))
     pieces = it.observe(it.start(3), histories)
+    assert shapes == [(2, 10), (1, 21), (1, 19)], "users without events left take no part"
     torch.testing.assert_close(streamed(it, pieces)[:2], streamed(it, whole)[:2], rtol=0.0, atol=1e-5)
     torch.testing.assert_close(anew(it, histories)[:2], streamed(it, whole)[:2], rtol=0.0, atol=1e-5)
     assert pieces.events.tolist() == [50, 3, 0]

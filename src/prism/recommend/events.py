@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from prism.data.interactions import Catalogue, Histories
 
@@ -23,7 +24,9 @@ def as_histories(
         times: of the same shape; None: no times.
         unknown: items that the catalogue does not have are left out, with a warning ("skip"), or refused ("error").
     """
-    rows = [_several(events) for events in sequences]
+    if unknown not in ("skip", "error"):
+        raise ValueError(f"unknown must be 'skip' or 'error', got {unknown!r}")
+    rows = [several(events) for events in sequences]
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     asked = [item for row in rows for item in row]
     found = catalogue.rows(asked)
@@ -40,19 +43,28 @@ def as_histories(
     return Histories(offsets, found[known], None if moments is None else moments[known])
 
 
-def _several(events: Any) -> Sequence[Any]:
+def is_several(events: Any) -> bool:
+    """Whether this is a list, an array, a tensor, a series … of ids, and not one id."""
+    return isinstance(events, Iterable) and not isinstance(events, str) and getattr(events, "ndim", 1) > 0
+
+
+def several(events: Any) -> Sequence[Any]:
+    """Ids as a list: of several, of one, or of none (None)."""
     if events is None:
         return ()
-    if isinstance(events, str) or not isinstance(events, Iterable):
-        return (events,)
-    return events.tolist() if isinstance(events, np.ndarray) else list(events)
+    if not is_several(events):
+        return (events.item() if isinstance(events, (np.ndarray, Tensor)) else events,)
+    return events.tolist() if isinstance(events, (np.ndarray, Tensor)) else list(events)
 
 
 def _moments(times: Sequence[Any], lengths: np.ndarray) -> np.ndarray:
-    rows = [_several(moments) for moments in times]
+    rows = [several(moments) for moments in times]
     if [len(row) for row in rows] != lengths.tolist():
         raise ValueError("times must have one number for each event: they are shaped like the events")
-    moments = np.array([moment for row in rows for moment in row], dtype=np.float64)
+    try:
+        moments = np.array([moment for row in rows for moment in row], dtype=np.float64)
+    except (TypeError, ValueError):
+        moments = np.array([np.nan])
     if not np.isfinite(moments).all():
-        raise ValueError("times must be finite numbers, on the log's clock")
+        raise ValueError("times must be finite numbers, on the log's clock (of dates: seconds since 1970, UTC)")
     return moments

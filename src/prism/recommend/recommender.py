@@ -22,23 +22,19 @@ from torch import Tensor
 from prism.data.files import commit_folder, fresh_folder, remove_folder
 from prism.data.interactions import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
 from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
-from prism.data.interactions.samples import contexts
 from prism.data.interactions.translate import translate
-from prism.evaluate.ranking import top_k
 from prism.evaluate.saved_model import open_weights
-from prism.models import PrismCache, PrismForRecommendation
-from prism.models.identity import differs, identity
+from prism.models import PrismForRecommendation
+from prism.models.identity import differs
 from prism.models.quiet import without_progress_bars
-from prism.recommend.events import Unknown, as_histories
+from prism.recommend.best import best_items
+from prism.recommend.events import Unknown, as_histories, is_several, several
+from prism.recommend.reading import blank, encode, read_on
 from prism.recommend.result import Recommendations
 from prism.recommend.states import UserStates
 from prism.train.rec_export import TRAINING
 from prism.train.rec_saved import Training, training_of
 from prism.train.saved import model_folder
-
-EVENTS_AT_ONCE = 2**17
-"""How many events, padding included, one pass of the model reads; longer ones are cut into several."""
-SCORES_AT_ONCE = 2**25
 
 
 class Recommender:
@@ -117,6 +113,8 @@ class Recommender:
     def save(self, folder: Path | str, histories: bool = True) -> None:
         """A folder that `load` opens, replacing what is there; without `histories` no user's events are in it."""
         folder = Path(folder)
+        if histories:
+            self._meet()
         partial = fresh_folder(folder.with_name(f".{folder.name}.partial"))
         with without_progress_bars():
             self.model.save_pretrained(partial)
@@ -162,10 +160,13 @@ class Recommender:
             raise ValueError("give users, sequences or states: one of them")
         if isinstance(of, UserStates):
             states = of
-        elif of is not None and len(of) and all(isinstance(one, (list, tuple, np.ndarray)) for one in of):
+        elif of is not None and len(of) and all(is_several(one) for one in of):
             sequences = of
         elif of is not None:
             users = of
+        for name, value in (("users", users), ("sequences", sequences)):
+            if isinstance(value, str):
+                raise ValueError(f"{name} must be a list, got the text {value!r}")
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
         if states is not None:
@@ -188,23 +189,7 @@ class Recommender:
         Args:
             max_length: as in `recommend`.
         """
-        if max_length is not None and max_length < 0:
-            raise ValueError(f"max_length must be at least 1, or 0 for all, got {max_length}")
-        longest = int(histories.lengths.max(initial=0))
-        limit = self.model.config.max_length if max_length is None else max_length or max(longest, 1)
-        read = np.minimum(histories.lengths, limit)
-        hidden = self._nothing(len(histories))
-        order = np.argsort(read, kind="stable")
-        order = order[read[order] > 0]
-        while len(order):  # the longest first, so that what memory there must be is found out at once
-            rows = order[-max(1, EVENTS_AT_ONCE // int(read[order[-1]])) :]
-            order = order[: -len(rows)]
-            events = contexts(histories, rows, histories.lengths[rows], limit)
-            lengths = torch.from_numpy(read[rows]).to(self.device)
-            items = torch.from_numpy(events.items).to(self.device)
-            last = self.model.last_hidden(items, lengths, self._gaps(events.gaps))
-            hidden[torch.from_numpy(rows).to(self.device)] = last.to(hidden.dtype)
-        return hidden
+        return encode(self.model, histories, max_length)
 
     def start(self, users: int) -> UserStates:
         """States of this many users who have done nothing yet."""
@@ -230,78 +215,14 @@ class Recommender:
         self._check(states)
         if len(items) != len(states):
             raise ValueError(f"items must have one entry for each of the {len(states)} users, got {len(items)}")
-        histories = as_histories(items, times, self.catalogue, unknown)
-        lengths = histories.lengths
-        step = max(1, EVENTS_AT_ONCE // len(states))
-        for start in range(0, int(lengths.max(initial=0)), step):
-            ends = np.minimum(lengths, start + step)
-            states = self._advance(states, histories, np.minimum(start, ends), ends)
-        return states
-
-    def _advance(self, states: UserStates, histories: Histories, starts: np.ndarray, ends: np.ndarray) -> UserStates:
-        """Read events starts[u] … ends[u] of every user; the states have read those before."""
-        counts = ends - starts
-        steps = np.arange(counts.max())
-        mask = steps < counts[:, None]
-        places = np.where(mask, histories.offsets[:-1, None] + starts[:, None] + steps, 0)
-        inputs = torch.from_numpy(np.where(mask, histories.items[places], 0)).to(self.device)
-        real = torch.from_numpy(mask).to(self.device)
-        gaps, last_time = None, states.last_time
-        if self.model.config.time_gaps:
-            if histories.times is None:
-                raise ValueError("times must be given: the model was trained with time gaps")
-            moments = torch.from_numpy(histories.times[places]).to(self.device)
-            first = torch.where(last_time.isnan(), moments[:, 0], last_time)
-            gaps = (moments - torch.cat([first[:, None], moments[:, :-1]], 1)).masked_fill(~real, 0.0)
-        cache = PrismCache()
-        cache.update(list(states.layers), 0)
-        out = self.model(inputs, real, gaps, cache, use_cache=True)
-        assert out.hidden is not None and out.past_key_values is not None
-        moved = real.any(1)
-        place = (real.sum(1) - 1).clamp(min=0)
-        row = torch.arange(len(states), device=self.device)
-        hidden = torch.where(moved[:, None], out.hidden[row, place].to(states.hidden.dtype), states.hidden)
-        if gaps is not None:
-            last_time = torch.where(moved, moments[row, place], last_time)
-        events = states.events + real.sum(1)
-        return UserStates(tuple(out.past_key_values.states), hidden, events, last_time, states.model)
+        return read_on(self.model, states, as_histories(items, times, self.catalogue, unknown))
 
     @cached_property
     def _blank(self) -> UserStates:
-        """One user before the first event: what a model makes of nothing but padding."""
-        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        with torch.no_grad():
-            gaps = nothing.float() if self.model.config.time_gaps else None
-            out = self.model(nothing, nothing.bool(), gaps, use_cache=True)
-        assert out.past_key_values is not None
-        never = torch.full((1,), torch.nan, dtype=torch.float64, device=self.device)
-        return UserStates(tuple(out.past_key_values.states), self._nothing(1), nothing[0], never, identity(self.model))
-
-    def _nothing(self, users: int) -> Tensor:
-        """What is expected of users without events, `[users, D]`; in full precision, whatever the model's."""
-        dtype = torch.promote_types(self.model.dtype, torch.float32)
-        return torch.zeros(users, self.model.config.hidden_size, dtype=dtype, device=self.device)
+        return blank(self.model)
 
     def _best(self, hidden: Tensor, events: Tensor, excluded: list[np.ndarray], k: int) -> Recommendations:
-        step = max(1, SCORES_AT_ONCE // (self.model.config.num_items + 1))
-        if bool((events == 0).any()) and not bool(self.model.item_counts.any()):
-            raise ValueError(
-                "a user without events gets the most popular items, but the model was not told their counts"
-            )
-        counts = self.model.item_counts.float()
-        popularity = counts.log1p() - counts.sum().log1p()
-        rows, scores = [], []
-        for start in range(0, len(hidden), step):
-            part = slice(start, start + step)
-            all_scores = self.model.scores(hidden[part])
-            all_scores = torch.where((events[part] > 0)[:, None], all_scores, popularity)
-            allowed = torch.ones_like(all_scores, dtype=torch.bool)
-            allowed.scatter_(1, torch.from_numpy(_padded(excluded[part])).to(self.device), False)
-            allowed[:, 0] = False
-            best = top_k(all_scores, allowed, k)
-            rows.append(best.cpu().numpy())
-            scores.append(all_scores.gather(1, best).cpu().numpy())
-        return Recommendations(np.concatenate(rows), np.concatenate(scores), self.catalogue)
+        return best_items(self.model, self.catalogue, hidden, events, excluded, k)
 
     def _excluded(
         self, users: int, seen: Histories | None, exclude: Sequence[Sequence[Any]] | None
@@ -312,23 +233,20 @@ class Recommender:
             return rows
         if len(exclude) != users:
             raise ValueError(f"exclude must have one list of items for each of {users}, got {len(exclude)}")
-        unwanted = [self.catalogue.index(items, unknown="skip") for items in exclude]
+        unwanted = [self.catalogue.index(several(items), unknown="skip") for items in exclude]
         return [np.concatenate(pair) for pair in zip(rows, unwanted, strict=True)]
 
     def _histories(self, users: Sequence[Any]) -> Histories:
-        if self.histories is None and self._training is not None:
-            log = self._training.log()
-            self.users, self.histories = log.users, log.histories
+        self._meet()
         if self.histories is None or self.users is None:
             raise ValueError("no histories came with the model: give sequences, or load it with a log as data")
         return self.histories.take(self.users.index(users))
 
-    def _gaps(self, gaps: np.ndarray | None) -> Tensor | None:
-        if not self.model.config.time_gaps:
-            return None
-        if gaps is None:
-            raise ValueError("times must be given: the model was trained with time gaps")
-        return torch.from_numpy(gaps).to(self.device)
+    def _meet(self) -> None:
+        """Open the log of training, if no histories came with the model."""
+        if self.histories is None and self._training is not None:
+            log = self._training.log()
+            self.users, self.histories = log.users, log.histories
 
     def _check(self, states: UserStates) -> None:
         if states.model != self._blank.model:
@@ -340,11 +258,3 @@ class Recommender:
     def __repr__(self) -> str:
         met = "" if self.users is None else f", {len(self.users):,} users"
         return f"Recommender({len(self.catalogue):,} items{met}, layers={self.model.config.layers!r}, {self.device})"
-
-
-def _padded(rows: list[np.ndarray]) -> np.ndarray:
-    """Rows of different lengths as `[n, longest]`, filled up with 0."""
-    lengths = np.array([len(row) for row in rows])
-    filled = np.zeros((len(rows), lengths.max(initial=0)), dtype=np.int64)
-    filled[np.arange(filled.shape[1]) < lengths[:, None]] = np.concatenate([*rows, np.zeros(0, dtype=np.int64)])
-    return filled

@@ -54,7 +54,10 @@ class Ids:
         return [self.ids[int(row) - self.first] for row in rows]
 
     def _row(self, name: Any) -> int:
-        row = self._rows.get(name)
+        try:
+            row = self._rows.get(name)
+        except TypeError:
+            raise ValueError(f"{self.kind}s are texts or whole numbers, got {type(name).__name__} {name!r}") from None
         if row is None:
             row = self._rows.get(int(name) if isinstance(name, str) and _is_number(name) else str(name), -1)
         return row

@@ -1,0 +1,115 @@
+"""How histories and new events are read: whole histories anew, or from a state on.
+
+Both take as many events at a time as memory is meant to hold, and no more users than have events left.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prism.data.interactions import Histories
+from prism.data.interactions.samples import contexts
+from prism.models import PrismCache, PrismForRecommendation
+from prism.models.identity import identity
+from prism.recommend.states import UserStates
+
+EVENTS_AT_ONCE = 2**17
+"""How many events, padding included, one pass of the model reads; longer ones are cut into several."""
+
+
+def encode(model: PrismForRecommendation, histories: Histories, max_length: int | None) -> Tensor:
+    """`[U, D]` after each user's last event, zeros without events; see `Recommender.encode`."""
+    if max_length is not None and max_length < 0:
+        raise ValueError(f"max_length must be at least 1, or 0 for all, got {max_length}")
+    longest = int(histories.lengths.max(initial=0))
+    limit = model.config.max_length if max_length is None else max_length or max(longest, 1)
+    read = np.minimum(histories.lengths, limit)
+    device = model.item_counts.device
+    hidden = nothing(model, len(histories))
+    order = np.argsort(read, kind="stable")
+    order = order[read[order] > 0]
+    while len(order):  # the longest first, so that what memory there must be is found out at once
+        rows = order[-max(1, EVENTS_AT_ONCE // int(read[order[-1]])) :]
+        order = order[: -len(rows)]
+        events = contexts(histories, rows, histories.lengths[rows], limit)
+        gaps = torch.from_numpy(_needed(events.gaps)).to(device) if model.config.time_gaps else None
+        lengths = torch.from_numpy(read[rows]).to(device)
+        last = model.last_hidden(torch.from_numpy(events.items).to(device), lengths, gaps)
+        hidden[torch.from_numpy(rows).to(device)] = last.to(hidden.dtype)
+    return hidden
+
+
+def blank(model: PrismForRecommendation) -> UserStates:
+    """One user before the first event: what a model makes of nothing but padding."""
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=model.item_counts.device)
+    with torch.no_grad():
+        out = model(zero, zero.bool(), zero.float() if model.config.time_gaps else None, use_cache=True)
+    assert out.past_key_values is not None
+    never = torch.full((1,), torch.nan, dtype=torch.float64, device=zero.device)
+    return UserStates(tuple(out.past_key_values.states), nothing(model, 1), zero[0], never, identity(model))
+
+
+def nothing(model: PrismForRecommendation, users: int) -> Tensor:
+    """What is expected of users without events, `[users, D]`; in full precision, whatever the model's."""
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    return torch.zeros(users, model.config.hidden_size, dtype=dtype, device=model.item_counts.device)
+
+
+def read_on(model: PrismForRecommendation, states: UserStates, histories: Histories) -> UserStates:
+    """The states after these events of their users."""
+    lengths = histories.lengths
+    read = np.zeros_like(lengths)
+    while len(users := np.flatnonzero(read < lengths)):
+        ends = np.minimum(lengths, read + max(1, EVENTS_AT_ONCE // len(users)))
+        everyone = len(users) == len(states)
+        moved = _advance(
+            model,
+            states if everyone else states.index_select(users.tolist()),
+            histories,
+            histories.offsets[users] + read[users],
+            (ends - read)[users],
+        )
+        states = moved if everyone else _put(states, users, moved)
+        read = ends
+    return states
+
+
+def _advance(
+    model: PrismForRecommendation, states: UserStates, histories: Histories, starts: np.ndarray, counts: np.ndarray
+) -> UserStates:
+    """Read for every user `counts[u]` ≥ 1 events from place `starts[u]` of the flat arrays on."""
+    device = states.device
+    steps = np.arange(counts.max())
+    mask = steps < counts[:, None]
+    places = np.where(mask, starts[:, None] + steps, 0)
+    inputs = torch.from_numpy(np.where(mask, histories.items[places], 0)).to(device)
+    real = torch.from_numpy(mask).to(device)
+    last, row = torch.from_numpy(counts - 1).to(device), torch.arange(len(states), device=device)
+    gaps, last_time = None, states.last_time
+    if model.config.time_gaps:
+        moments = torch.from_numpy(_needed(histories.times)[places]).to(device)
+        first = torch.where(last_time.isnan(), moments[:, 0], last_time)
+        gaps = (moments - torch.cat([first[:, None], moments[:, :-1]], 1)).masked_fill(~real, 0.0)
+        gaps = gaps.float()  # as histories' are: half a second more or less may be another bucket
+        last_time = moments[row, last]
+    cache = PrismCache()
+    cache.update(list(states.layers), 0)
+    out = model(inputs, real, gaps, cache, use_cache=True)
+    assert out.hidden is not None and out.past_key_values is not None
+    hidden = out.hidden[row, last].to(states.hidden.dtype)
+    return UserStates(tuple(out.past_key_values.states), hidden, states.events + real.sum(1), last_time, states.model)
+
+
+def _put(states: UserStates, users: np.ndarray, moved: UserStates) -> UserStates:
+    """`states` with those of `users`, int `[m]`, replaced."""
+    rows = np.arange(len(states))
+    rows[users] = len(states) + np.arange(len(users))
+    return UserStates.concatenate([states, moved]).index_select(rows.tolist())
+
+
+def _needed(times: np.ndarray | None) -> np.ndarray:
+    if times is None:
+        raise ValueError("times must be given: the model was trained with time gaps")
+    return times
