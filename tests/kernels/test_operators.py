@@ -12,8 +12,9 @@ from torch import Tensor
 import prism
 from prism.engine.dispatch import choose_path, engine_of
 from prism.engine.kernels import paths
-from prism.rules.parts import l2_normalize
+from prism.rules.parts import ShortConv, l2_normalize
 from prism.rules.solver import solve, solved_writes
+from prism.rules.span import Span
 
 pytestmark = pytest.mark.skipif(not paths.INTERPRETED, reason="needs Triton's interpreter")
 
@@ -224,3 +225,31 @@ def test_decay_per_channel_is_left_to_others() -> None:
         prism.memory(update(x), backend="triton")
     with pytest.raises(ValueError, match="'fla' needs"):
         prism.memory(update(x), backend="fla")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("bias", "activation", "carried"), [(False, True, False), (True, False, True)])
+def test_short_convolution(packed: bool, bias: bool, activation: bool, carried: bool) -> None:
+    B, T, D, W = 2, 70, 20, 4
+    conv = ShortConv(D, W, bias, activation).double()
+    x, window = torch.randn(B, T, D, dtype=torch.float64), torch.randn(B, W - 1, D, dtype=torch.float64)
+    reset = torch.zeros(B, T, dtype=torch.bool)
+    reset[:, [1, 30, 31, 65]] = True
+    span = Span(reset=reset if packed else None)
+    given = [x.requires_grad_(), *conv.parameters()]
+    expected, _ = conv(x, window if carried else None, span)
+    d_y = torch.randn_like(expected)
+    single = [z.detach().float().requires_grad_() for z in given]
+    with unwritten_memory_is_nan():
+        before = window.float() if carried else None
+        documents = span.documents.int() if span.documents is not None else None
+        got = ops.short_conv(single[0], single[1], single[2] if bias else None, before, documents, activation)
+        gradients = torch.autograd.grad(got, single, d_y.float())
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(gradients, torch.autograd.grad(expected, given, d_y), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+
+
+def test_short_convolution_is_a_proper_operator() -> None:
+    x, weight = torch.randn(1, 3, 16, requires_grad=True), torch.randn(2, 16, requires_grad=True)
+    torch.library.opcheck(ops.short_conv, (x, weight, None, None, None, True))

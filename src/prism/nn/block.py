@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -58,11 +59,17 @@ class Block(nn.Module):
         shared: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor, State]:
         """`[B, T, width]` → `[B, T, width]` and the mixer's state, all as in `Mixer.forward`."""
-        mixed, state = self.mixer(self.mixer_norm(x), state, mask, reset, shared=shared)
+        mixed, state = self.mixer(_lowered(self.mixer_norm(x)), state, mask, reset, shared=shared)
         x = x + self.dropout(mixed)
         if self.has_mlp:
-            x = x + self.dropout(self.mlp(self.mlp_norm(x)))
+            x = x + self.dropout(self.mlp(_lowered(self.mlp_norm(x))))
         return x, state
+
+
+def _lowered(x: Tensor) -> Tensor:
+    """In autocast's precision, where it is on: once here, rather than a copy for every linear map that reads x."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def place_options(rule: str, index: int, count: int) -> dict[str, int]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism.engine.kernels import paths
 from prism.rules.span import Span
 
 Carry = Mapping[str, Tensor]
@@ -25,6 +26,11 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(Σx² + eps) over the last dimension; in float32 for half precision."""
+    width = x.shape[-1]
+    # Torch has one kernel for x / sqrt(mean x² + eps); its weight √1/K is near enough in half precision if K is 2^n.
+    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and width & (width - 1) == 0:
+        with torch.autocast("cuda", enabled=False):  # which would keep a float32 copy of x
+            return F.rms_norm(x, (width,), x.new_full((width,), width**-0.5), eps / width)
     y = at_least_float32(x)
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -64,14 +70,26 @@ class ShortConv(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, window: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
+        if self.weight is None:
+            y = x if self.bias is None else x + self.bias.to(x.dtype)
+            y = F.silu(y) if self.activation else y
+        elif x.is_cuda and paths.INSTALLED and x.dtype != torch.float64 and not _differentiated(window):
+            from prism.engine.kernels import ops
+
+            documents = None if span.documents is None else span.documents.int()
+            before = None if window is None else window.to(x.dtype)
+            y = ops.short_conv(x, self.weight, self.bias, before, documents, self.activation)
+        else:
+            y = self._convolve(x, window, span.documents)
+        return y, self._window(x, window, span)
+
+    def _convolve(self, x: Tensor, window: Tensor | None, documents: Tensor | None) -> Tensor:
         size, T = self.size, x.shape[1]
         seen = history(x, window, size - 1)
-        documents = span.documents
         # Under autocast x is bfloat16 and the weight float32: their product must not make the whole layer float32.
-        weight = None if self.weight is None else self.weight.to(x.dtype)
-        y = x if weight is None else x * weight[-1]
+        weight = self.weight.to(x.dtype)  # type: ignore[union-attr]
+        y = x * weight[-1]
         for back in range(1, size):
-            assert weight is not None
             past = seen[:, size - 1 - back : size - 1 - back + T]
             if documents is not None:  # a tap that would reach into an earlier document sees nothing
                 age = F.pad(documents, (back, 0))[:, :T]
@@ -79,10 +97,22 @@ class ShortConv(nn.Module):
             y = y + past * weight[-1 - back]
         if self.bias is not None:
             y = y + self.bias.to(x.dtype)
-        if documents is not None:  # nor may the next segment's taps
-            alive = F.pad(documents, (size - 1, 0)) == documents[:, -1:]
-            seen = torch.where(alive.unsqueeze(-1), seen, 0.0)
-        return (F.silu(y) if self.activation else y), span.last(seen, size - 1)
+        return F.silu(y) if self.activation else y
+
+    def _window(self, x: Tensor, window: Tensor | None, span: Span) -> Tensor:
+        count, T, documents = self.size - 1, x.shape[1], span.documents
+        if span.mask is None and count <= T:  # without a copy of all tokens
+            seen, numbers = x[:, T - count :], None if documents is None else documents[:, T - count :]
+        else:
+            seen = history(x, window, count)
+            numbers = None if documents is None else F.pad(documents, (count, 0))
+        if documents is not None and numbers is not None:  # the next segment's taps may not reach into these either
+            seen = torch.where((numbers == documents[:, -1:]).unsqueeze(-1), seen, 0.0)
+        return span.last(seen, count)
+
+
+def _differentiated(window: Tensor | None) -> bool:
+    return window is not None and window.requires_grad and torch.is_grad_enabled()
 
 
 def shift(x: Tensor, last: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:

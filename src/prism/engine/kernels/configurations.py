@@ -20,13 +20,15 @@ class Tiling:
     block: int
     warps: int = 4
     stages: int = 1
+    registers: int | None = None
+    """At most so many a thread: fewer let another program onto a multiprocessor, at the price of spilling some."""
 
 
 @dataclass(frozen=True)
 class Configuration:
     """The serial passes go in steps of `step` tokens, the parallel ones in chunks of `chunk` (a multiple).
 
-    The passes are cut along V; the two parallel ones also by `key_block` along K.
+    The passes are cut along V; the two parallel ones (`lookups`, `writes`) also by `key_block` along K.
     """
 
     scan: Tiling
@@ -41,7 +43,9 @@ class Configuration:
     """Segments of a sequence that run side by side; None: as many as fill the GPU."""
 
 
-_HOPPER = Configuration(Tiling(64, stages=2), Tiling(64, stages=3), Tiling(64, stages=2), Tiling(64, stages=2))
+_HOPPER = Configuration(
+    Tiling(64, stages=2), Tiling(64, stages=3), Tiling(64, stages=2, registers=168), Tiling(64, stages=2)
+)
 
 # (K, V, columns, architecture) -> what was fastest there in bfloat16.
 MEASURED: dict[tuple[int, int, int, str], Configuration] = {

@@ -31,7 +31,8 @@ def decay_kernel(
     STEP: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """One chunk and head. Partial sums are added up in a fixed order."""
+    """One chunk and head. Partial sums, added up in a fixed order: `d_cumulated` `[SLABS, K/BK, B, H, padded]` (queries, the
+    erase if there is one, columns), `tails` `[J, K/BK, B, H, padded]`, `touched` `[K/BK, B, H, chunks]`."""
     chunks = padded // C
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h, t = bh // H, bh % H, n * C

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from prism.engine.kernels.chain import chain_kernel
-from prism.engine.kernels.configurations import Configuration, configuration
+from prism.engine.kernels.configurations import Configuration, Tiling, configuration
 from prism.engine.kernels.decay import decay_kernel
 from prism.engine.kernels.decode import step_kernel
 from prism.engine.kernels.lookups import lookups_kernel
-from prism.engine.kernels.paths import padded
-from prism.engine.kernels.prepare import gates_kernel, prepare_kernel
+from prism.engine.kernels.paths import INTERPRETED, padded
+from prism.engine.kernels.prepare import prepare_kernel
+from prism.engine.kernels.programs import Program, compile_together, rows, tiles
 from prism.engine.kernels.reverse import reverse_kernel
 from prism.engine.kernels.scan import scan_kernel
+from prism.engine.kernels.short_conv import short_conv_inputs_kernel, short_conv_kernel, short_conv_weights_kernel
 from prism.engine.kernels.solver import solve_backward_kernel, solve_kernel
 from prism.engine.kernels.writes import writes_kernel
 
@@ -69,39 +72,35 @@ class Launch:
         self.chunks = -(-self.T // self.chunk)
         self.padded = self.chunks * self.chunk
         self.heads = self.B * self.H
-        self.sizes: dict[str, Any] = {"T": self.T, "H": self.H, "padded": self.padded}
-        self.flags: dict[str, Any] = {
-            "J": self.J,
-            "K": self.K,
-            "ERASE": u.erases,
-            "TIED": u.erase_key is None,
-            "STRENGTH": u.strength is not None,
-            "DECAY": u.log_decay is not None,
-            "DOCUMENTS": u.documents is not None,
-            # Half precision products run on tensor cores whatever this says; it rules the few that are float32.
-            "PRECISION": "ieee" if u.w.dtype == torch.float32 else "tf32",
-        }
+        self.sizes = (self.T, self.H, self.padded)
+        known = (
+            u.erases,
+            u.erase_key is None,
+            u.strength is not None,
+            u.log_decay is not None,
+            u.documents is not None,
+        )
+        self.compiled = _compiled(self.K, self.V, self.J, u.w.dtype, u.w.device, *known, self.how)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.u.w.new_empty(shape, dtype=self.u.w.dtype if dtype is None else dtype)
+        return self.u.w.new_empty(shape, dtype=dtype)
+
+    def start(self, kernel: Any, how: Tiling, count: int, *arguments: Any, **constants: Any) -> None:
+        """`count` programs; `constants` are those that a kernel does not share with the others."""
+        self.compiled.program(kernel, how, constants).start(count, *arguments)
 
     def prepare(self) -> Prepared:
-        u, C = self.u, self.step
+        u, C, K = self.u, self.step, self.K
         B, H, steps = self.B, self.H, self.padded // self.step
         exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
         G = None if u.log_decay is None else self.empty(B, H, self.padded, dtype=exact)
         beta = None if u.strength is None else self.empty(B, H, self.padded, dtype=torch.float32)
-        if G is not None or beta is not None:
-            gates_kernel[(self.heads * steps,)](
-                u.log_decay, u.strength, G, beta, **self.sizes,
-                C=C, DECAY=G is not None, STRENGTH=beta is not None, num_warps=1,
-            )  # fmt: skip
         grams = self.empty(B, H, steps, 2 * self.J if u.erases else self.J, C, C)
         inverse = self.empty(B, H, steps, C, C) if u.erases else None
-        prepare_kernel[(self.heads * steps,)](
-            _rows(u.q, C, self.K), _rows(u.x, C, self.K), _rows(u.erase_key, C, self.K), beta, G, u.documents,
-            _tiles(grams, C, C), _tiles(inverse, C, C),
-            **self.sizes, **self.flags, C=C, num_warps=self.how.prepare_warps,
+        self.start(
+            prepare_kernel, Tiling(K, self.how.prepare_warps, 3), self.heads * steps,
+            rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K), u.log_decay, u.strength, u.documents, G, beta,
+            tiles(grams, C, C), tiles(inverse, C, C), *self.sizes, C=C,
         )  # fmt: skip
         return Prepared(G, beta, grams, inverse)
 
@@ -121,14 +120,14 @@ class Launch:
         V = K if as_map else self.V
         block = min(how.block, V)
         final = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
-        scan_kernel[(V // block * segments * self.heads,)](
-            _rows(u.q, C, K), _rows(u.x, C, K), _rows(u.w, C, block), _rows(u.erase_key, C, K),
-            ready.strengths, ready.cumulated, u.documents, _tiles(ready.grams, C, C), _tiles(ready.inverse, C, C),
-            _tiles(initial, K, block), _rows(o, C, block), _tiles(states, block, K), _rows(fed, C, block),
-            _tiles(final, K, block),
-            **self.sizes, **self.split(segments), **self.flags, V=V, BV=block, C=C,
-            INITIAL=initial is not None, MAP=as_map, READ=o is not None,
-            SAVED=0 if states is None else self.chunk // C, num_warps=how.warps, num_stages=how.stages,
+        self.start(
+            scan_kernel, how, V // block * segments * self.heads,
+            rows(u.q, C, K), rows(u.x, C, K), rows(u.w, C, block), rows(u.erase_key, C, K),
+            ready.strengths, ready.cumulated, u.documents, tiles(ready.grams, C, C), tiles(ready.inverse, C, C),
+            tiles(initial, K, block), rows(o, C, block), tiles(states, block, K), rows(fed, C, block),
+            tiles(final, K, block), *self.sizes, self.per_segment(segments), segments,
+            V=V, BV=block, C=C, INITIAL=initial is not None, MAP=as_map, READ=o is not None,
+            SAVED=0 if states is None else self.chunk // C,
         )  # fmt: skip
         return final
 
@@ -145,13 +144,14 @@ class Launch:
         u, how, C, K, V = self.u, self.how.reverse, self.step, self.K, self.V
         block = min(how.block, V)
         d_initial = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
-        reverse_kernel[(V // block * segments * self.heads,)](
-            _rows(u.q, C, K), _rows(u.x, C, K), _rows(u.erase_key, C, K),
-            ready.strengths, ready.cumulated, u.documents, _tiles(ready.grams, C, C), _tiles(ready.inverse, C, C),
-            _rows(d_o, C, block), _tiles(d_final, K, block), _tiles(d_states, block, K), _rows(d_w, C, block),
-            _tiles(d_initial, K, block),
-            **self.sizes, **self.split(segments), **self.flags, V=V, BV=block, C=C, FINAL=d_final is not None,
-            SAVED=0 if d_states is None else self.chunk // C, num_warps=how.warps, num_stages=how.stages,
+        self.start(
+            reverse_kernel, how, V // block * segments * self.heads,
+            rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K),
+            ready.strengths, ready.cumulated, u.documents, tiles(ready.grams, C, C), tiles(ready.inverse, C, C),
+            rows(d_o, C, block), tiles(d_final, K, block), tiles(d_states, block, K), rows(d_w, C, block),
+            tiles(d_initial, K, block), *self.sizes, self.per_segment(segments), segments,
+            V=V, BV=block, C=C, FINAL=d_final is not None,
+            SAVED=0 if d_states is None else self.chunk // C,
         )  # fmt: skip
         return d_initial
 
@@ -165,48 +165,49 @@ class Launch:
         BK = min(self.K, self.how.key_block)
         parts, sides = self.K // BK, 2 if u.erases else 1
         gate = (parts, self.B, self.H, self.padded)
-        d_strength = None if u.strength is None else self.empty(*gate, dtype=torch.float32)
-        d_cumulated = tails = touched = None
+        d_strength = d_cumulated = tails = touched = d_log_decay = None
+        if u.strength is not None:
+            d_strength = self.empty(parts, self.B, self.T, self.H, dtype=torch.float32)
         if u.log_decay is not None:
             d_cumulated = self.empty(sides + self.J, *gate, dtype=torch.float32)
             tails = self.empty(self.J, *gate, dtype=torch.float32)
             touched = self.empty(parts, self.B, self.H, self.chunks, dtype=torch.float32)
         gates = (ready.strengths, ready.cumulated, u.documents)
-        shared = {**self.sizes, **self.flags, "V": V, "BK": BK, "C": C, "STEP": self.step}
-        queries, xs, d_xs, lookups = (_rows(z, C, BK) for z in (u.q, u.x, d_x, u.erase_key))
+        queries, xs, d_xs, lookups = (rows(z, C, BK) for z in (u.q, u.x, d_x, u.erase_key))
 
         how = self.how.lookups
         BV = min(how.block, V)
-        ws, fs, d_os, d_ws = (_rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
-        d_tiles = _tiles(d_states, BV, BK)
-        lookups_kernel[(sides * parts * self.chunks * self.heads,)](
-            queries, xs, ws if fs is None else fs, ws, lookups, *gates, _tiles(states, BV, BK), d_os, d_tiles, d_ws,
-            _rows(d_q, C, BK), d_xs, _rows(d_erase_key, C, BK), d_strength, d_cumulated, touched,
-            **shared, BV=BV, num_warps=how.warps, num_stages=how.stages,
+        ws, fs, d_os, d_ws = (rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
+        d_tiles = tiles(d_states, BV, BK)
+        self.start(
+            lookups_kernel, how, sides * parts * self.chunks * self.heads,
+            queries, xs, ws if fs is None else fs, ws, lookups, *gates, tiles(states, BV, BK), d_os, d_tiles, d_ws,
+            rows(d_q, C, BK), d_xs, rows(d_erase_key, C, BK), d_strength, d_cumulated, touched, *self.sizes,
+            V=V, BK=BK, BV=BV, C=C, STEP=self.step,
         )  # fmt: skip
         how = self.how.writes
         if how.block != self.how.lookups.block:
             BV = min(how.block, V)
-            ws, fs, d_os, d_ws = (_rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
-            d_tiles = _tiles(d_states, BV, BK)
+            ws, fs, d_os, d_ws = (rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
+            d_tiles = tiles(d_states, BV, BK)
         for is_fed in (True, False) if u.erases else (False,):
             columns = 1 if is_fed else self.J - u.erases
             if columns:
-                writes_kernel[(parts * columns * self.chunks * self.heads,)](
+                self.start(
+                    writes_kernel, how, parts * columns * self.chunks * self.heads,
                     queries, xs, fs if is_fed else ws, lookups, *gates, d_os, d_tiles, d_ws, d_xs, d_cumulated, tails,
-                    **shared, BV=BV, FED=is_fed, num_warps=how.warps, num_stages=how.stages,
+                    *self.sizes,
+                    V=V, BK=BK, BV=BV, C=C, STEP=self.step, FED=is_fed,
                 )  # fmt: skip
-        d_log_decay = None
         if u.log_decay is not None:
             d_log_decay = torch.empty_like(u.log_decay)
-            decay_kernel[(self.chunks * self.heads,)](
-                ready.cumulated, u.documents, d_cumulated, tails, touched, d_log_decay, **self.sizes, heads=self.heads,
-                J=self.J, SLABS=sides + self.J, BLOCKS=parts, C=C, STEP=self.step, DOCUMENTS=u.documents is not None,
-                num_warps=1,
+            self.start(
+                decay_kernel, Tiling(C, 1), self.chunks * self.heads,
+                ready.cumulated, u.documents, d_cumulated, tails, touched, d_log_decay, *self.sizes, self.heads,
+                SLABS=sides + self.J, BLOCKS=parts, C=C, STEP=self.step,
             )  # fmt: skip
-        if d_strength is not None:  # [parts, B, H, padded] -> [B, T, H]
-            whole = d_strength[0] if parts == 1 else d_strength.sum(0)
-            d_strength = whole[..., : self.T].transpose(1, 2).contiguous()
+        if d_strength is not None:
+            d_strength = d_strength[0] if parts == 1 else d_strength.sum(0)
         return d_q, d_x, d_erase_key, d_strength, d_log_decay
 
     # Segments side by side: each one's map and its state from nothing, then the short chain between segments.
@@ -218,13 +219,13 @@ class Launch:
             return min(self.how.segments, self.chunks)
         if self.u.w.device.type != "cuda":
             return 1
-        wanted = 2 * torch.cuda.get_device_properties(self.u.w.device).multi_processor_count
+        wanted = 2 * _multiprocessors(self.u.w.device)
         programs = self.heads * (self.V // min(self.how.scan.block, self.V))
         return max(1, min(wanted // programs, self.chunks // 8))
 
-    def split(self, segments: int) -> dict[str, int]:
+    def per_segment(self, segments: int) -> int:
         """Steps in a segment: whole chunks, so that saved states are those at chunks' borders."""
-        return {"per_segment": -(-self.chunks // segments) * (self.chunk // self.step), "segments": segments}
+        return -(-self.chunks // segments) * (self.chunk // self.step)
 
     def incoming(self, ready: Prepared, initial: Tensor | None, segments: int) -> Tensor | None:
         """The state that enters each segment, `[segments, B, H, K, V]`."""
@@ -243,21 +244,60 @@ class Launch:
     def chain(self, maps: Tensor, added: Tensor, given: Tensor | None, backward: bool) -> Tensor:
         entering = torch.empty_like(added)
         block = min(16, self.V)
-        chain_kernel[(self.V // block * self.heads,)](
-            maps, added, given, entering, segments=added.shape[0], heads=self.heads, K=self.K, V=self.V, BV=block,
-            BACKWARD=backward, GIVEN=given is not None, PRECISION=self.flags["PRECISION"],
+        self.start(
+            chain_kernel, Tiling(block, 4, 3), self.V // block * self.heads,
+            maps, added, given, entering, added.shape[0], self.heads,
+            V=self.V, BV=block, BACKWARD=backward, GIVEN=given is not None,
         )  # fmt: skip
         return entering
 
 
-def _rows(z: Tensor | None, rows: int, width: int) -> TensorDescriptor | None:
-    """`[B, T, …]`, contiguous, cut into tiles of tokens × channels."""
-    return None if z is None else TensorDescriptor.from_tensor(z.flatten(2), [1, rows, width])
+class Compiled:
+    """The programs for one kind of memory: everything that compiled code depends on is the same for all of them."""
+
+    def __init__(self, constants: dict[str, Any], device: torch.device) -> None:
+        self.constants, self.device = constants, device
+        self.programs: dict[Any, Program] = {}
+        self.together: set[tuple[bool, ...]] = set()
+
+    def program(self, kernel: Any, how: Tiling, constants: dict[str, Any]) -> Program:
+        key = (kernel, how, *constants.values())
+        found = self.programs.get(key)
+        if found is None:
+            found = self.programs[key] = Program(kernel, {**self.constants, **constants}, how)
+        return found
+
+    def compile(self, run: Callable[[], None], *what: bool) -> None:
+        """Compile all that `run` starts at once, the first time that it is about to start `what`."""
+        if what in self.together or INTERPRETED or self.device.type != "cuda":
+            return
+        self.together.add(what)
+        with compile_together():
+            run()
 
 
-def _tiles(z: Tensor | None, rows: int, columns: int) -> TensorDescriptor | None:
-    """`[…, R, columns]`, contiguous, as one tall matrix cut into tiles."""
-    return None if z is None else TensorDescriptor.from_tensor(z.view(-1, z.shape[-1]), [rows, columns])
+@lru_cache(256)
+def _compiled(
+    K: int, V: int, J: int, dtype: torch.dtype, device: torch.device,
+    erases: bool, tied: bool, strength: bool, decay: bool, documents: bool, how: Configuration,
+) -> Compiled:  # fmt: skip
+    constants = {
+        "J": J,
+        "K": K,
+        "ERASE": erases,
+        "TIED": tied,
+        "STRENGTH": strength,
+        "DECAY": decay,
+        "DOCUMENTS": documents,
+        # Half precision products run on tensor cores whatever this says; it rules the few that are float32.
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }
+    return Compiled(constants, device)
+
+
+@lru_cache(16)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def forward(
@@ -265,11 +305,18 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Prepared]:
     """The outputs, the final state, and for the backward: each chunk's state, Y_0 and what was prepared."""
     run = Launch(u)
+    segments = run.segments
+    run.compiled.compile(lambda: _rehearse(u, state, save, segments), save, segments > 1, state is not None)
+    return _forward(run, state, save, segments)
+
+
+def _forward(
+    run: Launch, state: Tensor | None, save: bool, segments: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Prepared]:
     o = run.empty(run.B, run.T, run.H, run.V)
     states = run.empty(run.B, run.H, run.chunks, run.V, run.K) if save else None
-    fed = torch.empty_like(o) if save and u.erases else None
+    fed = torch.empty_like(o) if save and run.u.erases else None
     ready = run.prepare()
-    segments = run.segments
     initial = run.incoming(ready, state, segments)
     final = run.scan(ready, initial, segments, o=o, states=states, fed=fed)[-1]
     return o, final, states, fed, ready
@@ -280,12 +327,41 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """The gradients of q, x, w, log_decay, erase_key, strength and the state."""
     run = Launch(u)
-    d_states, d_w = torch.empty_like(states), torch.empty_like(u.w)
-    segments = run.segments
+    return _backward(run, ready, states, fed, d_o, d_final, run.segments)
+
+
+def _backward(
+    run: Launch, ready: Prepared, states: Tensor, fed: Tensor | None, d_o: Tensor, d_final: Tensor | None, segments: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    d_states, d_w = torch.empty_like(states), torch.empty_like(run.u.w)
     leaving = run.outgoing(ready, d_o, d_final, segments)
     d_initial = run.reverse(ready, d_o, leaving, segments, d_states, d_w)[0]
     d_q, d_x, d_erase_key, d_strength, d_log_decay = run.tokens(ready, states, fed, d_o, d_states, d_w)
     return d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_initial
+
+
+def _rehearse(u: Columns, state: Tensor | None, save: bool, segments: int) -> None:
+    """Start everything that a call with these arguments starts, on one token: lengths and heads are not compiled in."""
+
+    def one(z: Tensor | None, *shape: int) -> Any:
+        return None if z is None else z.new_empty(1, 1, *shape)
+
+    K, (J, V) = u.q.shape[3], u.w.shape[3:]
+    run = Launch(
+        Columns(
+            one(u.q, 1, K),
+            one(u.x, 1, J, K),
+            one(u.w, 1, J, V),
+            one(u.log_decay, 1),
+            one(u.erase_key, 1, K),
+            one(u.strength, 1),
+            one(u.documents),
+        )
+    )
+    few = min(segments, 2)
+    o, _, states, fed, ready = _forward(run, None if state is None else state[:1, :1], save, few)
+    if states is not None:
+        _backward(run, ready, states, fed, o, None, few)
 
 
 def step(given: list[Tensor | None], new_state: Tensor, substeps: int) -> Tensor:
@@ -315,28 +391,63 @@ SOLVER_ELEMENTS = 2048
 
 
 def solve(r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool) -> Tensor:
-    sizes, grid, _ = _solver(r, beta)
+    sizes, constants, count = _solver(r, beta)
     w = r.new_empty(*beta.shape, r.shape[-1])
-    solve_kernel[grid](r, p, beta, scale, w, **sizes, GELU=gelu, NONLINEAR=nonlinear)
+    solve_kernel[(count * sizes[1],)](r, p, beta, scale, w, *sizes, **constants, GELU=gelu, NONLINEAR=nonlinear)
     return w
 
 
 def solve_backward(
     d_w: Tensor, r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    sizes, grid, programs = _solver(r, beta)
+    sizes, constants, count = _solver(r, beta)
     d_r, d_beta = torch.empty_like(r), torch.empty_like(beta)
     d_p = None if p is None else torch.empty_like(p)
-    parts = None if scale is None else scale.new_empty(programs, *scale.shape, dtype=torch.float32)
-    solve_backward_kernel[grid](
-        r, p, beta, scale, d_w, d_r, d_p, d_beta, parts, **sizes, GELU=gelu, NONLINEAR=nonlinear
+    parts = None if scale is None else scale.new_empty(count, *scale.shape, dtype=torch.float32)
+    solve_backward_kernel[(count * sizes[1],)](
+        r, p, beta, scale, d_w, d_r, d_p, d_beta, parts, *sizes, **constants, GELU=gelu, NONLINEAR=nonlinear
     )
     return d_r, d_p, d_beta, None if scale is None or parts is None else parts.sum(0).to(scale.dtype)
 
 
-def _solver(r: Tensor, beta: Tensor) -> tuple[dict[str, int], tuple[int], int]:
+def _solver(r: Tensor, beta: Tensor) -> tuple[tuple[int, int], dict[str, int], int]:
+    """Sizes, constants, and how many programs a head has."""
     H, V, L = r.shape[-2], r.shape[-1], beta.shape[-1]
-    rows, block = r.numel() // (H * V), padded(V)
+    tokens, block = r.numel() // (H * V), padded(V)
     per_program = max(1, SOLVER_ELEMENTS // block)
-    programs = -(-rows // per_program)
-    return {"rows": rows, "H": H, "L": L, "V": V, "BV": block, "ROWS": per_program}, (programs * H,), programs
+    return (tokens, H), {"L": L, "V": V, "BV": block, "ROWS": per_program}, -(-tokens // per_program)
+
+
+CONV_TILE = {"ROWS": 32, "COLUMNS": 64}
+CONV_REPEAT = 16
+"""Tiles that one program of the convolution's backward adds up."""
+
+
+def short_conv(
+    silu: bool, x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, documents: Tensor | None
+) -> Tensor:
+    (B, T, D), y = x.shape, torch.empty_like(x)
+    grid = (B * -(-T // CONV_TILE["ROWS"]), -(-D // CONV_TILE["COLUMNS"]))
+    short_conv_kernel[grid](x, weight, bias, window, documents, y, T, D, W=weight.shape[0], SILU=silu, **CONV_TILE)
+    return y
+
+
+def short_conv_backward(
+    silu: bool,
+    d_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    (B, T, D), W = x.shape, weight.shape[0]
+    rows, columns = CONV_TILE["ROWS"], -(-D // CONV_TILE["COLUMNS"])
+    programs = B * -(-T // (rows * CONV_REPEAT))
+    d_z, d_x = torch.empty_like(x), torch.empty_like(x)
+    shares = x.new_empty(programs, W + 1, D, dtype=torch.float32)
+    short_conv_weights_kernel[(programs, columns)](
+        x, weight, bias, window, documents, d_y, d_z, shares, T, D, W=W, SILU=silu, **CONV_TILE, REPEAT=CONV_REPEAT
+    )
+    short_conv_inputs_kernel[(B * -(-T // rows), columns)](d_z, weight, documents, d_x, T, D, W=W, **CONV_TILE)
+    return d_x, shares[:, :W].sum(0).to(weight.dtype), None if bias is None else shares[:, W].sum(0).to(bias.dtype)

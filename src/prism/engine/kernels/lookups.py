@@ -4,8 +4,12 @@
     dM_j = dR Y_jᵀ ⊙ Γ        dB = Σ_j dM_j X_j + e^G ⊙ dR Sᵀ        dR = -β ⊙ dU        dβ = -⟨B, the same with dU⟩
 
 An erase is a query whose answer is fed back: one function serves both, in programs that run next to one another and find
-each other's tiles in the L2 cache. No product's left factor is ever the transpose of another product's result (here and in
-`writes.py`): Triton 3.4 to 3.7.0 miscompiles that on Hopper.
+each other's tiles in the L2 cache. Gates only ever multiply rows of Q and B by e^G and rows of X_j by e^-G, so that
+
+    dG_i = ⟨q_i, dq_i⟩ + ⟨b_i, db_i⟩ - Σ_j ⟨x_ij, dx_ij⟩        (dB and dX_0 taken apart even where B is X_0)
+
+and no C × C matrix is needed for it (`writes.py` has the second half). No product's left factor is ever the transpose of
+another product's result (here and in `writes.py`): Triton 3.4 to 3.7.0 miscompiles that on Hopper.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import borders, kept, load_gate, load_rows, off_diagonal, store_rows
+from prism.engine.kernels.tiles import borders, diagonal, kept, load_gate, load_rows, off_diagonal, store_rows
 
 
 @triton.jit
@@ -40,11 +44,13 @@ def looked_up(
     BK: tl.constexpr,
     BV: tl.constexpr,
     C: tl.constexpr,
+    APART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient `[C, BK]` of what asked, from the gradient of what was answered, and ⟨asked, its part through S⟩.
+    """The gradient `[C, BK]` of what asked, from the gradient of what was answered, and ⟨asked, gradient⟩ `[C]`.
 
-    `values` are column 0's, the others' are in `w`."""
+    `values` are column 0's, the others' are in `w`. APART: the product without what a query sees of its own token's writes.
+    No gate touches that; it would only be the difference of two large numbers later (`writes.py` leaves it out too)."""
     grad = tl.zeros((C, BK), tl.float32)
     gram = tl.zeros((C, C), tl.float32)
     for v in range(0, V, BV):
@@ -53,8 +59,10 @@ def looked_up(
         written = load_rows(values, b, t, first_value + v, C, BV)
         gram = tl.dot(answered, tl.trans(written), gram, input_precision=PRECISION)
     grad *= from_start[:, None]
-    through_state = tl.sum(load_rows(asking, b, t, first_asking + k, C, BK).to(tl.float32) * grad, 1)
     keys = load_rows(x, b, t, h * (J * K) + k, C, BK)
+    if APART:
+        own = diagonal(gram, C)[:, None] * keys.to(tl.float32)
+        weights = off_diagonal(weights, C)
     grad = tl.dot((gram * weights).to(x.dtype), keys, grad, input_precision=PRECISION)
     for j in tl.static_range(1, J):
         gram = tl.zeros((C, C), tl.float32)
@@ -63,8 +71,13 @@ def looked_up(
             written = load_rows(w, b, t, (h * J + j) * V + v, C, BV)
             gram = tl.dot(answered, tl.trans(written), gram, input_precision=PRECISION)
         keys = load_rows(x, b, t, (h * J + j) * K + k, C, BK)
+        if APART:
+            own += diagonal(gram, C)[:, None] * keys.to(tl.float32)
         grad = tl.dot((gram * weights).to(x.dtype), keys, grad, input_precision=PRECISION)
-    return grad, through_state
+    along = tl.sum(load_rows(asking, b, t, first_asking + k, C, BK).to(tl.float32) * grad, 1)
+    if APART:
+        grad += own
+    return grad, along
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded"])
@@ -105,8 +118,7 @@ def lookups_kernel(
     PRECISION: tl.constexpr,
 ):
     """`values` are Y_0 `[B, T, H, V]`, or w itself without an erase. dB goes to `d_erase_key`, or into column 0 of `d_x`,
-    where `writes.py` adds to it. `d_strength` `[K/BK, B, H, padded]`, `touched` `[K/BK, B, H, chunks]` and the first slabs of
-    `d_cumulated` `[sides + J, K/BK, B, H, padded]` are partial sums for `decay.py`."""
+    where `writes.py` adds to it. `d_strength` is `[K/BK, B, T, H]`; partial sums are described in `decay.py`."""
     BLOCKS: tl.constexpr = K // BK
     SIDES: tl.constexpr = 2 if ERASE else 1
     chunks = padded // C
@@ -128,7 +140,7 @@ def lookups_kernel(
     if side == 0:
         dq, rows = looked_up(
             q, h * K, d_o, h * V, x, values, value, w, states, matrix, from_start, weights, b, h, t, k,
-            J, K, V, BK, BV, C, PRECISION,
+            J, K, V, BK, BV, C, PRECISION == "ieee", PRECISION,
         )  # fmt: skip
         store_rows(d_q, b, t, h * K + k, dq, C, BK)
         if DECAY:
@@ -142,12 +154,14 @@ def lookups_kernel(
         first = h * (J * K) if TIED else h * K
         db, rows = looked_up(
             looking, first, d_w, h * (J * V), x, values, value, w, states, matrix, from_start, off_diagonal(weights, C),
-            b, h, t, k, J, K, V, BK, BV, C, PRECISION,
+            b, h, t, k, J, K, V, BK, BV, C, False, PRECISION,
         )  # fmt: skip
         beta = tl.full((C,), 1.0, tl.float32)
         if STRENGTH:
             beta = load_gate(strengths, bh, t, padded, C)
-            tl.store(d_strength + place, -tl.sum(load_rows(looking, b, t, first + k, C, BK).to(tl.float32) * db, 1))
+            i = t + tl.arange(0, C)
+            at = ((block * (heads // H) + b).to(tl.int64) * T + i) * H + h
+            tl.store(d_strength + at, -rows, mask=i < T)
         db *= -beta[:, None]
         if TIED:
             store_rows(d_x, b, t, h * (J * K) + k, db, C, BK)

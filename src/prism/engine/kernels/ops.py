@@ -1,6 +1,9 @@
 """The only door to the kernels: operators that torch knows (fake tensors, autograd, compile), and nothing else.
 
 Tensors that an operator does not need are None going in and empty coming out; `save` says whether a backward will follow.
+
+Torch's way from an operator to its Python code and back takes longer than the kernels of a small memory. `remember` takes
+the same code without the detour where nothing would notice: plain tensors, outside compiled code and dispatch modes.
 """
 
 from __future__ import annotations
@@ -9,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from prism.engine.kernels import launch
 from prism.engine.kernels.launch import Columns, Prepared
 
 
-@torch.library.custom_op("prism::memory", mutates_args=())
-def memory(
+def _memory(
     q: Tensor,
     x: Tensor,
     w: Tensor,
@@ -28,9 +32,12 @@ def memory(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Chunkwise: o `[B, T, H, V]`, the final state `[B, H, K, V]`, and what the backward reads (see `launch.Columns`)."""
     u = _columns(q, x, w, log_decay, erase_key, strength, documents)
-    o, final, states, fed, ready = launch.forward(u, _contiguous(state), save)
+    o, final, states, fed, ready = launch.forward(u, _laid(state), save)
     kept = (states, fed, ready.cumulated, ready.strengths, ready.grams, ready.inverse) if save else (None,) * 6
     return (o, final, *[_present(z, w) for z in kept])  # type: ignore[return-value]
+
+
+memory = torch.library.custom_op("prism::memory", _memory, mutates_args=())
 
 
 @memory.register_fake
@@ -58,8 +65,7 @@ def _(q, x, w, log_decay, erase_key, strength, documents, state, save):
     )
 
 
-@torch.library.custom_op("prism::memory_backward", mutates_args=())
-def memory_backward(
+def _memory_backward(
     d_o: Tensor,
     d_final: Tensor | None,
     q: Tensor,
@@ -83,8 +89,13 @@ def memory_backward(
         grams,
         inverse if u.erases else None,
     )
-    grads = launch.backward(u, ready, states, fed if u.erases else None, d_o.contiguous(), _contiguous(d_final))
+    answers = _laid(d_o)
+    assert answers is not None
+    grads = launch.backward(u, ready, states, fed if u.erases else None, answers, _laid(d_final))
     return tuple(_present(z, w) for z in grads)  # type: ignore[return-value]
+
+
+memory_backward = torch.library.custom_op("prism::memory_backward", _memory_backward, mutates_args=())
 
 
 @memory_backward.register_fake
@@ -106,6 +117,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    return _gradients(memory_backward, ctx, d_o, d_final)
+
+
+def _gradients(backward: Any, ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
     if not ctx.saved_states:
         raise RuntimeError("prism::memory was called with save=False: nothing was kept for a backward")
     q, x, w, log_decay, erase_key, strength, *rest = ctx.saved_tensors
@@ -113,7 +128,7 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Non
         if d_final is None:
             return (None,) * 9
         d_o = torch.zeros_like(w[..., 0, :])
-    grads = memory_backward(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest)
+    grads = backward(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest)
     d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_state = grads
     return (
         d_q,
@@ -129,6 +144,27 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Non
 
 
 memory.register_autograd(_differentiate, setup_context=_keep)
+
+
+class _Remember(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _memory(*inputs)
+        _keep(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: None) -> Any:
+        return _gradients(_memory_backward, ctx, d_o, d_final)
+
+
+def remember(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`memory`'s outputs and final state, by the shortest way."""
+    plain = all(z is None or type(z) in (Tensor, torch.nn.Parameter) for z in inputs[:-1])
+    if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():
+        return memory(*inputs)[:2]
+    return (_Remember.apply if inputs[-1] else _memory)(*inputs)[:2]
 
 
 @torch.library.custom_op("prism::step", mutates_args=())
@@ -148,7 +184,7 @@ def step(
     """Tokens one after the other, as `Update` gives them: the outputs and a new state. Has no backward."""
     new = w.new_empty(w.shape[0], w.shape[2], q.shape[3], w.shape[4], dtype=torch.float32)
     given = (q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
-    return launch.step([_contiguous(z) for z in given], new, substeps), new
+    return launch.step([_laid(z) for z in given], new, substeps), new
 
 
 @step.register_fake
@@ -178,7 +214,7 @@ def step_(
             f"state must be contiguous float32 to be updated in place, got {state.dtype} {list(state.stride())}"
         )
     given = (q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
-    return launch.step([_contiguous(z) for z in given], state, substeps)
+    return launch.step([_laid(z) for z in given], state, substeps)
 
 
 @step_.register_fake
@@ -189,7 +225,7 @@ def _(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, s
 @torch.library.custom_op("prism::solve", mutates_args=())
 def solve(r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool) -> Tensor:
     """PRISM's solver: r `[…, H, V]`, p `[…, H, L, V]`, β `[…, H, L]`, γ `[L, H, V]` → the writes `[…, H, L, V]`."""
-    return launch.solve(r.contiguous(), _contiguous(p), beta.contiguous(), _contiguous(scale), gelu, nonlinear)
+    return launch.solve(r.contiguous(), _laid(p), beta.contiguous(), _laid(scale), gelu, nonlinear)
 
 
 @solve.register_fake
@@ -201,7 +237,7 @@ def _(r, p, beta, scale, gelu, nonlinear):
 def solve_backward(
     d_w: Tensor, r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = (r.contiguous(), _contiguous(p), beta.contiguous(), _contiguous(scale))
+    given = (r.contiguous(), _laid(p), beta.contiguous(), _laid(scale))
     grads = launch.solve_backward(d_w.contiguous(), *given, gelu, nonlinear)
     return tuple(_present(z, r) for z in grads)  # type: ignore[return-value]
 
@@ -225,12 +261,66 @@ def _differentiate_solve(ctx: Any, d_w: Tensor) -> tuple[Tensor | None, ...]:
 solve.register_autograd(_differentiate_solve, setup_context=_keep_solve)
 
 
+@torch.library.custom_op("prism::short_conv", mutates_args=())
+def short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, documents: Tensor | None, silu: bool
+) -> Tensor:
+    """x `[B, T, D]`, weight `[W, D]`, bias `[D]`, window `[B, W - 1, D]`, documents `[B, T]` int32 → `[B, T, D]`.
+
+    The window gets no gradient."""
+    return launch.short_conv(silu, *_all_laid(x, weight, bias, window, documents))
+
+
+@short_conv.register_fake
+def _(x, weight, bias, window, documents, silu):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("prism::short_conv_backward", mutates_args=())
+def short_conv_backward(
+    d_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor | None,
+    documents: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_x, d_weight, d_bias = launch.short_conv_backward(silu, *_all_laid(d_y, x, weight, bias, window, documents))
+    return d_x, d_weight, _present(d_bias, weight)
+
+
+@short_conv_backward.register_fake
+def _(d_y, x, weight, bias, window, documents, silu):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape)
+
+
+def _keep_conv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_conv(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    d_x, d_weight, d_bias = short_conv_backward(d_y, *ctx.saved_tensors, ctx.silu)
+    return d_x, d_weight, None if ctx.saved_tensors[2] is None else d_bias, None, None, None
+
+
+short_conv.register_autograd(_differentiate_conv, setup_context=_keep_conv)
+
+
 def _columns(*tensors: Tensor | None) -> Columns:
-    return Columns(*[_contiguous(z) for z in tensors])  # type: ignore[arg-type]
+    return Columns(*_all_laid(*tensors))
 
 
-def _contiguous(z: Tensor | None) -> Tensor | None:
-    return None if z is None else z.contiguous()
+def _all_laid(*tensors: Tensor | None) -> list[Any]:
+    return [_laid(z) for z in tensors]
+
+
+def _laid(z: Tensor | None) -> Tensor | None:
+    """Contiguous, and aligned as the kernels were compiled for (a view may begin anywhere)."""
+    if z is None or (z.is_contiguous() and z.data_ptr() % 16 == 0):
+        return z
+    return z.clone(memory_format=torch.contiguous_format)
 
 
 def _present(z: Tensor | None, like: Tensor) -> Tensor:

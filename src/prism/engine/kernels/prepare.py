@@ -11,34 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import kept, load_gate, load_rows, off_diagonal
-
-
-@triton.jit(do_not_specialize=["T", "H", "padded"])
-def gates_kernel(
-    log_decay,
-    strength,
-    cumulated,
-    strengths,
-    T,
-    H,
-    padded,
-    C: tl.constexpr,
-    DECAY: tl.constexpr,
-    STRENGTH: tl.constexpr,
-):
-    """`[B, T, H]` → `[B, H, padded]`: G_i = Σ_{j ≤ i} g_j inside each chunk, summed in float64, in base 2; and β."""
-    chunks = padded // C
-    bh, t = tl.program_id(0) // chunks, tl.program_id(0) % chunks * C
-    i = tl.arange(0, C)
-    given = ((bh // H).to(tl.int64) * T + t + i) * H + bh % H
-    place = bh.to(tl.int64) * padded + t + i
-    if DECAY:
-        g = tl.load(log_decay + given, mask=t + i < T, other=0.0).to(tl.float64)
-        G = tl.cumsum(g, 0) * 1.4426950408889634
-        tl.store(cumulated + place, G.to(cumulated.dtype.element_ty))
-    if STRENGTH:
-        tl.store(strengths + place, tl.load(strength + given, mask=t + i < T, other=0.0))
+from prism.engine.kernels.tiles import left_of_writes, load_rows, off_diagonal
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded"])
@@ -46,9 +19,11 @@ def prepare_kernel(
     q,
     x,
     erase_key,
-    strengths,
-    cumulated,
+    log_decay,
+    strength,
     documents,
+    cumulated,
+    strengths,
     grams,
     inverse,
     T,
@@ -64,25 +39,34 @@ def prepare_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One chunk and head. `inverse` `[B, H, chunks, C, C]` is T⁻¹; `grams` `[B, H, chunks, 2J or J, C, C]` holds
+    """One chunk and head. Gates `[B, T, H]` become `[B, H, padded]`: G_i = Σ_{j ≤ i} g_j inside each chunk, summed in
+    float64, in base 2; and β. `inverse` `[B, H, chunks, C, C]` is T⁻¹; `grams` `[B, H, chunks, 2J or J, C, C]` holds
     N_jᵀ = X_j Qᵀ ⊙ Γᵀ for every column, then -β ⊙ M_jᵀ = -β ⊙ X_j Bᵀ ⊙ Γᵀ (strict)."""
     chunks = padded // C
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h = bh // H, bh % H
     t = n * C
+    i = tl.arange(0, C)
+    given = (b.to(tl.int64) * T + t + i) * H + h
+    G = tl.zeros((C,), tl.float32)
+    if DECAY:
+        g = tl.load(log_decay + given, mask=t + i < T, other=0.0).to(tl.float64)
+        G = (tl.cumsum(g, 0) * 1.4426950408889634).to(cumulated.dtype.element_ty)
+        tl.store(cumulated + bh.to(tl.int64) * padded + t + i, G)
     GRAMS: tl.constexpr = 2 * J if ERASE else J
     place = (bh * chunks + n) * GRAMS
     if ERASE:
         key = load_rows(x, b, t, h * (J * K), C, K)
         lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
         lower = tl.dot(lookup, tl.trans(key), input_precision=PRECISION)
-        lower *= kept(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, False)
+        lower *= left_of_writes(G, documents, b, t, T, C, DECAY, DOCUMENTS, False)
         beta = tl.full((C,), 1.0, tl.float32)
         if STRENGTH:
-            beta = load_gate(strengths, bh, t, padded, C)
+            beta = tl.load(strength + given, mask=t + i < T, other=0.0)
+            tl.store(strengths + bh.to(tl.int64) * padded + t + i, beta)
         solved = invert_unit_lower(off_diagonal(lower * beta[:, None], C), C, PRECISION)
         inverse.store([(bh * chunks + n) * C, 0], solved.to(inverse.dtype))
-    turned = kept(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, True)
+    turned = left_of_writes(G, documents, b, t, T, C, DECAY, DOCUMENTS, True)
     asked = load_rows(q, b, t, h * K, C, K)
     for j in tl.static_range(J):
         keys = load_rows(x, b, t, (h * J + j) * K, C, K)

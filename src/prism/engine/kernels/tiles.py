@@ -93,13 +93,23 @@ def kept(
     TURNED: tl.constexpr,
 ):
     """Γ `[C, C]`: what is left of the column's write at the row, on and below the diagonal; TURNED: its transpose."""
+    G = tl.zeros((C,), tl.float32)
+    if DECAY:
+        G, _ = load_cumulated(cumulated, bh, t, padded, C, STEP)
+    return left_of_writes(G, documents, b, t, T, C, DECAY, DOCUMENTS, TURNED)
+
+
+@triton.jit
+def left_of_writes(
+    G, documents, b, t, T, C: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, TURNED: tl.constexpr
+):
+    """`kept` from G itself."""
     i = tl.arange(0, C)
     keep = i[:, None] <= i[None, :] if TURNED else i[:, None] >= i[None, :]
     if DOCUMENTS:
         doc = tl.load(documents + b.to(tl.int64) * T + tl.minimum(t + i, T - 1))
         keep = keep & (doc[:, None] == doc[None, :])
     if DECAY:
-        G, _ = load_cumulated(cumulated, bh, t, padded, C, STEP)
         left = (G[None, :] - G[:, None]) if TURNED else (G[:, None] - G[None, :])
         # Masked before the exponential: on the other side of the diagonal it would overflow.
         return tl.exp2(tl.where(keep, left.to(tl.float32), float("-inf")))
@@ -110,3 +120,10 @@ def kept(
 def off_diagonal(tile, C: tl.constexpr):
     i = tl.arange(0, C)
     return tl.where(i[:, None] == i[None, :], 0.0, tile)
+
+
+@triton.jit
+def diagonal(tile, C: tl.constexpr):
+    """`[C]`"""
+    i = tl.arange(0, C)
+    return tl.sum(tl.where(i[:, None] == i[None, :], tile, 0.0), 1)

@@ -2,7 +2,6 @@
 
 dX_j = dN_jᵀ Q + dM_jᵀ B + e^{G_C - G} ⊙ Y_j dS'ᵀ         (where B is X_0, dX_0 takes dB up)
 dW_j = N_jᵀ dO + M_jᵀ dR + e^{G_C - G} ⊙ X_j dS'          for j > 0; dW_0 = dU is known
-dG_i = rows - columns of N_j ⊙ dN_j + M_j ⊙ dM_j, and what e^{G_C - G} adds
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import borders, kept, load_gate, load_rows, off_diagonal, store_rows
+from prism.engine.kernels.tiles import borders, diagonal, kept, load_gate, load_rows, off_diagonal, store_rows
 
 
 @triton.jit
@@ -68,7 +67,7 @@ def writes_kernel(
     PRECISION: tl.constexpr,
 ):
     """FED: column 0, which the erase feeds (`values` are Y_0 `[B, T, H, V]`); else all others at once (`values` are w).
-    `tails` `[J, K/BK, B, H, padded]` and the last slabs of `d_cumulated` are partial sums for `decay.py`."""
+    Partial sums are described in `decay.py`."""
     BLOCKS: tl.constexpr = K // BK
     COLUMNS: tl.constexpr = 1 if FED else (J - 1 if ERASE else J)
     SIDES: tl.constexpr = 2 if ERASE else 1
@@ -101,38 +100,40 @@ def writes_kernel(
             d_gram_b = tl.dot(written, tl.trans(wanted), d_gram_b, input_precision=PRECISION)
     _, to_end, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS)
     dx *= to_end[:, None]
-    if DECAY:
-        tl.store(tails + place, tl.sum(load_rows(x, b, t, key + k, C, BK).to(tl.float32) * dx, 1))
-
-    # How much the queries saw of this column, N_jᵀ, then the erases, -β ⊙ M_jᵀ.
+    keys = load_rows(x, b, t, key + k, C, BK)
+    tail = tl.sum(keys.to(tl.float32) * dx, 1)
     weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, True)
-    gram = weights * key_products(x, key, q, h * K, b, t, K, BK, C, PRECISION)
-    crossing = gram * d_gram_q
-    seen_q = gram.to(x.dtype)
     asked = load_rows(q, b, t, h * K + k, C, BK)
+    if PRECISION == "ieee":  # as in `lookups.py`
+        own = diagonal(d_gram_q, C)[:, None] * asked.to(tl.float32)
+        d_gram_q = off_diagonal(d_gram_q, C)
     dx = tl.dot((d_gram_q * weights).to(x.dtype), asked, dx, input_precision=PRECISION)
     if ERASE:
         beta = tl.full((C,), 1.0, tl.float32)
         if STRENGTH:
             beta = load_gate(strengths, bh, t, padded, C)
-        weights = off_diagonal(weights * -beta[None, :], C)
+        strict = off_diagonal(weights * -beta[None, :], C)
         looking = x if TIED else erase_key
         first = h * (J * K) if TIED else h * K
-        gram = weights * key_products(x, key, looking, first, b, t, K, BK, C, PRECISION)
-        crossing += gram * d_gram_b
-        seen_b = gram.to(x.dtype)
         lookup = load_rows(looking, b, t, first + k, C, BK)
-        dx = tl.dot((d_gram_b * weights).to(x.dtype), lookup, dx, input_precision=PRECISION)
-        if FED and TIED:
-            dx += load_rows(d_x, b, t, key + k, C, BK).to(tl.float32)
-    store_rows(d_x, b, t, key + k, dx, C, BK)
+        dx = tl.dot((d_gram_b * strict).to(x.dtype), lookup, dx, input_precision=PRECISION)
     if DECAY:
-        if BLOCKS > 1:
-            crossing = tl.where(block == 0, crossing, 0.0)
-        place += (SIDES * BLOCKS * heads).to(tl.int64) * padded
-        tl.store(d_cumulated + place, tl.sum(crossing, 0) - tl.sum(crossing, 1))
+        tl.store(tails + place, tail)
+        tl.store(
+            d_cumulated + (SIDES * BLOCKS * heads).to(tl.int64) * padded + place,
+            tail - tl.sum(keys.to(tl.float32) * dx, 1),
+        )
+    if PRECISION == "ieee":
+        dx += own
+    if FED and TIED:
+        dx += load_rows(d_x, b, t, key + k, C, BK).to(tl.float32)
+    store_rows(d_x, b, t, key + k, dx, C, BK)
 
     if not FED and block == 0:
+        # How much the queries saw of this column, N_jᵀ, then the erases, -β ⊙ M_jᵀ.
+        seen_q = (weights * key_products(x, key, q, h * K, b, t, K, BK, C, PRECISION)).to(x.dtype)
+        if ERASE:
+            seen_b = (strict * key_products(x, key, looking, first, b, t, K, BK, C, PRECISION)).to(x.dtype)
         keys = load_rows(x, b, t, key, C, BK)
         for v in range(0, V, BV):
             dw = tl.dot(keys, tl.trans(d_states.load([matrix + v, 0])), input_precision=PRECISION)

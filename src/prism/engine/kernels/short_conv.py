@@ -1,0 +1,155 @@
+"""The short causal convolution of each channel, with its SiLU, in one pass: y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}).
+
+Taps that reach before the span read the window, if there is one; taps that reach into an earlier document see nothing.
+The backward finds the sum before SiLU again, writes its gradient dz and each program's share of the weights' gradient, and
+takes dx from dz in a second pass. Shares are added up by the caller, in a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tap(
+    x,
+    window,
+    documents,
+    b,
+    t,
+    c,
+    back: tl.constexpr,
+    T,
+    D,
+    W: tl.constexpr,
+):
+    """x_{t-back} `[ROWS, COLUMNS]` in float32, zero where it may not be seen."""
+    there = t - back
+    inside = (t < T) & (there >= 0)
+    if documents is not None:
+        own = documents + b * T
+        # A document that began before the span is number 0, and so is the window's.
+        now = tl.load(own + t, mask=t < T, other=0)
+        inside = inside & (tl.load(own + there, mask=inside, other=-1) == now)
+    seen = tl.load(x + (b * T + there)[:, None] * D + c[None, :], mask=inside[:, None] & (c < D)[None, :], other=0.0)
+    seen = seen.to(tl.float32)
+    if window is not None:
+        before = (t < T) & (there < 0)
+        if documents is not None:
+            before = before & (now == 0)
+        place = window + (b * (W - 1) + W - 1 + there)[:, None] * D + c[None, :]
+        seen += tl.load(place, mask=before[:, None] & (c < D)[None, :], other=0.0).to(tl.float32)
+    return seen
+
+
+@triton.jit(do_not_specialize=["T", "D"])
+def short_conv_kernel(
+    x,
+    weight,
+    bias,
+    window,
+    documents,
+    y,
+    T,
+    D,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """ROWS tokens of COLUMNS channels; x, y `[B, T, D]`, weight `[W, D]`, window `[B, W - 1, D]`, documents `[B, T]`."""
+    parts = tl.cdiv(T, ROWS)
+    b = (tl.program_id(0) // parts).to(tl.int64)
+    t = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    z = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for back in tl.static_range(W):
+        factor = tl.load(weight + (W - 1 - back) * D + c, mask=c < D, other=0.0).to(tl.float32)
+        z += factor[None, :] * tap(x, window, documents, b, t, c, back, T, D, W)
+    if bias is not None:
+        z += tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        z *= tl.sigmoid(z)
+    place = (b * T + t)[:, None] * D + c[None, :]
+    tl.store(y + place, z.to(y.dtype.element_ty), mask=(t < T)[:, None] & (c < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "D"])
+def short_conv_weights_kernel(
+    x,
+    weight,
+    bias,
+    window,
+    documents,
+    d_y,
+    d_z,
+    d_weight,
+    T,
+    D,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    REPEAT: tl.constexpr,
+):
+    """d_z `[B, T, D]`, and REPEAT · ROWS tokens' share of the gradients of the weights and the bias, `[parts, W + 1, D]`."""
+    parts = tl.cdiv(T, ROWS * REPEAT)
+    b = (tl.program_id(0) // parts).to(tl.int64)
+    first = tl.program_id(0) % parts * (ROWS * REPEAT)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    channel = (c < D)[None, :]
+    tap_number = tl.arange(0, 8)  # W ≤ 7: the last used one is the bias
+    sums = tl.zeros((8, COLUMNS), tl.float32)
+    for r in range(REPEAT):
+        t = first + r * ROWS + tl.arange(0, ROWS)
+        z = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for back in tl.static_range(W):
+            factor = tl.load(weight + (W - 1 - back) * D + c, mask=c < D, other=0.0).to(tl.float32)
+            z += factor[None, :] * tap(x, window, documents, b, t, c, back, T, D, W)
+        if bias is not None:
+            z += tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+        place = (b * T + t)[:, None] * D + c[None, :]
+        inside = (t < T)[:, None] & channel
+        dz = tl.load(d_y + place, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            s = tl.sigmoid(z)
+            dz *= s * (1.0 + z * (1.0 - s))
+        tl.store(d_z + place, dz.to(d_z.dtype.element_ty), mask=inside)
+        for back in tl.static_range(W):
+            share = tl.sum(dz * tap(x, window, documents, b, t, c, back, T, D, W), 0)
+            sums += tl.where(tap_number[:, None] == W - 1 - back, share[None, :], 0.0)
+        sums += tl.where(tap_number[:, None] == W, tl.sum(dz, 0)[None, :], 0.0)
+    place = (tl.program_id(0).to(tl.int64) * (W + 1) + tap_number)[:, None] * D + c[None, :]
+    tl.store(d_weight + place, sums, mask=(tap_number <= W)[:, None] & channel)
+
+
+@triton.jit(do_not_specialize=["T", "D"])
+def short_conv_inputs_kernel(
+    d_z,
+    weight,
+    documents,
+    d_x,
+    T,
+    D,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """dx_t = Σ_i weight[W-1-i] dz_{t+i}, within its document."""
+    parts = tl.cdiv(T, ROWS)
+    b = (tl.program_id(0) // parts).to(tl.int64)
+    t = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    dx = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for ahead in tl.static_range(W):
+        inside = t + ahead < T
+        if documents is not None:
+            own = documents + b * T
+            now = tl.load(own + t, mask=t < T, other=-1)
+            inside = inside & (tl.load(own + t + ahead, mask=inside, other=-2) == now)
+        place = (b * T + t + ahead)[:, None] * D + c[None, :]
+        dz = tl.load(d_z + place, mask=inside[:, None] & (c < D)[None, :], other=0.0).to(tl.float32)
+        dx += tl.load(weight + (W - 1 - ahead) * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :] * dz
+    place = (b * T + t)[:, None] * D + c[None, :]
+    tl.store(d_x + place, dx.to(d_x.dtype.element_ty), mask=(t < T)[:, None] & (c < D)[None, :])
