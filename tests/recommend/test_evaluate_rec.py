@@ -81,6 +81,17 @@ def test_ranks_are_those_found_by_hand(
     assert model.training, "the model is left as it was"
 
 
+def test_of_many_items_few_targets_are_scored_at_once(
+    model: PrismForRecommendation, split: Split, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = rank_targets(model, split.test, split.histories, max_length=5)
+    monkeypatch.setattr("prism.evaluate.recommendation.SCORES_AT_ONCE", 3 * (ITEMS + 1))
+    done: list[int] = []
+    found = rank_targets(model, split.test, split.histories, max_length=5, progress=lambda now, of: done.append(now))
+    assert np.diff(done, prepend=0).max() == 3
+    assert found.ranks.tolist() == expected.ranks.tolist()
+
+
 def test_results_name_their_protocol(model: PrismForRecommendation, split: Split) -> None:
     results = evaluate_split(model, split, "test", max_length=7)
     protocol = results["protocol"]

@@ -29,6 +29,8 @@ from prism.models import PrismForRecommendation
 Progress = Callable[[int, int], None]
 """Is told how many of how many targets are done."""
 BATCH = 256
+SCORES_AT_ONCE = 2**26
+"""How many scores there are at a time at the most, whatever the batch: a catalogue may have millions of items."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def rank_targets(
     """Where each target lands; in the order of `targets`.
 
     Args:
-        batch: targets at once. It changes memory and speed, not the result.
+        batch: targets at once, fewer where there are very many items. It changes memory and speed, not the result.
         popularity: `[N + 1]`, for `sampled` by popularity.
         recommended: is told the top-k lists of all items.
     """
@@ -91,6 +93,7 @@ def rank_targets(
     found = np.empty((2, len(targets)), dtype=np.int64)
     others = None if sampled is None else _others(sampled, num_items, popularity)
     order = np.argsort(targets.ends, kind="stable")  # rows of one length: little padding
+    batch = min(batch, max(1, SCORES_AT_ONCE // (num_items + 1)))
     training = model.training
     model.eval()
     for start in range(0, len(targets), batch):
