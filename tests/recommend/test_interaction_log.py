@@ -143,6 +143,11 @@ def test_ids_keep_what_they_are(tmp_path: Path) -> None:
     assert items(["007", "7"]) == ["007", "7"]
     assert items([2.0, 1.0]) == [1, 2]
     assert items(pl.Series(["b", "a"], dtype=pl.Categorical)) == ["a", "b"]
+    large = pl.DataFrame({"user": pl.Series([2**63 + 5, 1], dtype=pl.UInt64), "item": [2.0, 2.0**52]})
+    assert read_log(large).frame.rows() == [("9223372036854775813", 2), ("1", 2**52)]
+    for wrong in ([float("inf"), 1.0], [1e300, 1.0], [[1], [2]]):
+        with pytest.raises(ValueError, match="ids are texts or whole numbers"):
+            read_log(pl.DataFrame({"user": wrong, "item": [1, 2]}))
     with pytest.raises(ValueError, match="fractions"):
         items([1.5, 2.0])
 

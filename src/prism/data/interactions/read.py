@@ -22,7 +22,8 @@ def read_log(
 ) -> Log:
     """Read a log of events.
 
-    Ids that are all whole numbers become integers, also where they are written as texts ("007" stays a text).
+    Ids that are all whole numbers become integers, also where they are written as texts ("007" stays a text, and so do
+    all of a column with one beyond 64 bits).
 
     Args:
         source: a csv, tsv, parquet or RecBole .inter file, or lines "user item" or "user item item …" (the text formats
@@ -80,16 +81,19 @@ def _of_pandas(name: str, column: Any) -> pl.Series:
 def _ids(column: pl.Series, where: str) -> pl.Series:
     column = column.fill_nan(None) if column.dtype.is_float() else column
     _refuse_missing(column, where, "every event needs a user and an item")
-    if column.dtype.is_integer():
-        return column.cast(pl.Int64)
     if column.dtype.is_float():
-        if not (column == column.round()).all():
+        whole = column.cast(pl.Int64, strict=False)
+        if whole.null_count() or not (whole == column).all():
             raise ValueError(f"column {column.name!r} of {where} holds fractions: ids are texts or whole numbers")
-        return column.cast(pl.Int64)
+        return whole
+    if column.dtype.is_integer() and not (whole := column.cast(pl.Int64, strict=False)).null_count():
+        return whole
+    if column.dtype.is_nested():
+        raise ValueError(f"column {column.name!r} of {where} holds {column.dtype}: ids are texts or whole numbers")
     texts = column.cast(pl.String)
     numbers = texts.cast(pl.Int64, strict=False)
-    whole = not numbers.null_count() and (numbers.cast(pl.String) == texts).all()
-    return numbers if whole else texts
+    are_numbers = not numbers.null_count() and (numbers.cast(pl.String) == texts).all()
+    return numbers if are_numbers else texts
 
 
 def _times(column: pl.Series, where: str) -> pl.Series:
