@@ -243,6 +243,21 @@ def test_from_a_frame_to_recommendations(tmp_path: Path) -> None:
     assert other.recommend(["u7"]).items == same.recommend(["u7"]).items
 
 
+def test_a_later_log_serves_everyone_in_it(tmp_path: Path) -> None:
+    """Also users with fewer events than training wanted, and without the columns that describe items."""
+    table = frame()
+    table.with_columns(kind=table["item"].str.slice(0, 9)).write_csv(tmp_path / "log.csv")
+    data = {"length": 10, "cache": str(tmp_path / "cache"), "features": ["kind"], "min_user": 3, "min_item": 2}
+    it = Recommender.fit(tmp_path / "log.csv", out=tmp_path / "run", **{**QUICK, "data": data})
+    item = it.catalogue.items[3]
+    pl.DataFrame({"user": ["new", "u1", "u1"], "item": [item, item, "?"], "time": [1, 1, 2]}).write_csv(
+        tmp_path / "now.csv"
+    )
+    later = Recommender.load(tmp_path / "run", data=tmp_path / "now.csv", device="cpu")
+    expected = it.recommend(sequences=[[item], [item]]).items
+    assert later.recommend(["new", "u1"]).items == expected
+
+
 class TestCommand:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:

@@ -104,7 +104,7 @@ class Recommender:
         if isinstance(data, Prepared):
             log = data
         elif training is not None:
-            log = training.other_log(str(data))
+            log = training.other_log(str(data), everyone=True)
         else:
             log = prepare_log(LogRecipe(source=str(data)))
         log = log if list(log.catalogue.items) == list(catalogue.items) else translate(log, catalogue)

@@ -38,9 +38,20 @@ class Training:
             raise ValueError("the log of training is gone or has changed since: give one with --data")
         return log
 
-    def other_log(self, source: str, report: Callable[[str], None] = lambda message: None) -> Prepared:
-        """Another log, read in the same way, in the terms of the model's items."""
-        other = prepare_log(replace(self.data.recipe(), source=source), self.data.cache, report=report)
+    def other_log(
+        self, source: str, report: Callable[[str], None] = lambda message: None, everyone: bool = False
+    ) -> Prepared:
+        """Another log, read in the same way, in the terms of the model's items.
+
+        It needs no columns of features: what is known of an item, the model knows.
+
+        Args:
+            everyone: keep users and items that training would have left out for their few events.
+        """
+        recipe = replace(self.data.recipe(), source=source, features=())
+        if everyone:
+            recipe = replace(recipe, min_user=1, min_item=1)
+        other = prepare_log(recipe, self.data.cache, report=report)
         return other if other.digest == self.facts["digest"] else translate(other, self.catalogue)
 
 
