@@ -156,6 +156,64 @@ def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
     return configuration(case.key_dim, case.value_dim, case.writes, dtype, torch.device(device))
 
 
+def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """The kernels beside the memory, PRISM's solver and the short convolution, judged in the same way."""
+    from prism.engine.kernels import ops
+    from prism.rules.solver import solve
+
+    B, T, H, L, V = 2, 333, 2, 3, 128
+    generator = torch.Generator(device).manual_seed(1)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    leaves = [normal(B, T, H, V), normal(B, T, H, L, V), normal(B, T, H, L).sigmoid(), normal(L, H, V)]
+    for name in ("gelu", "closed"):
+
+        def plain(r: Tensor, p: Tensor, beta: Tensor, scale: Tensor, name: str = name) -> Tensor:
+            return scale.movedim(0, 1) * (beta.unsqueeze(-1) * solve(r, p, L, name))
+
+        def kernel(r: Tensor, p: Tensor, beta: Tensor, scale: Tensor, name: str = name) -> Tensor:
+            return ops.solve(r, p, beta, scale, name == "gelu", True)
+
+        yield _judge(f"solver {name}", kernel, plain, leaves)
+
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = torch.zeros_like(x) + bias
+        for back in range(len(weight)):
+            y = y + F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] * weight[-1 - back]
+        return F.silu(y)
+
+    yield _judge(
+        "short convolution",
+        lambda x, weight, bias: ops.short_conv(x, weight, bias, None, None, True),
+        convolve,
+        [normal(B, T, 256), normal(4, 256), normal(256)],
+    )
+
+
+def _judge(
+    name: str, kernel: Callable[..., Tensor], plain: Callable[..., Tensor], leaves: list[Tensor]
+) -> dict[str, Any]:
+    d_y = torch.randn_like(plain(*leaves))
+
+    def everything(compute: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        given = [z.detach().to(dtype).requires_grad_() for z in leaves]
+        y = compute(*given)
+        return [y.detach(), *torch.autograd.grad(y, given, d_y.to(dtype))]
+
+    exact, theirs, ours = (
+        everything(compute, dtype)
+        for compute, dtype in ((plain, torch.float64), (plain, d_y.dtype), (kernel, d_y.dtype))
+    )
+    errors = {}
+    for i, reference in enumerate(exact):
+        pair = [((x[i].double() - reference).norm() / reference.norm()).item() for x in (ours, theirs)]
+        errors["y" if i == 0 else f"d_{i}"] = {"kernel": pair[0], "torch": pair[1]}
+    good = all(e["kernel"] <= max(2 * e["torch"], FLOOR) for e in errors.values())
+    return {"case": {"what": name, "dtype": str(d_y.dtype).removeprefix("torch.")}, "errors": errors, "good": good}
+
+
 def low_precision(u: prism.Update, S: Tensor, size: int = 64) -> tuple[Tensor, Tensor]:
     """The chunk form as one would write it in torch for half precision: products in w's dtype, the rest in float32."""
     dtype, T = u.w.dtype, u.tokens

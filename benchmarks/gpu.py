@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +26,35 @@ import speed
 from prism.engine.kernels.configurations import MEASURED, architecture
 from prism.evaluate.report import write_results
 
-PARTS = ("accuracy", "speed", "decode", "first-call")
+PARTS = ("accuracy", "decode", "first-call", "speed")
+Keep = Callable[[list[dict[str, Any]]], None]
+"""Gets all rows after each one: a run that is cut short leaves what it has."""
 
 
-def check_all(device: str, tiny: bool) -> list[dict[str, Any]]:
+def check_all(device: str, tiny: bool, keep: Keep) -> None:
     """Every case with the configuration it gets by itself, then every measured configuration by name."""
     table = Table("tokens", "L", "K × V", "dtype", "what", "worst kernel / torch", "of", "")
     rows = []
 
+    def note(result: dict[str, Any], *cells: str) -> None:
+        worst = max(result["errors"], key=lambda name: _ratio(result["errors"][name]))
+        error, verdict = result["errors"][worst], "ok" if result["good"] else "WRONG"
+        table.add_row(*cells, f"{error['kernel']:.1e} / {error['torch']:.1e}", worst, verdict)
+        print(*cells, f"{error['kernel']:.1e} / {error['torch']:.1e}", worst, verdict, flush=True)
+        rows.append(result)
+        keep(rows)
+
     def one(case: accuracy.Case, **options: Any) -> None:
         result = accuracy.check(case, device, **options)
         torch.cuda.empty_cache()
-        worst = max(result["errors"], key=lambda name: _ratio(result["errors"][name]))
-        error = result["errors"][worst]
         what = [name for name in ("alike", "packed", "segments") if getattr(case, name)]
         what += [f"decay {case.decay}"] * (case.decay != "weak") + [f"erase {case.erase}"] * (case.erase != "first")
-        table.add_row(
-            str(case.tokens), str(case.writes), f"{case.key_dim} × {case.value_dim}", case.dtype, ", ".join(what),
-            f"{error['kernel']:.1e} / {error['torch']:.1e}", worst, "ok" if result["good"] else "WRONG",
-        )  # fmt: skip
-        rows.append(result)
+        width = f"{case.key_dim} × {case.value_dim}"
+        note(result, str(case.tokens), str(case.writes), width, case.dtype, ", ".join(what))
 
+    for dtype in (torch.float32,) if tiny else (torch.bfloat16, torch.float32):
+        for result in accuracy.passes(device, dtype):
+            note(result, "", "", "", result["case"]["dtype"], result["case"]["what"])
     if tiny:
         one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1))
         one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1, packed=True))
@@ -57,36 +66,39 @@ def check_all(device: str, tiny: bool) -> list[dict[str, Any]]:
             if where == here:
                 one(accuracy.Case(777, writes, K, V, alike=True), configuration=configuration, seed=1)
     Console().print(table)
-    return rows
 
 
 def _ratio(error: dict[str, float]) -> float:
     return error["kernel"] / max(error["torch"], accuracy.FLOOR / 2)
 
 
-def time_all(have: speed.Ceilings, peers: bool) -> list[dict[str, Any]]:
+def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
     table = Table("shape", "what", "forward ms", "both ms", "forward / floor", "both / floor")
     rows = []
 
     def one(shape: speed.Shape, what: str, times: dict[str, float], floors: tuple[float, float] | None) -> None:
         shares = [""] * 2
         if floors is not None:
-            shares = [f"{times[name]:.3f}" for name in ("forward", "both")]
             shares = [f"{times[name] / f:.1f}" for name, f in zip(("forward", "both"), floors, strict=True)]
         table.add_row(str(shape), what, f"{times['forward']:.3f}", f"{times['both']:.3f}", *shares)
         rows.append({"shape": list(shape), "what": what, **times, "floors": floors})
+        keep(rows)
+        print(f"{shape!s:22} {what:32} {times['forward']:.3f} / {times['both']:.3f} ms", flush=True)
 
     for shape in speed.SHAPES:
         for writes in (1, 2, 4):
             floors = (speed.floor(shape, writes, have, False), speed.floor(shape, writes, have, True))
             one(shape, f"PRISM L={writes}", speed.ours(shape, writes), floors)
         one(shape, "softmax attention (SDPA)", speed.attention(shape), None)
-        if peers:
+    if peers:  # widths that differ are tuned anew, for minutes
+        for shape in speed.SHAPES:
             one(shape, "fla Gated DeltaNet", speed.flash_linear_attention(shape, "gated_delta", 1), None)
+        wide = [shape for shape in speed.SHAPES if shape.width == 128]
+        for shape in wide:
             one(shape, "fla Gated DeltaProduct n=2", speed.flash_linear_attention(shape, "delta_product", 2), None)
+        for shape in wide[:1]:
             one(shape, "PRISM L=2 through fla's Comba", speed.flash_linear_attention(shape, "comba", 2), None)
     Console().print(table)
-    return rows
 
 
 def decode_all(have: speed.Ceilings) -> list[dict[str, Any]]:
@@ -113,24 +125,23 @@ def main() -> None:
     parts = ["accuracy"] if arguments.tiny else arguments.only
     results: dict[str, Any] = {}
 
-    def keep() -> None:
+    def keep(part: str, rows: Any) -> None:
+        results[part] = rows
         write_results(arguments.output, results, command=shlex.join(sys.argv))
 
     if "accuracy" in parts:
-        results["accuracy"] = check_all("cpu" if arguments.tiny else "cuda", arguments.tiny)
-        keep()
+        device = "cpu" if arguments.tiny else "cuda"
+        check_all(device, arguments.tiny, lambda rows: keep("accuracy", rows))
     if {"speed", "decode"} & set(parts):
         have = speed.ceilings()
-        results["ceilings"] = have._asdict()
-    if "speed" in parts:
-        results["speed"] = time_all(have, arguments.peers)
-        keep()
+        keep("ceilings", have._asdict())
     if "decode" in parts:
-        results["decode"] = decode_all(have)
+        keep("decode", decode_all(have))
     if "first-call" in parts:
-        results["first call"] = speed.first_call()
+        keep("first call", speed.first_call())
         print("seconds from an empty compile cache:", results["first call"])
-    keep()
+    if "speed" in parts:
+        time_all(have, arguments.peers, lambda rows: keep("speed", rows))
     if not all(row["good"] for row in results.get("accuracy", [])):
         sys.exit(1)
 

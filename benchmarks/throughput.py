@@ -5,9 +5,10 @@
     python benchmarks/throughput.py --tiny                             # a smoke test that also runs on a CPU
 
 Every batch holds the same number of tokens, whatever the context, so that a column shows what context itself costs. A step is
-forward, backward and a fused AdamW step, in bfloat16 autocast, each layer compiled; the loss is taken in slices so that the
-logits of a batch never exist at once. Figures are the median of the timed steps; models run one after the other in one
-process. `gated_delta-fla` is the same model with flash-linear-attention's kernels under it.
+forward, backward and a fused AdamW step, in bfloat16 autocast; the loss is taken in slices so that the logits of a batch never
+exist at once. What all models share beside the memories, gated norms and SwiGLUs, is compiled (`--compile layers` compiles
+whole layers, which takes a minute or two for each model). Figures are the median of the timed steps; models run one after the
+other in one process. `gated_delta-fla` is the same model with flash-linear-attention's kernels under it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from prism.engine import dispatch
 from prism.evaluate.report import write_results
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn import no_weight_decay
+from prism.nn.block import SwiGLU
+from prism.rules.norms import HeadNorm
 
 HEAD = {"key_dim": 128, "value_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
@@ -45,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 OTHERS = ("ttt_linear", "ttt_mlp", "ttt_mlp-serial", "titans", "slstm")
 """Rules far from the others in speed: timed only when asked for, with fewer tokens."""
-CONTEXTS = (2048, 8192, 32768, 131072)
+CONTEXTS = (2048, 8192, 16384, 32768, 131072)
 
 
 def configuration(name: str, tiny: bool) -> PrismConfig:
@@ -68,7 +71,7 @@ def slice_loss(head: nn.Module, hidden: Tensor, labels: Tensor, size: int = 1638
 
 
 class Trainer:
-    def __init__(self, name: str, device: str, tiny: bool, compiled: bool) -> None:
+    def __init__(self, name: str, device: str, tiny: bool, compiled: str) -> None:
         torch.manual_seed(0)
         self.device = device
         self.model = PrismForCausalLM(configuration(name, tiny)).to(device).train()
@@ -76,9 +79,10 @@ class Trainer:
             for module in self.model.modules():
                 if isinstance(module, prism.Mixer):
                     module.forward = _in_form(module.forward, "serial")  # type: ignore[method-assign]
-        if compiled:
-            for layer in self.model.model.layers:
-                layer.compile(dynamic=True)
+        parts = {"pieces": (HeadNorm, SwiGLU), "layers": (type(self.model.model.layers[0]),), "no": ()}[compiled]
+        for module in self.model.modules():
+            if isinstance(module, parts):
+                module.compile(dynamic=True)
         still = no_weight_decay(self.model)
         groups = [
             {"params": [p for n, p in self.model.named_parameters() if (n in still) == quiet], "weight_decay": decay}
@@ -214,15 +218,23 @@ def main() -> None:
     parser.add_argument("--decode", nargs="*", default=["prism-2", "gated_delta", "mamba2", "transformer"])
     parser.add_argument("--decode-batch", type=int, default=32)
     parser.add_argument("--tiny", action="store_true", help="small models, for a machine without a GPU")
-    parser.add_argument("--no-compile", dest="compile", action="store_false", help="run the layers as they are")
+    parser.add_argument("--compile", choices=["pieces", "layers", "no"], default="pieces")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "throughput.json")
     arguments = parser.parse_args()
     arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.device == "cpu" and not arguments.tiny:
         parser.error("no GPU here: only --tiny makes sense")
 
+    begun = time.perf_counter()
+
+    def spent() -> bool:
+        return time.perf_counter() - begun > arguments.budget
+
     training, decoding, failed = [], [], []
     for name in arguments.models:
+        if spent():
+            break
         try:
             with fla_kernels(name.endswith("-fla")):
                 for row in train(name, tuple(arguments.contexts), arguments.tokens, arguments):
@@ -233,6 +245,8 @@ def main() -> None:
                         f"{row['tokens_per_second'] / 1e3:9.1f} K tokens/s  {memory}  first {row['first_step_seconds']:.1f} s",
                         flush=True,
                     )
+                    if spent():
+                        break
         except Exception as error:  # one model out of memory, or one compiler's refusal, must not cost the others
             failed.append({"model": name, "error": (str(error).splitlines() or [type(error).__name__])[0]})
             print(f"{name:16} failed: {failed[-1]['error']}", flush=True)
@@ -243,6 +257,8 @@ def main() -> None:
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
     for name in arguments.decode:
+        if spent():
+            break
         for row in decode(name, tuple(c for c in arguments.contexts if c <= 32768), arguments.decode_batch, arguments):
             decoding.append(row)
             print(

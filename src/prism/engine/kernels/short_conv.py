@@ -43,7 +43,7 @@ def tap(
     return seen
 
 
-@triton.jit(do_not_specialize=["T", "D"])
+@triton.jit(do_not_specialize=["T"])
 def short_conv_kernel(
     x,
     weight,
@@ -75,7 +75,7 @@ def short_conv_kernel(
     tl.store(y + place, z.to(y.dtype.element_ty), mask=(t < T)[:, None] & (c < D)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "D"])
+@triton.jit(do_not_specialize=["T"])
 def short_conv_weights_kernel(
     x,
     weight,
@@ -124,7 +124,7 @@ def short_conv_weights_kernel(
     tl.store(d_weight + place, sums, mask=(tap_number <= W)[:, None] & channel)
 
 
-@triton.jit(do_not_specialize=["T", "D"])
+@triton.jit(do_not_specialize=["T"])
 def short_conv_inputs_kernel(
     d_z,
     weight,
