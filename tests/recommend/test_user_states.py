@@ -155,6 +155,22 @@ def test_long_lists_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pieces.events.tolist() == [50, 3, 0]
 
 
+@pytest.mark.parametrize("layers", ["softmax", "prism+hstu+sliding_window"])
+@torch.no_grad()
+def test_a_cache_is_as_long_as_the_longest_history_on_any_device(layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the engine may not look at lengths: events of others must not lengthen everybody's."""
+    it, histories = recommender(layers), sequences(5, 2)
+    expected = it.observe(it.start(5), histories)
+    monkeypatch.setattr("prism.engine.attention.values_may_be_read", lambda x: False)
+    it = recommender(layers)
+    states = it.start(5)
+    for event in range(2):
+        for user in range(5):
+            states = it.observe(states, [histories[user][event] if other == user else None for other in range(5)])
+    close(it, states, histories)
+    assert states.nbytes == expected.nbytes
+
+
 @pytest.mark.parametrize("layers", ["prism+softmax", "titans"])
 @torch.no_grad()
 def test_states_are_saved(layers: str, tmp_path: Any) -> None:

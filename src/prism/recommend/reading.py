@@ -5,10 +5,13 @@ Both take as many events at a time as memory is meant to hold, and no more users
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from prism import rules
 from prism.data.interactions import Histories
 from prism.data.interactions.samples import contexts
 from prism.models import PrismCache, PrismForRecommendation
@@ -73,7 +76,7 @@ def read_on(model: PrismForRecommendation, states: UserStates, histories: Histor
         )
         states = moved if everyone else _put(states, users, moved)
         read = ends
-    return states
+    return _fitted(model, states)
 
 
 def _advance(
@@ -107,6 +110,19 @@ def _put(states: UserStates, users: np.ndarray, moved: UserStates) -> UserStates
     rows = np.arange(len(states))
     rows[users] = len(states) + np.arange(len(users))
     return UserStates.concatenate([states, moved]).index_select(rows.tolist())
+
+
+def _fitted(model: PrismForRecommendation, states: UserStates) -> UserStates:
+    """Caches that grow have as many slots as the longest history has events. (The engine leaves empty ones in front where
+    looking would mean to wait for a device: calls for a few users each would then lengthen everybody's.)"""
+    if model.config.constant_state:
+        return states
+    longest = int(states.events.max())
+    layers = [
+        layer if rules.get(spec.rule).constant_state else layer.map(lambda x: x[:, -longest:] if x.ndim > 1 else x)
+        for spec, layer in zip(model.config.layer_plan, states.layers, strict=True)
+    ]
+    return replace(states, layers=tuple(layers))
 
 
 def _needed(times: np.ndarray | None) -> np.ndarray:
