@@ -68,17 +68,39 @@ def fresh_folder(path: Path) -> Path:
 
 def commit_folder(partial: Path, final: Path) -> None:
     """Sync everything in `partial`, then give it its final name."""
-    for path in sorted(partial.rglob("*")):
-        sync(path)
-    sync(partial)
+    _sync_all(partial)
     partial.rename(final)
     sync(final.parent)
 
 
+def replace_folder(partial: Path, final: Path) -> None:
+    """`commit_folder` in place of what may have the name: that keeps it until the new one is whole, and is removed last."""
+    _sync_all(partial)
+    doomed = _nobodys(final)
+    if final.exists():
+        final.rename(doomed)
+    partial.rename(final)
+    sync(final.parent)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+
+
 def remove_folder(path: Path) -> None:
     """Take the name away first: a removal cut short leaves nothing that looks whole."""
+    doomed = _nobodys(path)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _nobodys(path: Path) -> Path:
+    """The name of a folder that is being removed; what a removal cut short left there goes."""
     doomed = path.with_name(f".{path.name}.removed")
     if doomed.exists():
         shutil.rmtree(doomed)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    return doomed
+
+
+def _sync_all(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        sync(path)
+    sync(folder)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from prism.data.files import commit_folder, fresh_folder, remove_folder
+from prism.data.files import fresh_folder, replace_folder
 from prism.train.checkpoint import Checkpoint
 from prism.train.run import CONFIG, stored_config
 
@@ -30,7 +30,5 @@ def write_export(write: Writer, run: Path, checkpoint: Checkpoint, out: Path) ->
     """What `write` makes of a checkpoint, whole or not at all, in place of what was there."""
     partial = fresh_folder(out.with_name(f".{out.name}.partial"))
     write(run, checkpoint, partial)
-    if out.exists():
-        remove_folder(out)
-    commit_folder(partial, out)
+    replace_folder(partial, out)
     return out

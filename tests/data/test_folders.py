@@ -1,0 +1,51 @@
+"""Folders that are replaced: whoever is interrupted, one of the two is there whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from prism.data.files import fresh_folder, replace_folder
+
+
+def folder(path: Path, content: str) -> Path:
+    (fresh_folder(path) / "file").write_text(content)
+    return path
+
+
+def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+    for content in ("one", "two"):
+        replace_folder(folder(tmp_path / ".model.partial", content), tmp_path / "model")
+        assert (tmp_path / "model" / "file").read_text() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_new_one_is_there_before_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = folder(tmp_path / "model", "old")
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    partial = folder(tmp_path / ".model.partial", "new")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            replace_folder(partial, final)
+    assert (final / "file").read_text() == "new"
+    replace_folder(folder(tmp_path / ".model.partial", "newer"), final)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "what was left behind is gone"
+
+
+def test_what_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    final = folder(tmp_path / "model", "old")
+    partial = folder(tmp_path / ".model.partial", "new")
+
+    def full(path: Path) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("prism.data.files.sync", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_folder(partial, final)
+    assert (final / "file").read_text() == "old"
