@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import prism
+from candidates import compile_candidates_together
 
 CHUNK = 64
 
@@ -120,6 +121,7 @@ def flash_linear_attention(shape: Shape, name: str, writes: int) -> dict[str, fl
 
     # Their gated backward refuses Triton 3.4 to 3.7.0 on Hopper, where one of its kernels is compiled wrongly. For timing.
     chunk_o.TRITON_ABOVE_3_7_1 = True
+    compile_candidates_together()
     q, k, w, g, beta, d_o = inputs(shape, writes)
     B, T, H, D = shape
     k, v = (x.detach().transpose(2, 3).reshape(B, T * writes, H, D).requires_grad_() for x in (k, w))

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import prism
+from candidates import compile_candidates_together
 from prism.engine import dispatch
 from prism.evaluate.report import write_results
 from prism.models import PrismConfig, PrismForCausalLM
@@ -175,6 +176,7 @@ def fla_kernels(active: bool) -> Iterator[None]:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     chunk_o.TRITON_ABOVE_3_7_1 = True  # for timing only: this compiler makes its backward refuse on Hopper
+    compile_candidates_together()
 
     def run(update: prism.Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
         beta = update.erase_strength.unsqueeze(-1)

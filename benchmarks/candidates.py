@@ -1,0 +1,44 @@
+"""Shorter waits for kernels that are tuned at run time: all candidates of a kernel are compiled at once, then timed as ever.
+
+Triton's tuner compiles a candidate, times it, and goes on to the next; flash-linear-attention's operators take minutes that
+way. Nothing but the wait changes: the tuner finds its candidates compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+
+def compile_candidates_together() -> None:
+    """From here on, in this process."""
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    if getattr(Autotuner.prune_configs, "together", False):
+        return
+    prune = Autotuner.prune_configs
+
+    def prune_and_compile(self: Any, options: dict[str, Any]) -> list[Any]:
+        chosen = prune(self, options)
+        device = torch.cuda.current_device()
+        with ThreadPoolExecutor(os.cpu_count(), initializer=torch.cuda.set_device, initargs=(device,)) as threads:
+            with triton.AsyncCompileMode(threads, ignore_errors=True):
+                each = [{**options, **candidate.all_kwargs(), "warmup": True} for candidate in chosen]
+                waiting = [self.fn.run(*self.nargs.values(), **every) for every in each]
+            list(threads.map(_build_launcher, waiting))
+        return chosen
+
+    prune_and_compile.together = True  # type: ignore[attr-defined]
+    Autotuner.prune_configs = prune_and_compile
+
+
+def _build_launcher(waiting: Any) -> None:
+    kernel = waiting.result(ignore_errors=True) if hasattr(waiting, "result") else waiting
+    try:
+        _ = kernel.run
+    except Exception:  # too much shared memory, say: the tuner's to find out
+        return

@@ -1,0 +1,99 @@
+"""What `gpu.py` and `throughput.py` wrote, as the tables and pictures of docs/performance.md.
+
+python benchmarks/tables.py                        # Markdown to the screen, pictures to docs/images
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from prism.evaluate.plots import pyplot
+
+HERE = Path(__file__).parent
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *[list(row) for row in rows]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def by(rows: list[dict[str, Any]], row: str, column: str, cell: Callable[[dict[str, Any]], str]) -> str:
+    """A table with one line for each value of `row` and one column for each of `column`, in the order they come."""
+    names = list(dict.fromkeys(str(r[row]) for r in rows))
+    columns = list(dict.fromkeys(str(r[column]) for r in rows))
+    cells = {(str(r[row]), str(r[column])): cell(r) for r in rows}
+    return markdown(["", *columns], ([name, *[cells.get((name, c), "") for c in columns]] for name in names))
+
+
+def operators(results: dict[str, Any]) -> None:
+    speed = results.get("speed", [])
+    peers = {str(r["shape"]): r["both"] for r in speed if r["what"] == "fla Gated DeltaNet"}
+
+    def cell(r: dict[str, Any]) -> str:
+        ratio = f" ({r['both'] / peers[str(r['shape'])]:.2f}×)" if str(r["shape"]) in peers else ""
+        return f"{r['forward']:.2f} / {r['both']:.2f}{ratio}"
+
+    print(by(speed, "what", "shape", cell), end="\n\n")
+    for r in speed:
+        if r["floors"]:
+            shares = [r[name] / floor for name, floor in zip(("forward", "both"), r["floors"], strict=True)]
+            print(f"{r['shape']} {r['what']}: {shares[0]:.1f} and {shares[1]:.1f} times the floor")
+    decode = results.get("decode", [])
+    numbers = ([f"{r[n]:.1f}" for n in ("called", "graph", "floor")] for r in decode)
+    lines = ([str(r["batch"]), *cells] for r, cells in zip(decode, numbers, strict=True))
+    print("\n" + markdown(["batch", "called µs", "in a graph µs", "floor µs"], lines))
+    print("\nfirst call:", results.get("first call"), "ceilings:", results.get("ceilings"))
+    accuracy = results.get("accuracy", [])
+    print(f"accuracy: {sum(r['good'] for r in accuracy)} of {len(accuracy)} cases within twice torch's own error")
+
+
+def models(results: dict[str, Any], pictures: Path) -> None:
+    training, decoding = results.get("training", []), results.get("decoding", [])
+    print(by(training, "model", "context", lambda r: f"{r['tokens_per_second'] / 1e3:.0f} K"), end="\n\n")
+    print(by(training, "model", "context", lambda r: f"{r['peak_bytes'] / 2**30:.0f} GiB"), end="\n\n")
+    print(by(decoding, "model", "context", lambda r: f"{r['milliseconds']:.2f} ms"), end="\n\n")
+    print(by(decoding, "model", "context", lambda r: f"{r['state_bytes_a_row'] / 2**20:.1f} MiB"), end="\n\n")
+    print("failed:", results.get("failed"))
+    picture(training, "tokens_per_second", "tokens a second in training", pictures / "throughput.png")
+    picture(decoding, "milliseconds", "milliseconds a token, batch 32", pictures / "decoding.png")
+
+
+def picture(rows: list[dict[str, Any]], what: str, label: str, path: Path) -> None:
+    if not rows:
+        return
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for name in dict.fromkeys(r["model"] for r in rows):
+        own = [r for r in rows if r["model"] == name]
+        axes.plot([r["context"] for r in own], [r[what] for r in own], marker="o", markersize=3, label=name)
+    axes.set(xscale="log", xlabel="context", ylabel=label, ylim=(0, None))
+    contexts = sorted({r["context"] for r in rows})
+    axes.set_xticks(contexts, [f"{c // 1024}K" for c in contexts], minor=False)
+    axes.minorticks_off()
+    axes.legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of gpu.json and throughput.json")
+    parser.add_argument("--pictures", type=Path, default=HERE.parent / "docs" / "images")
+    arguments = parser.parse_args()
+    for path in sorted(arguments.results.glob("*.json")):
+        results = json.loads(path.read_text())["results"]
+        print(f"## {path.stem}\n")
+        if path.stem.startswith("gpu"):
+            operators(results)
+        elif path.stem.startswith("throughput"):
+            models(results, arguments.pictures)
+
+
+if __name__ == "__main__":
+    main()
