@@ -196,7 +196,11 @@ def test_bad_input_is_named() -> None:
         (lambda: it.recommend(["ann"], k=0), "k must be at least 1"),
         (lambda: it.recommend(["ann"], max_length=-1), "max_length must be"),
         (lambda: it.recommend(["ann"], exclude=[]), "one list of items for each of 1"),
-        (lambda: it.recommend("ann"), "users must be a list, got the text 'ann'"),
+        (lambda: it.recommend("ann"), "users must be a list, got 'ann'"),
+        (lambda: it.recommend(users=3), "users must be a list, got 3"),  # type: ignore[arg-type]
+        (lambda: it.recommend(["ann"], k=1.5), "k must be at least 1 and whole, got 1.5"),  # type: ignore[arg-type]
+        (lambda: it.recommend(states=(1, 2)), "what start or observe returned, got tuple"),  # type: ignore[arg-type]
+        (lambda: it.observe(states, "ab"), "items must be a list, got 'ab'"),
         (lambda: it.recommend([["i1"], "i2"]), "users are texts or whole numbers, got list"),
         (lambda: it.recommend(sequences=[[["i1"]]]), "items are texts or whole numbers, got list"),
         (lambda: it.recommend(sequences=[["i1"]], unknown="ignore"), "unknown must be"),  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from prism.data.files import read_json
@@ -43,12 +44,13 @@ def pick_device(name: str) -> torch.device:
 
 def _check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
     config = folder / "config.json"
-    if config.is_file():
-        wanted = kind.config_class.model_type  # type: ignore[union-attr]
-        found = read_json(config).get("model_type")
-        if found != wanted:
-            what = "PRISM recommender" if wanted == "prism_rec" else "PRISM model"
-            raise ValueError(f"{folder} holds no {what}: model_type in its config.json is {found!r}, not {wanted!r}")
+    if not config.is_file():
+        raise ValueError(f"{folder} does not open as a model: it has no config.json")
+    wanted = kind.config_class.model_type  # type: ignore[union-attr]
+    found = read_json(config).get("model_type")
+    if found != wanted:
+        what = "PRISM recommender" if wanted == "prism_rec" else "PRISM model"
+        raise ValueError(f"{folder} holds no {what}: model_type in its config.json is {found!r}, not {wanted!r}")
 
 
 def _load(kind: type[PreTrainedModel], folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
@@ -57,6 +59,6 @@ def _load(kind: type[PreTrainedModel], folder: Path, dtype: Any) -> tuple[Any, d
             loaded: tuple[Any, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-    except (OSError, RuntimeError) as error:  # transformers explains at length
+    except (OSError, RuntimeError, SafetensorError) as error:  # transformers explains at length
         raise ValueError(f"{folder} does not open as a model: {str(error).strip().splitlines()[0]}") from error
     return loaded

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prism.data.files import commit_folder, fresh_folder, remove_folder
+from prism.data.files import commit_folder, fresh_folder, remove_folder, write_json
 from prism.data.interactions import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
 from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
 from prism.data.interactions.translate import translate
@@ -44,6 +45,7 @@ class Recommender:
         model: moved nowhere; it is put into evaluation mode.
         catalogue: the items' ids.
         users, histories: whom `recommend(users=…)` can be asked for, and what they did.
+        training: where the model comes from; saved with it, so that it can be evaluated.
     """
 
     def __init__(
@@ -52,24 +54,26 @@ class Recommender:
         catalogue: Catalogue,
         users: Users | None = None,
         histories: Histories | None = None,
+        training: Training | None = None,
     ) -> None:
         if len(catalogue) != model.config.num_items:
             raise ValueError(f"the catalogue has {len(catalogue)} items, the model {model.config.num_items}")
         if users is not None and histories is not None and len(users) != len(histories):
             raise ValueError(f"there are {len(users)} users, but histories of {len(histories)}")
         self.model, self.catalogue, self.users, self.histories = model.eval(), catalogue, users, histories
-        self._training: Training | None = None
+        self._training = training
 
     @property
     def device(self) -> torch.device:
         return self.model.item_counts.device
 
     @classmethod
-    def fit(cls, log: Any, out: Path | str | None = None, preset: str | None = None, **settings: Any) -> Recommender:
+    def fit(cls, log: Any, /, out: Path | str | None = None, preset: str | None = None, **settings: Any) -> Recommender:
         """Train on a log.
 
         Args:
-            log: a polars or pandas DataFrame, or what `data.source` takes: a file of events, a prepared folder.
+            log: a polars or pandas DataFrame, or what `data.source` takes: a file of events, a prepared folder. Not by name,
+                which is that of a section of the settings.
             out: the run's folder, with checkpoints to go on from; None keeps none.
             preset: "prism", "sasrec" or "hstu".
             settings: of `prism train rec`, sections as dicts: `epochs=10, model={"layers": "prism*2"}, data={"length": 100}`.
@@ -98,9 +102,7 @@ class Recommender:
             histories = Histories.load(opened / EVENTS) if (opened / EVENTS).is_file() else None
             training = training_of(opened) if (opened / TRAINING).is_file() else None
         if data is None:
-            loaded = cls(model, catalogue, users, histories)
-            loaded._training = training
-            return loaded
+            return cls(model, catalogue, users, histories, training)
         if isinstance(data, Prepared):
             log = data
         elif training is not None:
@@ -108,11 +110,12 @@ class Recommender:
         else:
             log = prepare_log(LogRecipe(source=str(data)))
         log = log if list(log.catalogue.items) == list(catalogue.items) else translate(log, catalogue)
-        return cls(model, catalogue, log.users, log.histories)
+        return cls(model, catalogue, log.users, log.histories, training)
 
     def save(self, folder: Path | str, histories: bool = True) -> None:
-        """A folder that `load` opens, replacing what is there; without `histories` no user's events are in it."""
-        folder = Path(folder)
+        """A folder that `load` opens, replacing a recommender that is there; without `histories` no user's events are in it."""
+        folder = Path(folder).resolve()
+        _check_replaceable(folder)
         if histories:
             self._meet()
         partial = fresh_folder(folder.with_name(f".{folder.name}.partial"))
@@ -123,6 +126,8 @@ class Recommender:
             self.users.save(partial / USERS)
         if self.histories is not None and histories:
             self.histories.save(partial / EVENTS)
+        if self._training is not None:
+            write_json(partial / TRAINING, self._training.stored)
         if folder.exists():
             remove_folder(folder)
         commit_folder(partial, folder)
@@ -160,15 +165,14 @@ class Recommender:
             raise ValueError("give users, sequences or states: one of them")
         if isinstance(of, UserStates):
             states = of
-        elif of is not None and len(of) and all(is_several(one) for one in of):
+        elif of is not None and is_several(of) and len(of) and all(is_several(one) for one in of):
             sequences = of
         elif of is not None:
             users = of
         for name, value in (("users", users), ("sequences", sequences)):
-            if isinstance(value, str):
-                raise ValueError(f"{name} must be a list, got the text {value!r}")
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
+            _check_list(name, value)
+        if not isinstance(k, Integral) or k < 1:
+            raise ValueError(f"k must be at least 1 and whole, got {k!r}")
         if states is not None:
             self._check(states)
             return self._best(states.hidden, states.events, self._excluded(len(states), None, exclude), k)
@@ -213,6 +217,7 @@ class Recommender:
             unknown: items that the model does not know are left out with a warning, or "error".
         """
         self._check(states)
+        _check_list("items", items)
         if len(items) != len(states):
             raise ValueError(f"items must have one entry for each of the {len(states)} users, got {len(items)}")
         return read_on(self.model, states, as_histories(items, times, self.catalogue, unknown))
@@ -244,11 +249,13 @@ class Recommender:
 
     def _meet(self) -> None:
         """Open the log of training, if no histories came with the model."""
-        if self.histories is None and self._training is not None:
+        if self.histories is None and self._training is not None and self._training.named:
             log = self._training.log()
             self.users, self.histories = log.users, log.histories
 
     def _check(self, states: UserStates) -> None:
+        if not isinstance(states, UserStates):
+            raise ValueError(f"states must be what start or observe returned, got {type(states).__name__}")
         if states.model != self._blank.model:
             what = differs(states.model, self.model)
             raise ValueError(f"the states were made by a model with {what}: they mean nothing to this one")
@@ -258,3 +265,18 @@ class Recommender:
     def __repr__(self) -> str:
         met = "" if self.users is None else f", {len(self.users):,} users"
         return f"Recommender({len(self.catalogue):,} items{met}, layers={self.model.config.layers!r}, {self.device})"
+
+
+def _check_list(name: str, given: Any) -> None:
+    if given is not None and not is_several(given):
+        raise ValueError(f"{name} must be a list, got {given!r}")
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to replace anything but a saved recommender: what else is in a folder would be lost."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give a folder")
+    ours = {"config.json", "README.md", TRAINING, ITEMS, USERS, EVENTS}
+    others = [path.name for path in folder.glob("*") if path.name not in ours and not path.match("model*.safetensors*")]
+    if others:
+        raise ValueError(f"{folder} holds {min(others)}, which is no part of a recommender: give a folder of its own")

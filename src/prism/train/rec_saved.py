@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from prism.data.files import read_json
-from prism.data.interactions import Catalogue, Prepared, open_prepared, prepare_log
-from prism.data.interactions.prepared import ITEMS
+from prism.data.interactions import Catalogue, Histories, Prepared, Users, open_prepared, prepare_log
+from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
 from prism.data.interactions.translate import translate
 from prism.train.overrides import override
 from prism.train.rec_export import TRAINING
@@ -18,17 +18,33 @@ from prism.train.rec_settings import RecDataSettings, RecSettings
 
 @dataclass(frozen=True)
 class Training:
-    """How the log was read and split, the facts that this gave, and the model's own items."""
+    """How the log was read and split, the facts that this gave, the model's own items, and where all of it is."""
 
     data: RecDataSettings
     facts: dict[str, Any]
     catalogue: Catalogue
+    stored: dict[str, Any]
+    """As the file has it."""
+    folder: Path
+
+    @property
+    def named(self) -> bool:
+        """Whether the log can be found again: a DataFrame cannot, unless its events were saved with the model."""
+        return self.facts.get("folder") is not None or (self.folder / EVENTS).is_file()
 
     def log(self, report: Callable[[str], None] = lambda message: None) -> Prepared:
-        """The log of training, from where it was prepared or read again. It must not have changed."""
+        """The log of training: saved with the model, from where it was prepared, or read again. It must not have changed."""
+        if (self.folder / EVENTS).is_file():
+            saved = Prepared(Histories.load(self.folder / EVENTS), self.catalogue, Users.load(self.folder / USERS))
+            if saved.digest == self.facts["digest"]:
+                return saved
         kept = self.facts.get("folder")
+        if kept is None:
+            raise FileNotFoundError(
+                "the model was trained on a DataFrame that is not saved with it: give a log with --data"
+            )
         try:
-            if kept is not None and Path(kept).is_dir():
+            if Path(kept).is_dir():
                 log = open_prepared(Path(kept))
             else:
                 log = prepare_log(self.data.recipe(), self.data.cache, report=report)
@@ -62,4 +78,4 @@ def training_of(folder: Path) -> Training:
         raise FileNotFoundError(f"{folder} has no {TRAINING}, which says what the model was trained on")
     stored = read_json(path)
     settings = override(RecSettings(), stored["settings"], str(path))
-    return Training(settings.data, stored["training_data"], Catalogue.load(folder / ITEMS))
+    return Training(settings.data, stored["training_data"], Catalogue.load(folder / ITEMS), stored, folder)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from prism.data.files import write_atomically
@@ -71,8 +72,12 @@ class Histories:
 
     @classmethod
     def load(cls, path: Path) -> Histories:
-        arrays = load_file(path)
-        return cls(arrays["offsets"], arrays["items"], arrays.get("times"))
+        try:
+            arrays = load_file(path)
+            offsets, items = arrays["offsets"], arrays["items"]
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        return cls(offsets, items, arrays.get("times"))
 
     def _gather(self, starts: np.ndarray, lengths: np.ndarray) -> Histories:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
