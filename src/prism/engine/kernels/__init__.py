@@ -13,5 +13,6 @@ column 0 is the one it feeds: it looks up B (which is X_0 itself, unless `erase_
 so PRISM with L writes has J = L columns and the one triangular matrix T of Gated DeltaNet. Forward: `prepare.py` (gates, T⁻¹,
 the grams), `scan.py` (the state from chunk to chunk, outputs). Backward: `reverse.py` (dS from chunk to chunk), `lookups.py`
 and `writes.py` (every token's gradients from it), `decay.py`. Long sequences of few heads run as segments side by side that
-`chain.py` links. `decode.py` is one token, `solver.py` PRISM's writes; `paths.py` and `fla.py` say what can be served.
+`chain.py` links. `decode.py` is one token, `solver.py` PRISM's writes, `short_conv.py` what comes before them. `launch.py` has
+grids and scratch memory, `programs.py` compiles and starts; `paths.py` and `fla.py` say what can be served.
 """
