@@ -143,6 +143,32 @@ def test_logq_makes_the_sum_over_negatives_unbiased() -> None:
     torch.testing.assert_close(mean, reference(hidden, vectors, target).exp(), rtol=1e-6, atol=0.0)
 
 
+def test_in_batch_negatives_are_corrected_by_their_popularity() -> None:
+    """All that a batch could be, by its probability: e^loss is the normaliser of the full softmax here too."""
+    torch.manual_seed(9)
+    counts = torch.tensor([0, 5, 1, 1, 9])
+    hidden, vectors, _ = case(1, 4, 3)
+    source = InBatch(counts)
+    mean = sum(
+        source.share[j] * sampled_softmax(hidden, vectors, torch.tensor([2]), source.draw(torch.tensor([j]), 3)).exp()
+        for j in range(1, 5)
+    )
+    torch.testing.assert_close(mean, reference(hidden, vectors, torch.tensor([2])).exp(), rtol=1e-6, atol=0.0)
+
+
+def test_the_correction_can_be_left_out() -> None:
+    hidden, vectors, targets = case(6, 9, 3)
+    losses = []
+    for logq in (True, False):
+        torch.manual_seed(10)
+        losses.append(item_loss("sampled_softmax", 9, count=4, logq=logq)(hidden, vectors, targets))
+    torch.manual_seed(10)
+    drawn = Uniform(9).draw(targets, 4)
+    torch.testing.assert_close(losses[0], sampled_softmax(hidden, vectors, targets, drawn))
+    torch.testing.assert_close(losses[1], sampled_softmax(hidden, vectors, targets, Negatives(drawn.items, None)))
+    assert losses[0].item() != losses[1].item()
+
+
 def test_bce_counts_each_yes_and_no_once() -> None:
     torch.manual_seed(4)
     hidden, vectors, _ = case(3, 5, 2)

@@ -74,6 +74,14 @@ def test_features_are_part_of_an_item_in_and_out() -> None:
     torch.testing.assert_close(recommender(items).hidden, plain(items).hidden)
 
 
+def test_vectors_are_scaled_on_the_way_in_only() -> None:
+    recommender, plain, items = model(embedding_scale=4.0), model(), histories()
+    with torch.no_grad():
+        plain.model.embed_tokens.weight *= 4
+    torch.testing.assert_close(recommender(items).hidden, plain(items).hidden)
+    assert torch.equal(recommender.item_vectors(), plain.item_vectors() / 4)
+
+
 def test_gaps_are_heard() -> None:
     recommender, items = model(time_gaps=True), histories()
     gaps = torch.rand(3, 7) * 1e5
