@@ -40,7 +40,7 @@ def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path, layers: str, l
     outcome = train_rec(small(tmp_path, steps=60, model=model, loss=loss, data={"features": []}))
     losses = curve(outcome.run)
     assert len(losses) == 60 and np.mean(losses[-5:]) < 0.93 * np.mean(losses[:5])
-    if loss.get("negatives") != "in_batch":  # against what is popular: slow to show on a list of ten
+    if "softmax" in loss["name"]:  # binary losses first learn that most answers are no: slow to show in a ranking
         assert outcome.score["HR@10"] > 2 * 10 / 120, "twice as good as chance"
     assert outcome.best_step is None
     names = {".lock", "config.json", "items.json", "users.json", "log.jsonl", "checkpoints", "model"}
