@@ -116,6 +116,14 @@ def test_results_name_their_protocol(model: PrismForRecommendation, split: Split
         evaluate_split(model, split, "train", max_length=7)  # type: ignore[arg-type]
 
 
+def test_popularity_is_that_of_what_was_learned_from(model: PrismForRecommendation, split: Split) -> None:
+    results = evaluate_split(model, split, "validation", max_length=7)
+    unknown = int((split.train.counts(ITEMS)[split.validation.items] == 0).sum())
+    assert unknown, "an item that nobody had before: in the whole log it occurs"
+    groups = {group["group"]: group["targets"] for group in results["by_popularity"]}
+    assert groups["never in training"] == unknown
+
+
 def test_coverage_counts_what_is_in_the_lists(model: PrismForRecommendation, split: Split) -> None:
     recommended = Recommended(ITEMS)
     how = {"max_length": 20, "filter_seen": False}
@@ -164,6 +172,7 @@ def test_sampled_by_popularity_draws_what_is_popular(model: PrismForRecommendati
     [
         ({"max_length": 0}, "max_length must be at least 1"),
         ({"max_length": 5, "batch": 0}, "batch must be at least 1"),
+        ({"max_length": 5, "sampled": Sampled(ITEMS + 1)}, "sampled must be at most the number of items"),
     ],
 )
 def test_what_cannot_be_ranked(model: PrismForRecommendation, split: Split, arguments: dict, sentence: str) -> None:

@@ -112,6 +112,10 @@ def test_frames_and_parquet(tmp_path: Path) -> None:
     assert histories(read_log(frame, Columns(time=None)).prepare()) == BY_INPUT
     with pytest.raises(ValueError, match="a log is a path"):
         read_log([1, 2])
+    mixed = pandas.assign(item=pandas["item"].astype(object).where(pandas["item"] != "y", 7))
+    assert histories(read_log(mixed).prepare())["a"] == ["7" if item == "y" else item for item in ORDERED["a"]]
+    with pytest.raises(ValueError, match="more than one column 'item'"):
+        read_log(pandas.set_axis(["user", "item", "item"], axis=1))
 
 
 @pytest.mark.parametrize("make", [pl.DataFrame, pd.DataFrame])

@@ -114,6 +114,12 @@ def test_global_time_refuses(arguments: dict, sentence: str) -> None:
         global_time(histories_of([8, 8, 8]), **arguments)
 
 
+def test_global_time_cannot_cut_one_moment_by_shares() -> None:
+    whole = histories_of([8, 8])
+    with pytest.raises(ValueError, match=r"too many events are at 3\.0 .*: give valid_from and test_from"):
+        global_time(replace(whole, times=np.full(16, 3.0)))
+
+
 def test_global_time_needs_times() -> None:
     with pytest.raises(ValueError, match="needs times"):
         global_time(histories_of([5, 5], times=False))

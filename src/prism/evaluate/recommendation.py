@@ -234,6 +234,8 @@ def _others(
     sampled: Sampled, num_items: int, popularity: np.ndarray | None
 ) -> Callable[[Tensor, Tensor, np.ndarray], Tensor]:
     """Keeps of the candidates the target and `count` others, drawn without replacement; a function of seed and row."""
+    if sampled.count > num_items:
+        raise ValueError(f"sampled must be at most the number of items, {num_items:,}, got {sampled.count:,}")
     weights = np.ones(num_items + 1)
     if sampled.by == "popularity":
         if popularity is None:
@@ -249,7 +251,7 @@ def _others(
         keys = (log_weights + torch.from_numpy(noise)).to(taking_part.device)
         free = taking_part.scatter(1, wanted[:, None], False)
         keys = keys.masked_fill(~free, -torch.inf)
-        drawn = keys.topk(min(sampled.count, num_items), dim=1).indices
+        drawn = keys.topk(sampled.count, dim=1).indices
         kept = torch.zeros_like(taking_part).scatter_(1, drawn, True) & free
         return kept.scatter_(1, wanted[:, None], True)
 

@@ -37,11 +37,16 @@ def train_rec(settings: RecSettings, log: Prepared | None = None, report: Report
     settings.check()
     check_folder(settings.out, settings.resume)
     weights = None if settings.model.weights is None else read_weights(settings.model.weights)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
     if log is None:
         data = settings.data
-        verify = data.verify and os.environ.get("LOCAL_RANK", "0") == "0"
-        log = prepare_log(data.recipe(), data.cache, verify, lambda message: print(message, file=sys.stderr))
-    return train(RecTask(settings, log, weights), report)
+        log = prepare_log(
+            data.recipe(), data.cache, data.verify and first, lambda message: print(message, file=sys.stderr)
+        )
+    task = RecTask(settings, log, weights)
+    if first:
+        print(*log.summary(), sep="\n", file=sys.stderr)
+    return train(task, report)
 
 
 class RecTask:

@@ -79,6 +79,18 @@ class Prepared:
         stored = self.manifest.get("digest")
         return stored if stored is not None else _digest(self._contents())
 
+    def summary(self) -> list[str]:
+        """What is in it and what reading it found, a sentence a line."""
+        found = {"duplicates": 0, "duplicates_dropped": 0, "events_dropped": 0, **self.manifest.get("counts", {})}
+        lines = [f"{len(self.histories.items):,} events of {len(self.users):,} users with {self.num_items:,} items"]
+        if found["duplicates"]:
+            what = "dropped" if found["duplicates_dropped"] else "kept"
+            lines.append(f"{found['duplicates']:,} events repeat an earlier one and are {what}")
+        if found["events_dropped"]:
+            without = f"{found['users_dropped']:,} users and {found['items_dropped']:,} items with too few events"
+            lines.append(f"{found['events_dropped']:,} events are left out with {without}")
+        return [*lines, *self.manifest.get("notes", [])]
+
     def save(self, folder: Path) -> Prepared:
         """Write a folder that must not exist yet; returns what `open_prepared` would."""
         if folder.exists():

@@ -66,16 +66,23 @@ def _table_of(source: Any) -> pl.DataFrame:
     if isinstance(source, pl.DataFrame):
         return source
     if type(source).__module__.partition(".")[0] == "pandas" and hasattr(source, "columns"):
-        return pl.DataFrame([_of_pandas(str(name), source[name]) for name in source.columns])
+        names = [str(name) for name in source.columns]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"the DataFrame has more than one column {twice[0]!r}")
+        return pl.DataFrame([_of_pandas(name, source.iloc[:, place]) for place, name in enumerate(names)])
     raise ValueError(f"a log is a path, a polars or a pandas DataFrame, not {type(source).__name__}")
 
 
 def _of_pandas(name: str, column: Any) -> pl.Series:
-    """Through numpy, which needs no pyarrow; texts and missing values through a list."""
+    """Through numpy, which needs no pyarrow; texts and missing values through a list. Mixed values are texts, as in a file."""
     array = column.to_numpy()
     if array.dtype.kind in "iufbM":
         return pl.Series(name, array, nan_to_null=True)
-    return pl.Series(name, [None if lost else value for value, lost in zip(array, column.isna(), strict=True)])
+    values = [None if lost else value for value, lost in zip(array, column.isna(), strict=True)]
+    try:
+        return pl.Series(name, values)
+    except (TypeError, OverflowError, pl.exceptions.PolarsError):
+        return pl.Series(name, [None if value is None else str(value) for value in values])
 
 
 def _ids(column: pl.Series, where: str) -> pl.Series:

@@ -102,6 +102,10 @@ def global_time(
         if min(shares) <= 0 or sum(shares) >= 1:
             raise ValueError(f"shares must be two positive numbers with a sum below 1, got {shares}")
         valid_from, test_from = np.quantile(times, [1 - sum(shares), 1 - shares[1]], method="higher").tolist()
+        if valid_from == test_from:
+            raise ValueError(
+                f"too many events are at {valid_from} to split there by shares: give valid_from and test_from"
+            )
     if not valid_from < test_from:
         raise ValueError(f"valid_from must be before test_from, got {valid_from} and {test_from}")
     cuts = (float(valid_from), float(test_from))
