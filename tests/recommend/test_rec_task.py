@@ -12,7 +12,9 @@ from rec_runs import small
 
 from prism.data.interactions import Prepared
 from prism.data.interactions.synthetic import synthetic_log
+from prism.evaluate.recommendation import rank_targets
 from prism.models.item_losses import full_softmax
+from prism.train.distributed import World
 from prism.train.rec import RecTask
 from prism.train.rec_model import make_loss
 from prism.train.rec_settings import LossSettings
@@ -82,3 +84,19 @@ def test_mixtures_of_memories_are_kept_in_balance(tmp_path: Path, log: Prepared)
     events = task.weight(np.arange(6))
     torch.testing.assert_close(task.loss(model.train(), batch), plain + events * out.balance_loss)
     torch.testing.assert_close(task.loss(model.eval(), batch), plain)
+
+
+@pytest.mark.parametrize("filter_seen", [True, False])
+def test_validation_is_a_ranking_of_all_items(tmp_path: Path, log: Prepared, filter_seen: bool) -> None:
+    chosen = {"metric": "MRR@50", "filter_seen": filter_seen, "sequences": 11}
+    task = RecTask(small(tmp_path, validation=chosen), log)
+    model = task.build()
+    task.initialize(model)
+    with torch.autocast("cpu", torch.bfloat16):  # as the loop calls it; ranks are of full precision all the same
+        verdict = task.validate(model, World(torch.device("cpu")), 4)
+    targets = task.split.validation
+    some = targets.take(np.arange(11) * len(targets) // 11)
+    ranking = rank_targets(model.recommender, some, log.histories, max_length=12, filter_seen=filter_seen)
+    expected = ranking.metrics()
+    assert verdict.score == expected and verdict.quality == expected["MRR@50"] > 0
+    assert set(verdict.record) == {f"validation_{name}" for name in ("MRR@50", "HR@10", "NDCG@10", "MRR@10")}

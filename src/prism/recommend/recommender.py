@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prism.data.files import commit_folder, fresh_folder, remove_folder, write_json
+from prism.data.files import fresh_folder, replace_folder, write_json
 from prism.data.interactions import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
 from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
 from prism.data.interactions.translate import translate
@@ -128,9 +128,7 @@ class Recommender:
             self.histories.save(partial / EVENTS)
         if self._training is not None:
             write_json(partial / TRAINING, self._training.stored)
-        if folder.exists():
-            remove_folder(folder)
-        commit_folder(partial, folder)
+        replace_folder(partial, folder)
 
     @torch.no_grad()
     def recommend(
