@@ -58,6 +58,8 @@ def configuration(name: str, tiny: bool) -> PrismConfig:
     if tiny:
         sizes = {"vocab_size": 256, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2}
         chosen = {"layers": chosen["layers"]}
+    if name.endswith("-serial"):  # every token learns from the weights that the one before it left
+        chosen = {**chosen, "rule_options": {chosen["layers"]: {"mini_batch": 1}}}
     return PrismConfig(**{**sizes, **chosen})
 
 
@@ -72,10 +74,12 @@ def slice_loss(head: nn.Module, hidden: Tensor, labels: Tensor, size: int = 1638
 
 
 class Trainer:
-    def __init__(self, name: str, device: str, tiny: bool, compiled: str) -> None:
+    def __init__(self, name: str, device: str, tiny: bool, compiled: str, recompute: bool) -> None:
         torch.manual_seed(0)
         self.device = device
         self.model = PrismForCausalLM(configuration(name, tiny)).to(device).train()
+        if recompute:
+            self.model.gradient_checkpointing_enable()
         if name.endswith("-serial"):
             for module in self.model.modules():
                 if isinstance(module, prism.Mixer):
@@ -113,7 +117,20 @@ def _in_form(forward: Callable[..., Any], form: str) -> Callable[..., Any]:
 
 
 def train(name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    trainer = Trainer(name, arguments.device, arguments.tiny, arguments.compile)
+    """Rows; a model too large for the device's memory computes its activations again, and its rows say so."""
+    try:
+        yield from _train(name, contexts, tokens, arguments, recompute=False)
+        return
+    except torch.OutOfMemoryError:
+        print(f"{name:16} out of memory: activations are computed again", flush=True)
+    torch.cuda.empty_cache()  # outside the handler, which still holds the tensors
+    yield from _train(name, contexts, tokens, arguments, recompute=True)
+
+
+def _train(
+    name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace, recompute: bool
+) -> Iterator[dict[str, Any]]:
+    trainer = Trainer(name, arguments.device, arguments.tiny, arguments.compile, recompute)
     for context in contexts:
         rows = max(1, tokens // context)
         batch = torch.randint(0, trainer.model.config.vocab_size, (rows, context + 1), device=arguments.device)
@@ -134,6 +151,7 @@ def train(name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse
             "batch": rows,
             "tokens_per_second": rows * context / statistics.median(seconds),
             "peak_bytes": _peak(arguments.device),
+            "recomputed": recompute,
             "first_step_seconds": first,
             "loss": loss,
         }
