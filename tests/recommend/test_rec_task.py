@@ -99,4 +99,8 @@ def test_validation_is_a_ranking_of_all_items(tmp_path: Path, log: Prepared, fil
     ranking = rank_targets(model.recommender, some, log.histories, max_length=12, filter_seen=filter_seen)
     expected = ranking.metrics()
     assert verdict.score == expected and verdict.quality == expected["MRR@50"] > 0
+    before = torch.get_rng_state()
+    copied = task.validate(model, World(torch.device("cpu"), parallel="fsdp"), 4)
+    assert copied.score == expected, "a sharded model is put together to be validated"
+    assert torch.equal(torch.get_rng_state(), before), "and what training draws next stays what it was"
     assert set(verdict.record) == {f"validation_{name}" for name in ("MRR@50", "HR@10", "NDCG@10", "MRR@10")}

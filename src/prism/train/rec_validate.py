@@ -57,7 +57,8 @@ def _all_of(learner: Learner, build: Callable[[], nn.Module], world: World) -> L
     """The model itself, or if it is sharded, a whole one with its weights."""
     if world.parallel != "fsdp":
         return learner
-    copy = build().to(world.device).eval()
+    with torch.random.fork_rng(devices=[]):  # what training draws next must not depend on who looks
+        copy = build().to(world.device).eval()
     assert isinstance(copy, Learner)
     sources = tensors.model_tensors(learner)
     for name, target in tensors.model_tensors(copy).items():
