@@ -155,6 +155,19 @@ def test_long_lists_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pieces.events.tolist() == [50, 3, 0]
 
 
+@torch.no_grad()
+def test_what_grows_is_read_in_pieces_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every event meets all before it: 50 more after 10 make 60 of them."""
+    it, histories = recommender("prism+softmax"), sequences(2, 60)
+    states = it.observe(it.start(2), [history[:10] for history in histories])
+    monkeypatch.setattr("prism.recommend.reading.PAIRS_AT_ONCE", 2 * 20 * 60)
+    shapes = []
+    it.model.register_forward_pre_hook(lambda model, inputs: shapes.append(tuple(inputs[0].shape)))
+    states = it.observe(states, [history[10:] for history in histories])
+    assert shapes == [(2, 20), (2, 20), (2, 10)]
+    close(it, states, histories)
+
+
 @pytest.mark.parametrize("layers", ["softmax", "prism+hstu+sliding_window"])
 @torch.no_grad()
 def test_a_cache_is_as_long_as_the_longest_history_on_any_device(layers: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from prism.recommend.states import UserStates
 
 EVENTS_AT_ONCE = 2**17
 """How many events, padding included, one pass of the model reads; longer ones are cut into several."""
+PAIRS_AT_ONCE = 2**26
+"""How many pairs of an event and one before it, where the model keeps and meets them all."""
 
 
 def encode(model: PrismForRecommendation, histories: Histories, max_length: int | None) -> Tensor:
@@ -64,8 +66,11 @@ def read_on(model: PrismForRecommendation, states: UserStates, histories: Histor
     """The states after these events of their users."""
     lengths = histories.lengths
     read = np.zeros_like(lengths)
+    most = EVENTS_AT_ONCE
+    if not model.config.constant_state:
+        most = min(most, PAIRS_AT_ONCE // (int(states.events.max()) + int(lengths.max(initial=1))))
     while len(users := np.flatnonzero(read < lengths)):
-        ends = np.minimum(lengths, read + max(1, EVENTS_AT_ONCE // len(users)))
+        ends = np.minimum(lengths, read + max(1, most // len(users)))
         everyone = len(users) == len(states)
         moved = _advance(
             model,
