@@ -81,11 +81,12 @@ def test_ranks_are_those_found_by_hand(
     assert model.training, "the model is left as it was"
 
 
-def test_of_many_items_few_targets_are_scored_at_once(
-    model: PrismForRecommendation, split: Split, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limit", "value"), [("SCORES_AT_ONCE", 3 * (ITEMS + 1)), ("EVENTS_AT_ONCE", 3 * 5 + 4)])
+def test_of_many_items_or_events_few_targets_are_ranked_at_once(
+    model: PrismForRecommendation, split: Split, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     expected = rank_targets(model, split.test, split.histories, max_length=5)
-    monkeypatch.setattr("prism.evaluate.recommendation.SCORES_AT_ONCE", 3 * (ITEMS + 1))
+    monkeypatch.setattr(f"prism.evaluate.recommendation.{limit}", value)
     done: list[int] = []
     found = rank_targets(model, split.test, split.histories, max_length=5, progress=lambda now, of: done.append(now))
     assert np.diff(done, prepend=0).max() == 3

@@ -29,8 +29,9 @@ from prism.models import PrismForRecommendation
 Progress = Callable[[int, int], None]
 """Is told how many of how many targets are done."""
 BATCH = 256
-SCORES_AT_ONCE = 2**26
-"""How many scores there are at a time at the most, whatever the batch: a catalogue may have millions of items."""
+EVENTS_AT_ONCE, SCORES_AT_ONCE = 2**17, 2**26
+"""How many events are read and how many scores there are at a time at the most, whatever the batch: histories may have
+thousands of events, a catalogue millions of items."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def rank_targets(
     """Where each target lands; in the order of `targets`.
 
     Args:
-        batch: targets at once, fewer where there are very many items. It changes memory and speed, not the result.
+        batch: targets at once, fewer where histories are very long or items very many. The result is the same.
         popularity: `[N + 1]`, for `sampled` by popularity.
         recommended: is told the top-k lists of all items.
     """
@@ -96,8 +97,11 @@ def rank_targets(
     batch = min(batch, max(1, SCORES_AT_ONCE // (num_items + 1)))
     training = model.training
     model.eval()
-    for start in range(0, len(targets), batch):
-        rows = order[start : start + batch]
+    done = 0
+    while done < len(targets):
+        rows = order[done : done + batch]
+        longest = min(int(targets.ends[rows[-1]]), max_length)
+        rows = rows[: max(1, EVENTS_AT_ONCE // longest)]
         part = targets.take(rows)
         scores = _scores(model, part, histories, max_length)
         wanted = torch.from_numpy(part.items).to(scores.device)
@@ -109,8 +113,9 @@ def rank_targets(
             taking_part = others(taking_part, wanted, rows)
         found[0, rows] = ranks(scores, wanted, taking_part=taking_part).cpu().numpy()
         found[1, rows] = count(taking_part).cpu().numpy()
+        done += len(rows)
         if progress is not None:
-            progress(start + len(rows), len(targets))
+            progress(done, len(targets))
     model.train(training)
     return Ranking(found[0], found[1])
 

@@ -14,12 +14,11 @@ from torch import Tensor
 from prism import rules
 from prism.data.interactions import Histories
 from prism.data.interactions.samples import contexts
+from prism.evaluate.recommendation import EVENTS_AT_ONCE
 from prism.models import PrismCache, PrismForRecommendation
 from prism.models.identity import identity
 from prism.recommend.states import UserStates
 
-EVENTS_AT_ONCE = 2**17
-"""How many events, padding included, one pass of the model reads; longer ones are cut into several."""
 PAIRS_AT_ONCE = 2**26
 """How many pairs of an event and one before it, where the model keeps and meets them all."""
 
