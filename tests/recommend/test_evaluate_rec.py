@@ -15,12 +15,12 @@ from prism.data.interactions.translate import translate
 from prism.evaluate.rec_report import report
 from prism.evaluate.recommendation import (
     Recommended,
-    Sampled,
     evaluate_ranking,
     evaluate_split,
     protocol_line,
     rank_targets,
 )
+from prism.evaluate.sampled import Sampled, sampler
 from prism.models import PrismForRecommendation, PrismRecConfig
 
 ITEMS = 30
@@ -155,13 +155,11 @@ def test_sampled_figures_say_so(model: PrismForRecommendation, split: Split, by:
 
 def test_sampled_by_popularity_draws_what_is_popular(model: PrismForRecommendation, split: Split) -> None:
     """The share of tries in which a rare item is drawn is far below that of a popular one."""
-    from prism.evaluate.recommendation import _others
-
     popularity = np.array([0, 1000, *[10] * (ITEMS - 2), 0])
     wanted = torch.full((400,), 2)
     taking_part = torch.ones(400, ITEMS + 1, dtype=torch.bool)
     taking_part[:, 0] = False
-    kept = _others(Sampled(3, "popularity"), ITEMS, popularity)(taking_part, wanted, np.arange(400))
+    kept = sampler(Sampled(3, "popularity"), ITEMS, popularity)(taking_part, wanted, np.arange(400))
     assert (kept.sum(1) == 4).all() and kept[:, 2].all()
     share = kept.float().mean(0)
     assert share[1] > 0.95 and share[ITEMS] == 0 and not kept[:, 0].any()

@@ -12,7 +12,6 @@ For each target the model reads the last `max_length` events before it and ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +23,7 @@ from prism.data.interactions.samples import contexts
 from prism.data.interactions.split import Split, Targets
 from prism.evaluate.groups import history_lengths, item_popularity, popularity_bias
 from prism.evaluate.ranking import CUTOFFS, Ranking, candidates, count, ranks, top_k
+from prism.evaluate.sampled import Sampled, sampler
 from prism.models import PrismForRecommendation
 
 Progress = Callable[[int, int], None]
@@ -32,21 +32,6 @@ BATCH = 256
 EVENTS_AT_ONCE, SCORES_AT_ONCE = 2**17, 2**26
 """How many events are read and how many scores there are at a time at the most, whatever the batch: histories may have
 thousands of events, a catalogue millions of items."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """Others that a target is ranked among, instead of all items."""
-
-    count: int
-    by: Literal["uniform", "popularity"] = "uniform"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"sampled must be at least 1 item, got {self.count}")
-        if self.by not in ("uniform", "popularity"):
-            raise ValueError(f"sampled items are drawn uniform or by popularity, got {self.by!r}")
 
 
 class Recommended:
@@ -92,7 +77,7 @@ def rank_targets(
             raise ValueError(f"{name} must be at least 1, got {value}")
     num_items = model.config.num_items
     found = np.empty((2, len(targets)), dtype=np.int64)
-    others = None if sampled is None else _others(sampled, num_items, popularity)
+    others = None if sampled is None else sampler(sampled, num_items, popularity)
     order = np.argsort(targets.ends, kind="stable")  # rows of one length: little padding
     batch = min(batch, max(1, SCORES_AT_ONCE // (num_items + 1)))
     training = model.training
@@ -233,31 +218,3 @@ def _repeats(targets: Targets, histories: Histories) -> np.ndarray:
     _, first, each = np.unique(pairs, return_index=True, return_inverse=True)  # the pair's first place, for every event
     places = histories.offsets[targets.users] + targets.ends
     return first[each[places]] < places
-
-
-def _others(
-    sampled: Sampled, num_items: int, popularity: np.ndarray | None
-) -> Callable[[Tensor, Tensor, np.ndarray], Tensor]:
-    """Keeps of the candidates the target and `count` others, drawn without replacement; a function of seed and row."""
-    if sampled.count > num_items:
-        raise ValueError(f"sampled must be at most the number of items, {num_items:,}, got {sampled.count:,}")
-    weights = np.ones(num_items + 1)
-    if sampled.by == "popularity":
-        if popularity is None:
-            raise ValueError("items sampled by popularity need the popularity of the items")
-        weights = np.maximum(popularity, 1e-9).astype(np.float64)
-    log_weights = torch.from_numpy(np.log(weights))
-
-    def keep(taking_part: Tensor, wanted: Tensor, rows: np.ndarray) -> Tensor:
-        # the largest of log-weights with Gumbel noise are a weighted draw without replacement
-        noise = np.stack(
-            [np.random.default_rng((sampled.seed, row)).gumbel(size=num_items + 1) for row in rows.tolist()]
-        )
-        keys = (log_weights + torch.from_numpy(noise)).to(taking_part.device)
-        free = taking_part.scatter(1, wanted[:, None], False)
-        keys = keys.masked_fill(~free, -torch.inf)
-        drawn = keys.topk(sampled.count, dim=1).indices
-        kept = torch.zeros_like(taking_part).scatter_(1, drawn, True) & free
-        return kept.scatter_(1, wanted[:, None], True)
-
-    return keep
