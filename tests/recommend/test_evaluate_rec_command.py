@@ -101,6 +101,7 @@ def test_mistakes(run: Path, tmp_path: Path, capsys: Captured) -> None:
         ([str(run), "--max-length", "0"], "max_length must be at least 1"),
         ([str(run), "--sampled", "0"], "sampled must be at least 1"),
         ([str(run), "--data", str(tmp_path / "no.csv")], "there is no file or folder"),
+        ([str(run), "--output", str(tmp_path / "text" / "config.json")], "output must be a folder"),
     ):
         assert main(["evaluate", "rec", *arguments]) == 2
         assert sentence in capsys.readouterr().err

@@ -155,7 +155,8 @@ def test_windows_make_every_event_but_the_first_a_target_once(lengths: list[int]
         return
     samples = Samples(whole, length)
     batch = samples.batch(np.arange(len(samples)))
-    assert batch.inputs.shape == batch.targets.shape == (len(samples), length)
+    width = min(length, max(lengths) - 1)  # no padding that no sample needs
+    assert batch.inputs.shape == batch.targets.shape == (len(samples), width)
     assert samples.targets(np.arange(len(samples))) == int(batch.mask.sum()) == sum(max(0, n - 1) for n in lengths)
     pairs: dict[int, list[tuple[int, int]]] = {user: [] for user in range(len(lengths))}
     for row in reversed(range(len(samples))):  # stretches come from the end of a history
@@ -175,7 +176,7 @@ def test_windows_make_every_event_but_the_first_a_target_once(lengths: list[int]
 def test_gaps_are_times_since_the_event_before(lengths: list[int], length: int) -> None:
     whole = histories_of(lengths, seed=5)
     samples = Samples(whole, length)
-    batch = samples.batch(np.arange(len(samples)), trim=True)
+    batch = samples.batch(np.arange(len(samples)))
     assert batch.gaps is not None
     assert batch.inputs.shape[1] == min(length, max(lengths) - 1)
     place = {user: whole.lengths[user] - 1 for user in range(len(lengths))}  # last target of the next stretch

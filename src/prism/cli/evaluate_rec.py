@@ -57,6 +57,8 @@ def evaluate_rec(
         output: a folder for results.json (with command and machine) and report.html.
         device: cpu, cuda …; auto is cuda where there is one.
     """
+    if output is not None and output.is_file():
+        raise ValueError(f"output must be a folder, and {output} is a file")
     with model_folder(model, _say) as folder:
         recommender = open_weights(PrismForRecommendation, folder, device)
         training = training_of(folder)

@@ -24,7 +24,7 @@ class SampleTable:
     def __init__(self, samples: Samples, seed: int, gaps: bool, limit: int = LIMIT) -> None:
         self.samples, self.gaps = samples, gaps
         self.order = Order(len(samples), seed)
-        a_sample = samples.length * (8 + 8 + 1 + (4 if gaps else 0)) + 8
+        a_sample = samples.width * (8 + 8 + 1 + (4 if gaps else 0)) + 8
         self.fits = len(samples) * a_sample <= limit
         self._held: RecBatch | None = None
 

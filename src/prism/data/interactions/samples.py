@@ -46,7 +46,7 @@ class Samples:
     """What a recommender is trained on.
 
     Args:
-        length: T, events read in one sample.
+        length: events read in one sample at the most; `width`, the T of batches, is less where all histories are shorter.
         order: "windows": a user's whole history, cut from its end into stretches of length + 1 events that overlap by
             one, so that every event but a user's first is a target exactly once, however long the history;
             "last": only the last length + 1 events of each user, as in SASRec.
@@ -57,7 +57,7 @@ class Samples:
             raise ValueError(f"length must be at least 1 event, got {length}")
         if order not in ("windows", "last"):
             raise ValueError(f"order must be 'windows' or 'last', got {order!r}")
-        self.histories, self.length, self.order = histories, length, order
+        self.histories = histories
         targets = np.maximum(histories.lengths - 1, 0)  # every event but the first
         stretches = -(-targets // length) if order == "windows" else np.minimum(targets, 1)
         self._users = np.repeat(np.arange(len(histories)), stretches)
@@ -67,6 +67,7 @@ class Samples:
         ends = histories.offsets[1:][self._users] - 1 - from_end * length  # place of the last target
         self._starts = np.maximum(ends - length, histories.offsets[self._users])
         self._counts = ends - self._starts
+        self.width = int(self._counts.max())
 
     def __len__(self) -> int:
         return len(self._users)
@@ -75,11 +76,11 @@ class Samples:
         """How many real targets these samples have together."""
         return int(self._counts[indices].sum())
 
-    def batch(self, indices: np.ndarray, trim: bool = False) -> RecBatch:
-        """These samples, in this order; `trim` cuts T to the longest of them."""
+    def batch(self, indices: np.ndarray) -> RecBatch:
+        """These samples, in this order."""
         indices = np.asarray(indices)
         starts, counts = self._starts[indices], self._counts[indices]
-        events = stretches(self.histories, starts, counts, int(counts.max()) if trim else self.length)
+        events = stretches(self.histories, starts, counts, self.width)
         following = np.minimum(events.places + 1, len(self.histories.items) - 1)
         return RecBatch(
             inputs=torch.from_numpy(events.items),
