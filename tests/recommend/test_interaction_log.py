@@ -220,6 +220,18 @@ def test_features_of_items() -> None:
     assert [size.values[v] for v in size.of_item] == [None, 3, 1, 3]
     assert any("1 items have more than one size" in note for note in prepared.manifest["notes"])
 
+    with pytest.raises(ValueError, match=r"'brand' of the DataFrame holds List.*: a feature is one value an item"):
+        read_log(frame.with_columns(brand=pl.concat_list("size", "size")), Columns(features=("brand",)))
+
+
+@pytest.mark.parametrize("name", ["user", "item", "time", "several"])
+def test_features_may_be_called_anything(name: str) -> None:
+    frame = pl.DataFrame({"who": [1, 1, 2], "what": ["x", "y", "x"], name: ["p", "q", "p"]})
+    prepared = read_log(frame, Columns("who", "what", None, (name,))).prepare()
+    assert histories(prepared) == {1: ["x", "y"], 2: ["x"]} and prepared.histories.times is None
+    feature = prepared.catalogue.features[name]
+    assert [feature.values[v] for v in feature.of_item] == [None, "p", "q"]
+
 
 @settings(max_examples=50, deadline=None)
 @given(

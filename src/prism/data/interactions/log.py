@@ -18,8 +18,8 @@ from prism.data.interactions.prepared import Prepared
 
 @dataclass(frozen=True)
 class Log:
-    """`frame` has the columns user, item, time (where there are times) and the features, one row an event, in the order of
-    the input; `counts` and `notes` tell what was found and what was dropped."""
+    """`frame` has the columns user, item, time (where there are times) and the features' (`feature_column`), one row an event,
+    in the order of the input; `counts` and `notes` tell what was found and what was dropped."""
 
     frame: pl.DataFrame
     features: tuple[str, ...] = ()
@@ -71,12 +71,17 @@ class Log:
 
     def _feature(self, name: str, items: pl.Series) -> tuple[Feature, int]:
         """The first value that the log has for each item, and how many items have several."""
-        known = self.frame.select("item", name).drop_nulls()
-        per_item = known.group_by("item").agg(pl.col(name).first(), several=pl.col(name).n_unique() > 1)
-        values = per_item[name].unique().sort()
+        known = self.frame.select("item", value=feature_column(name)).drop_nulls()
+        per_item = known.group_by("item").agg(pl.col("value").first(), several=pl.col("value").n_unique() > 1)
+        values = per_item["value"].unique().sort()
         of_item = np.zeros(len(items) + 1, dtype=np.int64)
-        of_item[codes(per_item["item"], items).to_numpy() + 1] = codes(per_item[name], values).to_numpy() + 1
+        of_item[codes(per_item["item"], items).to_numpy() + 1] = codes(per_item["value"], values).to_numpy() + 1
         return Feature([None, *values.to_list()], of_item), int(per_item["several"].sum())
+
+
+def feature_column(name: str) -> str:
+    """Features may be called anything, also user, item or time."""
+    return f"feature {name}"
 
 
 def codes(values: pl.Series, distinct: pl.Series) -> pl.Series:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from prism.data.interactions.columns import Columns
 from prism.data.interactions.dataframes import pl
-from prism.data.interactions.log import Log
+from prism.data.interactions.log import Log, feature_column
 from prism.data.interactions.tables import Format, read_table
 
 __all__ = ["Columns", "Format", "Log", "read_log"]
@@ -50,7 +50,7 @@ def read_log(
     series = {"user": _ids(table[found.user], where), "item": _ids(table[found.item], where)}
     if found.time is not None:
         series["time"] = _times(table[found.time], where)
-    series |= {name: _labels(table[name]) for name in found.features}
+    series |= {feature_column(name): _labels(table[name], where) for name in found.features}
     frame = pl.DataFrame([values.alias(name) for name, values in series.items()])
     key = [name for name in ("user", "item", "time") if name in series]
     repeats = len(frame) - frame.select(key).n_unique()
@@ -133,8 +133,10 @@ def _parsed(texts: pl.Series, where: str) -> pl.Series:
     return moments
 
 
-def _labels(column: pl.Series) -> pl.Series:
+def _labels(column: pl.Series, where: str) -> pl.Series:
     """Values of a feature: integers as they are, everything else as text."""
+    if column.dtype.is_nested():
+        raise ValueError(f"column {column.name!r} of {where} holds {column.dtype}: a feature is one value an item")
     return column if column.dtype.is_integer() else column.cast(pl.String)
 
 
