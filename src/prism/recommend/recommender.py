@@ -154,7 +154,8 @@ class Recommender:
             states: what `observe` returned.
             filter_seen: leave out what is in the history. A state does not remember items: there, `exclude` says which.
             exclude: for each row, ids of items that are not wanted.
-            times: of the sequences' events, for models that were trained with time gaps.
+            times: of the sequences' events, for models that were trained with time gaps. Events stay in the order given; one
+                that is earlier than the one before it counts as at the same time.
             max_length: how many of the last events are read: as many as the model was trained on unless given; 0 is all of
                 them, as a stream reads them.
             unknown: sequences' items that the model does not know are left out with a warning, or "error".
