@@ -37,7 +37,7 @@ def time_kernels(u: Columns, d_o: torch.Tensor, chosen: Configuration, name: str
         run.reverse(ready, d_o, None, 1, d_states, d_w)
         if name == "reverse":
             return speed.milliseconds(lambda: run.reverse(ready, d_o, None, 1, d_states, d_w))
-        return speed.milliseconds(lambda: run.tokens(ready, states, fed, d_o, d_states, d_w))
+        return speed.milliseconds(lambda: run.tokens(ready, states, fed, d_o, d_states, d_w, None, None))
 
 
 def tune(width: int, writes: int, blocks: list[int], warps: list[int], stages: list[int]) -> Configuration:

@@ -150,3 +150,31 @@ def test_what_the_kernels_cannot_serve_is_said(change: dict[str, str], told: str
     update = prism.Update(**leaves, erase_key=leaves["k"][..., 0, :], **change)
     with pytest.raises(ValueError, match=told):
         prism.memory(update, form="chunkwise", backend="triton")
+
+
+@pytest.mark.parametrize("T", [1, 70])
+def test_a_state_is_not_rounded_on_its_way_to_the_gates(T: int) -> None:
+    """In half precision, where ⟨gradient, state⟩ is nearly all of the gradient of the decay."""
+    leaves, _ = problem(T, erase="none")
+    d_end = torch.randn(leaves["state"].shape, generator=torch.Generator().manual_seed(0))
+
+    def gradient(dtype: torch.dtype, kept: torch.dtype, form: str, backend: str) -> Tensor:
+        device = DEVICE if backend == "triton" else "cpu"
+        x = {name: z.half().to(device, dtype) for name, z in leaves.items() if name in ("q", "k", "w")}
+        decay = leaves["log_decay"].to(device, kept).requires_grad_()
+        update = prism.Update(**{name: 1e-3 * z for name, z in x.items()}, log_decay=decay)
+        _, end = prism.memory(update, leaves["state"].to(device, kept), form, backend)
+        return torch.autograd.grad(end, decay, d_end.to(device, kept))[0].double().cpu()
+
+    exact = gradient(torch.float64, torch.float64, "recurrent", "torch")
+    kernel = gradient(torch.float16, torch.float32, "chunkwise", "triton")
+    error = (kernel - exact).norm() / exact.norm()
+    assert error < (1e-6 if T == 1 else 1e-3), f"{error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [((20, 36), (64, 64)), ((32, 32), (32, 32)), ((16, 8), (32, 32)), ((64, 256), (64, 256)), ((128, 24), (128, 64))],
+)
+def test_on_a_gpu_tiles_are_those_that_were_checked_there(given: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert paths.widths(*given, on_gpu=True) == expected

@@ -156,7 +156,15 @@ class Launch:
         return d_initial
 
     def tokens(
-        self, ready: Prepared, states: Tensor, fed: Tensor | None, d_o: Tensor, d_states: Tensor, d_w: Tensor
+        self,
+        ready: Prepared,
+        states: Tensor,
+        fed: Tensor | None,
+        d_o: Tensor,
+        d_states: Tensor,
+        d_w: Tensor,
+        state: Tensor | None,
+        d_final: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """dQ, dX, dB, dβ, dg; the writes' gradients join the first one's in `d_w`."""
         u, C, V = self.u, self.chunk, self.V
@@ -199,7 +207,9 @@ class Launch:
                     *self.sizes,
                     V=V, BK=BK, BV=BV, C=C, STEP=self.step, FED=is_fed,
                 )  # fmt: skip
-        if u.log_decay is not None:
+        if touched is not None:
+            assert u.log_decay is not None
+            self.touch_ends(touched, states, d_states, state, d_final)
             d_log_decay = torch.empty_like(u.log_decay)
             self.start(
                 decay_kernel, Tiling(C, 1), self.chunks * self.heads,
@@ -209,6 +219,19 @@ class Launch:
         if d_strength is not None:
             d_strength = d_strength[0] if parts == 1 else d_strength.sum(0)
         return d_q, d_x, d_erase_key, d_strength, d_log_decay
+
+    def touch_ends(
+        self, touched: Tensor, states: Tensor, d_states: Tensor, state: Tensor | None, d_final: Tensor | None
+    ) -> None:
+        """⟨dS', S⟩ of the first and the last chunk, from the state and its gradient as they were given: in a short sequence
+        that is most of the gates' gradient, and rounding S and dS' would be most of its error."""
+        last = self.chunks - 1
+        ends = {n for n, given in ((0, state), (last, d_final)) if given is not None}
+        for n in ends:
+            S = state.mT if n == 0 and state is not None else states[:, :, n].float()
+            dS = d_final.mT if n == last and d_final is not None else d_states[:, :, n].float()
+            touched[1:, :, :, n] = 0.0
+            touched[0, :, :, n] = (S * dS).sum((-1, -2))
 
     # Segments side by side: each one's map and its state from nothing, then the short chain between segments.
 
@@ -323,20 +346,33 @@ def _forward(
 
 
 def backward(
-    u: Columns, ready: Prepared, states: Tensor, fed: Tensor | None, d_o: Tensor, d_final: Tensor | None
+    u: Columns,
+    ready: Prepared,
+    state: Tensor | None,
+    states: Tensor,
+    fed: Tensor | None,
+    d_o: Tensor,
+    d_final: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """The gradients of q, x, w, log_decay, erase_key, strength and the state."""
     run = Launch(u)
-    return _backward(run, ready, states, fed, d_o, d_final, run.segments)
+    return _backward(run, ready, state, states, fed, d_o, d_final, run.segments)
 
 
 def _backward(
-    run: Launch, ready: Prepared, states: Tensor, fed: Tensor | None, d_o: Tensor, d_final: Tensor | None, segments: int
+    run: Launch,
+    ready: Prepared,
+    state: Tensor | None,
+    states: Tensor,
+    fed: Tensor | None,
+    d_o: Tensor,
+    d_final: Tensor | None,
+    segments: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     d_states, d_w = torch.empty_like(states), torch.empty_like(run.u.w)
     leaving = run.outgoing(ready, d_o, d_final, segments)
     d_initial = run.reverse(ready, d_o, leaving, segments, d_states, d_w)[0]
-    d_q, d_x, d_erase_key, d_strength, d_log_decay = run.tokens(ready, states, fed, d_o, d_states, d_w)
+    d_q, d_x, d_erase_key, d_strength, d_log_decay = run.tokens(ready, states, fed, d_o, d_states, d_w, state, d_final)
     return d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_initial
 
 
@@ -359,9 +395,10 @@ def _rehearse(u: Columns, state: Tensor | None, save: bool, segments: int) -> No
         )
     )
     few = min(segments, 2)
-    o, _, states, fed, ready = _forward(run, None if state is None else state[:1, :1], save, few)
+    entering = None if state is None else state[:1, :1]
+    o, _, states, fed, ready = _forward(run, entering, save, few)
     if states is not None:
-        _backward(run, ready, states, fed, o, None, few)
+        _backward(run, ready, entering, states, fed, o, None, few)
 
 
 def step(given: list[Tensor | None], new_state: Tensor, substeps: int) -> Tensor:

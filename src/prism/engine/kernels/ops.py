@@ -75,6 +75,7 @@ def _memory_backward(
     erase_key: Tensor | None,
     strength: Tensor | None,
     documents: Tensor | None,
+    state: Tensor | None,
     states: Tensor,
     fed: Tensor,
     cumulated: Tensor,
@@ -91,7 +92,7 @@ def _memory_backward(
     )
     answers = _laid(d_o)
     assert answers is not None
-    grads = launch.backward(u, ready, states, fed if u.erases else None, answers, _laid(d_final))
+    grads = launch.backward(u, ready, _laid(state), states, fed if u.erases else None, answers, _laid(d_final))
     return tuple(_present(z, w) for z in grads)  # type: ignore[return-value]
 
 
@@ -109,9 +110,9 @@ def _(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest):
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *given, state, save = inputs
+    *given, save = inputs
     ctx.save_for_backward(*given, *output[2:])
-    ctx.has_state, ctx.saved_states = state is not None, save
+    ctx.has_state, ctx.saved_states = given[-1] is not None, save
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
 

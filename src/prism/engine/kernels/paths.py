@@ -59,7 +59,8 @@ def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
     K, V, n = u.key_dim, u.value_dim, u.substeps
     columns = _columns(u)
-    given = None if state is None else _widen(state.float(), padded(K) - K, padded(V) - V)
+    keys, values = widths(K, V, u.w.is_cuda)
+    given = None if state is None else _widen(state.float(), keys - K, values - V)
     tensors = [z for z in (*columns, given) if z is not None]
     save = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
     o, final = ops.remember(*columns, given, save)
@@ -104,7 +105,8 @@ def _columns(u: Update) -> tuple[Any, ...]:
     if u.reset is not None:
         reset = u.reset if u.mask is None else u.reset & u.mask
         documents = at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
-    keys, values = padded(u.key_dim) - u.key_dim, padded(u.value_dim) - u.value_dim
+    keys, values = widths(u.key_dim, u.value_dim, u.w.is_cuda)
+    keys, values = keys - u.key_dim, values - u.value_dim
     return (
         _widen(at_substep(q, n, n - 1), keys),
         _widen(x, keys),
@@ -137,6 +139,14 @@ def _widen(z: Tensor, columns: int, values: int | None = None) -> Tensor:
     """Zeros after the last dimension; with `values`, `columns` after the one before it."""
     padding = (0, columns) if values is None else (0, values, 0, columns)
     return F.pad(z, padding) if any(padding) else z
+
+
+def widths(key_dim: int, value_dim: int, on_gpu: bool) -> tuple[int, int]:
+    """K and V as the chunk kernels compute them. On a GPU no tile has a side that was never checked on one: both are 32, or
+    both at least 64 (32 keys beside 64 values were compiled into an illegal access by Triton 3.6 on an H200)."""
+    K, V = padded(key_dim), padded(value_dim)
+    least = 16 if not on_gpu else 32 if max(K, V) <= 32 else 64
+    return max(K, least), max(V, least)
 
 
 def padded(width: int) -> int:
