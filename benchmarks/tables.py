@@ -56,8 +56,9 @@ def models(results: dict[str, Any], pictures: Path) -> None:
     training, decoding = results.get("training", []), results.get("decoding", [])
     print(by(training, "model", "context", lambda r: f"{r['tokens_per_second'] / 1e3:.0f} K"), end="\n\n")
     print(by(training, "model", "context", lambda r: f"{r['peak_bytes'] / 2**30:.0f} GiB"), end="\n\n")
-    print(by(decoding, "model", "context", lambda r: f"{r['milliseconds']:.2f} ms"), end="\n\n")
-    print(by(decoding, "model", "context", lambda r: f"{r['state_bytes_a_row'] / 2**20:.1f} MiB"), end="\n\n")
+    if decoding:
+        print(by(decoding, "model", "context", lambda r: f"{r['milliseconds']:.2f} ms"), end="\n\n")
+        print(by(decoding, "model", "context", lambda r: f"{r['state_bytes_a_row'] / 2**20:.1f} MiB"), end="\n\n")
     print("failed:", results.get("failed"))
     picture(training, "tokens_per_second", "tokens a second in training", pictures / "throughput.png")
     picture(decoding, "milliseconds", "milliseconds a token, batch 32", pictures / "decoding.png")
