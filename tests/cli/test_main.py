@@ -1,5 +1,8 @@
 """The command line speaks in sentences, and `prism rules` lists every rule."""
 
+import subprocess
+import sys
+
 import pytest
 
 from prism import rules
@@ -43,3 +46,14 @@ def test_unknown_commands_are_answered_with_known_ones(
         main(words)
     assert stop.value.code == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_reader_who_has_enough_is_no_error() -> None:
+    """`prism rules | head -1`."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "prism", "rules"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0

@@ -60,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if COMMANDS[name].own_arguments:
             return run(rest) or 0
         return tyro.cli(run, prog=f"prism {name}", args=rest) or 0
+    except BrokenPipeError:  # whoever read the output (`| head`) has enough; exiting must not try to write the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("PRISM_DEBUG") == "1":
             raise
