@@ -48,12 +48,13 @@ def test_unknown_commands_are_answered_with_known_ones(
     assert told in capsys.readouterr().err
 
 
-def test_a_reader_who_has_enough_is_no_error() -> None:
+@pytest.mark.parametrize("command", [["rules"], ["--help"], ["train", "--help"]])
+def test_a_reader_who_has_enough_hears_no_complaint(command: list[str]) -> None:
     """`prism rules | head -1`."""
     with subprocess.Popen(
-        [sys.executable, "-m", "prism", "rules"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "prism", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(60) == 0
+        assert process.wait(60) == 1

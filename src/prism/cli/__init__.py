@@ -42,7 +42,17 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `prism …`; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output (`| head`) has enough; exiting must not try to write the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1  # as rich does where it meets the closed pipe first
+
+
+def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         return 0
@@ -60,9 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if COMMANDS[name].own_arguments:
             return run(rest) or 0
         return tyro.cli(run, prog=f"prism {name}", args=rest) or 0
-    except BrokenPipeError:  # whoever read the output (`| head`) has enough; exiting must not try to write the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("PRISM_DEBUG") == "1":
             raise
