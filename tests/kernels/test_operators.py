@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -253,3 +255,15 @@ def test_short_convolution(packed: bool, bias: bool, activation: bool, carried: 
 def test_short_convolution_is_a_proper_operator() -> None:
     x, weight = torch.randn(1, 3, 16, requires_grad=True), torch.randn(2, 16, requires_grad=True)
     torch.library.opcheck(ops.short_conv, (x, weight, None, None, None, True))
+
+
+def test_a_longer_convolution_is_left_to_torch() -> None:
+    taps = paths.MOST_TAPS + 1
+    x, weight = torch.randn(1, 12, 3), torch.randn(taps, 3)
+    with pytest.raises(ValueError, match=f"up to {paths.MOST_TAPS} taps, not {taps}"):
+        ops.short_conv(x, weight, None, None, None, True)
+    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+    window = torch.zeros(1, 3, 3)
+    assert paths.convolves(on_gpu, paths.MOST_TAPS, window)
+    assert not paths.convolves(on_gpu, taps, window)
+    assert not paths.convolves(on_gpu, 4, window.requires_grad_()), "the kernel has no gradient for it"

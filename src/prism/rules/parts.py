@@ -73,7 +73,7 @@ class ShortConv(nn.Module):
         if self.weight is None:
             y = x if self.bias is None else x + self.bias.to(x.dtype)
             y = F.silu(y) if self.activation else y
-        elif x.is_cuda and paths.INSTALLED and x.dtype != torch.float64 and not _differentiated(window):
+        elif paths.convolves(x, self.size, window):
             from prism.engine.kernels import ops
 
             documents = None if span.documents is None else span.documents.int()
@@ -109,10 +109,6 @@ class ShortConv(nn.Module):
         if documents is not None and numbers is not None:  # the next segment's taps may not reach into these either
             seen = torch.where((numbers == documents[:, -1:]).unsqueeze(-1), seen, 0.0)
         return span.last(seen, count)
-
-
-def _differentiated(window: Tensor | None) -> bool:
-    return window is not None and window.requires_grad and torch.is_grad_enabled()
 
 
 def shift(x: Tensor, last: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
 from prism.data.interactions import Histories, LogRecipe, Split, global_time, leave_one_out
-from prism.data.interactions.prepared import Synthetic
 from prism.train.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -40,26 +39,7 @@ class RecModelSettings(StackSettings):
 
 
 @dataclass(frozen=True)
-class RecDataSettings:
-    source: str | None = None
-    """A log: csv, tsv, parquet, RecBole's .inter, lines of "user item" or "user item item …" (texts also as .gz and .xz), or
-    a folder that was prepared from one. None: a synthetic log of users whose interests drift."""
-    format: str = "auto"
-    """Of the log, if its name and first line do not tell."""
-    user: str = "auto"
-    """The column with the users."""
-    item: str = "auto"
-    """The column with the items."""
-    time: str | None = "auto"
-    """The column with the times; None: the log is in order as it is."""
-    features: tuple[str, ...] = ()
-    """Columns that say something of the item (a category, a brand) for the model to know."""
-    duplicates: Literal["keep", "drop"] = "keep"
-    """What to do with an event that has user, item and time of another."""
-    min_user: int = 1
-    """Leave out users with fewer events than this, and items with fewer than min_item, until both hold."""
-    min_item: int = 1
-    """Leave out items with fewer events than this."""
+class RecDataSettings(LogRecipe):
     split: Literal["leave_one_out", "global_time"] = "leave_one_out"
     """What is held out: every user's last event to test and the one before it to validate, or all events after a time."""
     valid_from: float | None = None
@@ -74,22 +54,10 @@ class RecDataSettings:
     """Where prepared logs are kept; None: $PRISM_CACHE, or prism in the user's cache folder."""
     verify: bool = True
     """Compare the prepared log with its hash before every run."""
-    synthetic: Synthetic = field(default_factory=Synthetic)
 
     def recipe(self) -> LogRecipe:
         """The part that decides which events come out."""
-        return LogRecipe(
-            source=self.source,
-            format=self.format,
-            user=self.user,
-            item=self.item,
-            time=self.time,
-            features=self.features,
-            duplicates=self.duplicates,
-            min_user=self.min_user,
-            min_item=self.min_item,
-            synthetic=self.synthetic,
-        )
+        return LogRecipe(**{part.name: getattr(self, part.name) for part in fields(LogRecipe)})
 
     def split_of(self, histories: Histories) -> Split:
         """What is learned from and what is held out."""

@@ -46,16 +46,24 @@ class LogRecipe:
     """Everything that decides which arrays come out."""
 
     source: str | None = None
-    """A file, or a folder that was prepared before; None: the synthetic log."""
+    """A log: csv, tsv, parquet, RecBole's .inter, lines of "user item" or "user item item …" (texts also as .gz and .xz), or
+    a folder that was prepared from one. None: a synthetic log of users whose interests drift."""
     format: str = "auto"
+    """Of the log, if its name and first line do not tell."""
     user: str = "auto"
+    """The column with the users."""
     item: str = "auto"
+    """The column with the items."""
     time: str | None = "auto"
+    """The column with the times; None: the log is in order as it is."""
     features: tuple[str, ...] = ()
+    """Columns that say something of the item (a category, a brand) for the model to know."""
     duplicates: Literal["keep", "drop"] = "keep"
+    """What to do with an event that has user, item and time of another."""
     min_user: int = 1
-    """Users with fewer events are left out, and items with fewer than `min_item`, until both hold."""
+    """Leave out users with fewer events than this, and items with fewer than min_item, until both hold."""
     min_item: int = 1
+    """Leave out items with fewer events than this."""
     synthetic: Synthetic = field(default_factory=Synthetic)
 
 

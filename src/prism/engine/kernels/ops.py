@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from prism.engine.kernels import launch
 from prism.engine.kernels.launch import Columns, Prepared
+from prism.engine.kernels.paths import MOST_TAPS
 
 
 def _memory(
@@ -269,6 +270,8 @@ def short_conv(
     """x `[B, T, D]`, weight `[W, D]`, bias `[D]`, window `[B, W - 1, D]`, documents `[B, T]` int32 → `[B, T, D]`.
 
     The window gets no gradient."""
+    if weight.shape[0] > MOST_TAPS:
+        raise ValueError(f"prism::short_conv has up to {MOST_TAPS} taps, not {weight.shape[0]}")
     return launch.short_conv(silu, *_all_laid(x, weight, bias, window, documents))
 
 
