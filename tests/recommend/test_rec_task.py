@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ import pytest
 import torch
 from rec_runs import small
 
-from prism.data.interactions import Prepared
+from prism.data.interactions import LogRecipe, Prepared
+from prism.data.interactions.prepared import Synthetic
 from prism.data.interactions.synthetic import synthetic_log
 from prism.evaluate.recommendation import rank_targets
 from prism.models.item_losses import full_softmax
 from prism.train.distributed import World
 from prism.train.rec import RecTask
 from prism.train.rec_model import make_loss
-from prism.train.rec_settings import LossSettings
+from prism.train.rec_settings import LossSettings, RecDataSettings
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +106,18 @@ def test_validation_is_a_ranking_of_all_items(tmp_path: Path, log: Prepared, fil
     assert copied.score == expected, "a sharded model is put together to be validated"
     assert torch.equal(torch.get_rng_state(), before), "and what training draws next stays what it was"
     assert set(verdict.record) == {f"validation_{name}" for name in ("MRR@50", "HR@10", "NDCG@10", "MRR@10")}
+
+
+def test_everything_said_of_a_log_reaches_its_recipe() -> None:
+    said: dict[str, Any] = {
+        "source": "log",
+        "format": "csv",
+        "user": "u",
+        "item": "i",
+        "time": None,
+        "features": ("f",),
+    }
+    said |= {"duplicates": "drop", "min_user": 2, "min_item": 3, "synthetic": Synthetic(users=7)}
+    assert said.keys() == {field.name for field in fields(LogRecipe)}
+    assert not any(getattr(LogRecipe(), name) == value for name, value in said.items())
+    assert RecDataSettings(**said).recipe() == LogRecipe(**said)
