@@ -155,20 +155,3 @@ def test_serial_is_claimed_for_one_token_a_mini_batch_only() -> None:
         Mixer("ttt_mlp", 16, 2)(x, form="serial")
     with pytest.raises(ValueError, match=r"without momentum.*serial"):
         Mixer("titans", 16, 2, mini_batch=1)(x, form="serial")
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("ttt_linear", {"mini_batch": 0}),
-        ("titans", {"depth": 0}),
-        ("titans", {"expand": 1.5}),
-        ("atlas", {"window": 0}),
-        ("atlas", {"degree": 0}),
-        ("atlas", {"newton_schulz": -1}),
-    ],
-)
-def test_wrong_options_are_refused(name: str, options: dict[str, Any]) -> None:
-    ((option, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{option} .*got {value}"):
-        Mixer(name, 16, 2, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -45,6 +46,28 @@ def test_one_memory_is_its_inner_rule(inner: str) -> None:
         assert_close("outputs", y, expected, 1e-12)
         following = tokens(2, 3)
         assert_close("what follows", mixture(following, state)[0], alone(following, end)[0], 1e-12)
+
+
+@pytest.mark.parametrize("inner", INNERS)
+def test_several_memories_of_any_rule_are_cut_packed_and_padded_as_one(inner: str) -> None:
+    """What is routed is a ragged batch inside: rows stand at different places of their windows and mini-batches."""
+    mixture = stirred("mom", inner=inner, memories=3)
+    x, whole = tokens(2, 13), torch.zeros(2, 13, WIDTH, dtype=torch.float64)
+    reset = torch.zeros(2, 13, dtype=torch.bool)
+    reset[0, [2, 6]] = reset[1, [1, 9]] = True
+    for row, cuts in enumerate(((0, 2, 6, 13), (0, 1, 9, 13))):
+        for begin, end in itertools.pairwise(cuts):
+            whole[row, begin:end] = mixture(x[row : row + 1, begin:end])[0][0]
+    assert_close("packed", mixture(x, reset=reset)[0], whole, 1e-10)
+    first, state = mixture(x[:, :7], reset=reset[:, :7])
+    second, _ = mixture(x[:, 7:], state, reset=reset[:, 7:])
+    assert_close("cut", torch.cat([first, second], 1), whole, 1e-10)
+    mask = torch.rand(2, 20).argsort(1).argsort(1) < 13
+    padded = torch.full((2, 20, WIDTH), torch.nan, dtype=torch.float64)
+    padded[mask] = x.flatten(0, 1)
+    again = torch.zeros_like(mask)
+    again[mask] = reset.flatten()
+    assert_close("padded", mixture(padded, mask=mask, reset=again)[0][mask], whole.flatten(0, 1), 1e-10)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -98,6 +121,26 @@ def test_memories_differ_and_share_what_asks() -> None:
     assert {"qkv.first.weight", "out.weight", "gate.weight", "conv.weight", "decay.A_log"} <= parameters.keys()
     assert [name for name in parameters if name.startswith("qkv.maps")] == [f"qkv.maps.{m}.weight" for m in range(5)]
     assert len({parameters[f"beta.maps.{m}.weight"].sum().item() for m in range(5)}) == 5
+
+
+ASK = {"mesa": "qk", "mlstm": "query", "rwkv6": "receptance", "rwkv7": "receptance"}
+MIXED = ("mamba1", "longhorn", "hgrn", "rg_lru", "s4d", "slstm")
+"""Rules that have no query, or find it by a map that does more."""
+
+
+@pytest.mark.parametrize("inner", [name for name in INNERS if name not in MIXED])
+def test_every_rule_with_a_query_asks_all_memories_the_same(inner: str) -> None:
+    parameters = dict(Mixer("mom", WIDTH, HEADS, inner=inner, memories=2).rule.inner.named_parameters())
+    ask = ASK.get(inner, "qkv")
+    assert f"{ask}.first.weight" in parameters or f"{ask}.weight" in parameters
+
+
+@pytest.mark.parametrize("inner", [name for name in INNERS if name != "s4d"])
+def test_no_two_memories_write_alike(inner: str) -> None:
+    """But for S4D, which has no map to what it writes."""
+    parameters = Mixer("mom", WIDTH, HEADS, inner=inner, memories=2, shared=False).rule.inner.named_parameters()
+    drawn = [p for name, p in parameters if ".maps." in name and p.count_nonzero()]
+    assert len(drawn) >= 2 and len({p.sum().item() for p in drawn}) > len(drawn) / 2
 
 
 def test_sizes_count_every_memory() -> None:

@@ -144,6 +144,19 @@ def test_scalar_cells_by_hand() -> None:
     assert_close("n", state[0, 2] * m.exp(), n, 1e-12)
 
 
+def test_an_empty_cell_may_find_its_input_gate_shut() -> None:
+    """ĩ of -200 at a document's first token: exp(-ĩ) would be infinite, and the cell keeps none of its nothing."""
+    inputs = torch.randn(1, 4, 4, 2, 3)
+    inputs[:, 0, 0] = inputs[:, 2, 0] = -200.0
+    reset = torch.tensor([[False, False, True, False]])
+    inputs.requires_grad_()
+    o, state = prism.memory(ScalarCells(inputs, 0.3 * torch.randn(4, 2, 3, 3), reset))
+    _, _, z, g = inputs.unbind(2)
+    assert_close("first", o[:, 0], g[:, 0].sigmoid() * z[:, 0].tanh(), 1e-6)
+    assert state.isfinite().all()
+    assert torch.autograd.grad(o.sum(), inputs)[0].isfinite().all()
+
+
 def test_scalar_cells_have_no_other_form() -> None:
     update, _ = tell(stirred("slstm").rule, tokens(1, 3))
     for form in ("parallel", "chunkwise", "scan"):
@@ -191,6 +204,15 @@ def test_longhorn_with_one_number_a_channel_is_the_exact_implicit_step() -> None
     loss = ((S - before[:, :, 0]) ** 2 + beta[0] * (S * k[0] - u[0]) ** 2).sum()
     (gradient,) = torch.autograd.grad(loss, S)
     assert gradient.abs().max() < 1e-12
+
+
+def test_longhorn_has_a_slope_where_it_learns_nothing() -> None:
+    """Logits of β so far below zero that their exponential is infinite."""
+    mixer = prism.Mixer("longhorn", WIDTH, HEADS)
+    torch.nn.init.constant_(mixer.rule.step_bias, -200.0)
+    y, _ = mixer(tokens(1, 5, dtype=torch.float32))
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters())
 
 
 def test_hgrn_keeps_what_its_lower_bound_says() -> None:

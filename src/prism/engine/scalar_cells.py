@@ -88,6 +88,7 @@ def _step(cells: Tensor, x: Tensor, R: Tensor) -> Tensor:
     i, f, z, o = (x + torch.einsum("bhv,ghvw->bghw", h, R)).unbind(1)
     kept = F.logsigmoid(f) + m
     m = torch.where(n == 0, i, torch.maximum(i, kept)).detach()  # an empty cell starts at its first input gate
-    i, f = (i - m).exp(), (kept - m).exp()
+    # Only an empty cell has kept > m, by any amount: what it keeps is nothing, and nothing times infinity is no number.
+    i, f = (i - m).exp(), (kept - m).clamp(max=0.0).exp()
     c, n = f * c + i * z.tanh(), f * n + i
     return torch.stack([o.sigmoid() * c / n, c, n, m], 1)

@@ -20,7 +20,7 @@ from prism.engine.inner_loop import Momentum
 from prism.rules.neural_memory import NeuralMemory
 from prism.rules.objectives import Objective
 from prism.rules.parts import at_least_float32
-from prism.rules.rule import per_head
+from prism.rules.rule import check_whole, per_head
 
 
 class Polynomial(nn.Module):
@@ -28,8 +28,6 @@ class Polynomial(nn.Module):
 
     def __init__(self, channels: int, degree: int) -> None:
         super().__init__()
-        if not isinstance(degree, int) or degree < 1:
-            raise ValueError(f"degree must be a whole number ≥ 1, got {degree!r}")
         self.coefficients = nn.Parameter(torch.tensor([math.factorial(i) ** -0.5 for i in range(1, degree + 1)]))
         self.size = math.comb(channels + degree, degree) - 1
 
@@ -75,11 +73,9 @@ class Atlas(NeuralMemory):
         conv_size: int = 4,
         gate: bool = True,
     ) -> None:
-        if not isinstance(window, int) or window < 1:
-            raise ValueError(f"window must be a whole number ≥ 1, got {window!r}")
-        if not isinstance(newton_schulz, int) or newton_schulz < 0:
-            raise ValueError(f"newton_schulz must be a whole number ≥ 0, got {newton_schulz!r}")
         K, V = min(16, per_head(width, heads, None)) if key_dim is None else key_dim, per_head(width, heads, value_dim)
+        check_whole(key_dim=K, window=window, degree=degree)
+        check_whole(0, newton_schulz=newton_schulz)
         polynomial = Polynomial(K, degree)
         super().__init__(
             width,

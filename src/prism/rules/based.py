@@ -16,7 +16,7 @@ from torch import Tensor
 from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, with_normaliser
-from prism.rules.rule import per_head
+from prism.rules.rule import check_amount, per_head
 from prism.rules.span import Span
 
 
@@ -51,7 +51,8 @@ class Based(HebbianFamily):
         eps: float = 1e-12,
     ) -> None:
         V = per_head(width, heads, value_dim)
-        super().__init__(width, heads, key_dim, V, conv_size=conv_size, activation=conv_size > 1)
+        super().__init__(width, heads, key_dim, V, conv_size=conv_size, activation=conv_size != 1)
+        check_amount(eps=eps)
         self.eps = eps
         self.state_size = heads * (1 + key_dim + key_dim**2) * (V + 1)
 

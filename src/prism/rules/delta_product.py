@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from prism.rules.delta import DeltaFamily
 from prism.rules.objectives import REPEATED_REGRESSION
-from prism.rules.rule import per_head
+from prism.rules.rule import check_whole, per_head
 
 
 class DeltaProduct(DeltaFamily):
@@ -40,8 +40,7 @@ class DeltaProduct(DeltaFamily):
         gate: bool = False,
         negative_eigenvalues: bool = True,
     ) -> None:
-        if not isinstance(householders, int) or householders < 1:
-            raise ValueError(f"householders must be a whole number ≥ 1, got {householders!r}")
+        check_whole(householders=householders)
         super().__init__(
             width,
             heads,

@@ -19,7 +19,7 @@ from prism.rules.hebbian import HebbianFamily
 from prism.rules.norms import WidthNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, split_heads
-from prism.rules.rule import per_head
+from prism.rules.rule import check_whole, per_head
 from prism.rules.span import Span
 
 
@@ -49,8 +49,7 @@ class Gsa(HebbianFamily):
         K, V = per_head(width, heads, key_dim), per_head(width, heads, value_dim)
         super().__init__(width, heads, K, V, conv_size=conv_size, activation=True)
         slots = K if slots is None else slots
-        if not isinstance(slots, int) or slots < 1:
-            raise ValueError(f"slots must be a whole number ≥ 1, got {slots!r}")
+        check_whole(slots=slots)
         self.state_size = heads * slots * (K + V)
         self.decay_in = nn.Linear(width, heads * slots, bias=False)
         self.norm = WidthNorm(heads, V)

@@ -15,7 +15,7 @@ from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import CORRELATION
 from prism.rules.parts import Carry, with_normaliser
-from prism.rules.rule import per_head
+from prism.rules.rule import check_amount, per_head
 from prism.rules.span import Span
 
 _FEATURES = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "identity": lambda x: x}
@@ -40,6 +40,7 @@ class Linear(HebbianFamily):
         conv_size: int = 1,
         eps: float = 1e-6,
     ) -> None:
+        check_amount(eps=eps)
         if feature_map not in _FEATURES:
             raise ValueError(f"feature_map must be one of {', '.join(_FEATURES)}, got {feature_map!r}")
         if normalize and feature_map not in _POSITIVE:
@@ -50,7 +51,7 @@ class Linear(HebbianFamily):
             per_head(width, heads, key_dim),
             per_head(width, heads, value_dim),
             conv_size=conv_size,
-            activation=conv_size > 1,
+            activation=conv_size != 1,
         )
         self.normalize, self.feature_map, self.eps = normalize, feature_map, eps
         if normalize:

@@ -20,7 +20,7 @@ from prism.engine.least_squares import LeastSquares
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv, at_least_float32, l2_normalize, split_heads
-from prism.rules.rule import Rule, per_head
+from prism.rules.rule import Rule, check_whole, per_head
 from prism.rules.span import Span
 
 _LEAST_RIDGE = 0.25
@@ -51,8 +51,7 @@ class Mesa(Rule):
     ) -> None:
         K, V = per_head(width, heads, key_dim), per_head(width, heads, value_dim)
         super().__init__(width, heads, K, V)
-        if not isinstance(iterations, int) or iterations < 1:
-            raise ValueError(f"iterations must be a whole number ≥ 1, got {iterations!r}")
+        check_whole(iterations=iterations)
         self.iterations = iterations
         self.state_size = heads * K * (K + V)
         self.qk = nn.Linear(width, 2 * heads * K, bias=False)

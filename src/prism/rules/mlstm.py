@@ -18,7 +18,7 @@ from prism.engine import Update
 from prism.rules.norms import HeadLayerNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, split_heads, with_normaliser
-from prism.rules.rule import Rule
+from prism.rules.rule import Rule, check_amount, check_whole
 from prism.rules.span import Span
 
 
@@ -48,6 +48,8 @@ class Mlstm(Rule):
         conv_size: int = 4,
         eps: float = 1e-6,
     ) -> None:
+        check_whole(expand=expand, block_size=block_size)
+        check_amount(eps=eps)
         inner = expand * width
         if inner % heads or inner % block_size:
             raise ValueError(f"heads = {heads} and block_size = {block_size} must divide expand · width = {inner}")

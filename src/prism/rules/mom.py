@@ -4,8 +4,9 @@
 
 A memory that a token is not sent to stands still: it is neither written nor decayed, and its convolution sees the neighbours
 that were sent there, not those in the text. Memories share what asks and answers (q, output norm, gate and projection, the
-convolution, the constants of the decay); each has its own maps to what it writes and forgets. Where a rule's answer is more
-than a read of the memory (Mamba's skip, mLSTM's divisor, RWKV's bonus), whole answers are mixed instead of reads.
+convolution, the constants of the decay); each has its own maps to what it writes and forgets, and to both where one map
+does both (Mamba-1's). Where a rule's answer is more than a read of the memory (Mamba's skip, mLSTM's divisor, RWKV's bonus),
+whole answers are mixed instead of reads. What a rule takes from the layer below (RWKV-7's first value) it does not get here.
 
 Memories lie side by side in the batch: row b·M + m holds the tokens of sequence b that were sent to memory m, in order and
 then padding, so that every rule, form and backend serves a mixture without knowing of it.
@@ -29,7 +30,7 @@ from prism.rules.memory_maps import give_each_memory_its_maps
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, at_least_float32
 from prism.rules.routing import Routing, borders, imbalance, take
-from prism.rules.rule import Rule
+from prism.rules.rule import Rule, check_amount, check_whole, depth
 from prism.rules.span import Span
 
 
@@ -66,8 +67,9 @@ class Mom(Rule):
     ) -> None:
         from prism import rules  # the registry knows this module, so it cannot be imported above
 
-        if not isinstance(memories, int) or memories < 1:
-            raise ValueError(f"memories must be a whole number ≥ 1, got {memories!r}")
+        check_whole(memories=memories)
+        check_amount(balance=balance)
+        depth(layer_index, layer_count)  # checks them
         if not isinstance(top_k, int) or not 1 <= top_k <= memories:
             raise ValueError(f"top_k must be one of 1 … memories = {memories}, got {top_k!r}")
         kind = rules.get(inner)

@@ -11,7 +11,7 @@ from prism.engine.inner_loop import InnerUpdate, Momentum
 from prism.rules.fast_weights import FastWeights
 from prism.rules.norms import HeadNorm
 from prism.rules.parts import Carry, ShortConv, at_least_float32, l2_normalize, split_heads
-from prism.rules.rule import Rule
+from prism.rules.rule import Rule, check_amount, check_whole
 from prism.rules.span import Span
 
 
@@ -50,11 +50,10 @@ class NeuralMemory(Rule):
         gate: bool,
     ) -> None:
         super().__init__(width, heads, key_dim, value_dim, write_rank=mini_batch)
-        for option, number in {"depth": depth, "expand": expand, "mini_batch": mini_batch}.items():
-            if not isinstance(number, int) or number < 1:
-                raise ValueError(f"{option} must be a whole number ≥ 1, got {number!r}")
+        check_whole(depth=depth, expand=expand, mini_batch=mini_batch)
         self.mini_batch = mini_batch
         self.base_lr = 1 / mini_batch if base_lr is None else base_lr
+        check_amount(base_lr=self.base_lr)
         self.largest_rate = self.base_lr
         keys, values = heads * key_dim, heads * value_dim
         self.sizes = [keys, keys, values]

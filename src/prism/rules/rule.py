@@ -10,6 +10,7 @@ A rule has no loop over time and knows no form: the engine computes its update. 
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class Rule(nn.Module):
 
     def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, write_rank: int = 1) -> None:
         super().__init__()
-        _check_sizes(width=width, heads=heads, key_dim=key_dim, value_dim=value_dim)
+        check_whole(width=width, heads=heads, key_dim=key_dim, value_dim=value_dim)
         self.width, self.heads, self.key_dim, self.value_dim = width, heads, key_dim, value_dim
         self.write_rank = write_rank
         self.state_size = heads * key_dim * value_dim
@@ -65,14 +66,22 @@ def construct(cls: type[Rule], width: int, heads: int, options: dict[str, Any]) 
     for name in options:
         if name not in cls.option_names():
             raise ValueError(f"rule {cls.name!r} has no option {name!r}; it takes {', '.join(cls.option_names())}")
-    _check_sizes(width=width, heads=heads)  # before a rule divides one by the other
+    check_whole(width=width, heads=heads)  # before a rule divides one by the other
     return cls(width, heads, **options)
 
 
-def _check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+def check_whole(least: int = 1, **options: int) -> None:
+    """Options that count something."""
+    for name, value in options.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be a whole number ≥ {least}, got {value!r}")
+
+
+def check_amount(**options: float) -> None:
+    """Options that weigh something: rates, shares of a loss, epsilons."""
+    for name, value in options.items():
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number ≥ 0, got {value!r}")
 
 
 def per_head(width: int, heads: int, given: int | None, ratio: float = 1.0) -> int:
@@ -82,8 +91,7 @@ def per_head(width: int, heads: int, given: int | None, ratio: float = 1.0) -> i
 
 def depth(layer_index: int, layer_count: int) -> float:
     """Where a layer stands in its stack: 0 is the first, 1 the last, 0 if it is alone."""
-    if not isinstance(layer_count, int) or layer_count < 1:
-        raise ValueError(f"layer_count must be a whole number ≥ 1, got {layer_count!r}")
+    check_whole(layer_count=layer_count)
     if not isinstance(layer_index, int) or not 0 <= layer_index < layer_count:
         raise ValueError(f"layer_index must be one of 0 … layer_count - 1 = {layer_count - 1}, got {layer_index!r}")
     return layer_index / max(1, layer_count - 1)

@@ -21,7 +21,7 @@ from prism.engine.diagonal import Diagonal
 from prism.rules.decays import timescale_bias
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv
-from prism.rules.rule import Rule
+from prism.rules.rule import Rule, check_whole
 from prism.rules.span import Span
 
 
@@ -40,9 +40,10 @@ class SelectiveFamily(Rule):
     def __init__(
         self, width: int, heads: int, *, key_dim: int = 16, expand: int = 2, rank: int | None = None, conv_size: int = 4
     ) -> None:
-        super().__init__(width, heads, key_dim, expand * width)
-        inner = expand * width
         rank = math.ceil(width / 16) if rank is None else rank
+        check_whole(expand=expand, rank=rank)
+        inner = expand * width
+        super().__init__(width, heads, key_dim, inner)
         self.state_size = inner * key_dim
         self.sizes = [rank, key_dim, key_dim]
         self.into = nn.Linear(width, 2 * inner, bias=False)
@@ -103,7 +104,8 @@ class Longhorn(SelectiveFamily):
 
     def diagonal(self, u: Tensor, step: Tensor, k: Tensor, q: Tensor, span: Span) -> Diagonal:
         k = k.to(step.dtype)
-        step = 1 / (1 + (-step).exp() + k.square().sum(-1, keepdim=True))  # β/(1 + β kᵀk) with β = σ(step)
+        beta = step.sigmoid()
+        step = beta / (1 + beta * k.square().sum(-1, keepdim=True))
         return Diagonal(
             write=((step * u).unsqueeze(-1), k.unsqueeze(2)),
             forget=(step.unsqueeze(-1), k.square().unsqueeze(2)),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prism.engine.attention import Attend
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, Rotary, place, split_heads
-from prism.rules.rule import Rule, per_head
+from prism.rules.rule import Rule, check_whole, per_head
 from prism.rules.span import Span
 
 
@@ -93,7 +93,6 @@ class SlidingWindow(Softmax):
         rope_base: float | None = 10000.0,
     ) -> None:
         super().__init__(width, heads, key_dim=key_dim, kv_heads=kv_heads, rope_base=rope_base)
-        if not isinstance(window, int) or window < 1:
-            raise ValueError(f"window must be a whole number ≥ 1, got {window!r}")
+        check_whole(window=window)
         self.window = window
         self.state_size *= window - 1

@@ -20,7 +20,7 @@ from prism.engine.inner_loop import Averaged, InnerUpdate
 from prism.rules.fast_weights import FastWeights
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, Rotary, ShortConv, at_least_float32, place, split_heads
-from prism.rules.rule import Rule, per_head
+from prism.rules.rule import Rule, check_amount, check_whole, per_head
 from prism.rules.span import Span
 
 
@@ -62,13 +62,13 @@ class TttLinear(Rule):
         bias: bool = True,
     ) -> None:
         key_dim = per_head(width, heads, key_dim)
-        if not isinstance(mini_batch, int) or mini_batch < 1:
-            raise ValueError(f"mini_batch must be a whole number ≥ 1, got {mini_batch!r}")
+        check_whole(mini_batch=mini_batch)
         super().__init__(width, heads, key_dim, key_dim, write_rank=mini_batch if self.hidden else 1)
         if mini_batch == 1:
             self.forms = (*self.forms, "serial")
         self.mini_batch, self.residual = mini_batch, residual
         self.base_lr = self.default_lr if base_lr is None else base_lr
+        check_amount(base_lr=self.base_lr)
         inner = heads * key_dim
         self.projected = [inner] * (2 if shared_qk else 3)
         self.qkv = nn.Linear(width, sum(self.projected), bias=False)
