@@ -8,7 +8,7 @@ much, norm for norm, and no more. Inputs are drawn anew for every case and unwri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import prism
+from prism.engine.kernels import paths
 from prism.engine.kernels.configurations import Configuration, forced
 
 Tensors = dict[str, Tensor]
@@ -157,26 +158,41 @@ def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
 
 
 def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """The kernels beside the memory, PRISM's solver and the short convolution, judged in the same way."""
-    from prism.engine.kernels import ops
+    """The kernels beside the memory (PRISM's solver, a memory's columns, the short convolution), judged in the same way."""
+    from prism.engine.kernels import ops_beside as ops
+    from prism.rules.columns import Corrections, columns
+    from prism.rules.parts import UNIT_EPS
     from prism.rules.solver import solve
 
-    B, T, H, L, V = 2, 333, 2, 3, 128
+    B, T, H, L, K, V = 2, 333, 2, 3, 128, 128
     generator = torch.Generator(device).manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
-    leaves = [normal(B, T, H, V), normal(B, T, H, L, V), normal(B, T, H, L).sigmoid(), normal(L, H, V)]
+    anchored = [normal(B, T, H, V), normal(B, T, H, L, V), normal(B, T, H, L).sigmoid(), normal(L, H, V)]
     for name in ("gelu", "closed"):
 
-        def plain(r: Tensor, p: Tensor, beta: Tensor, scale: Tensor, name: str = name) -> Tensor:
-            return scale.movedim(0, 1) * (beta.unsqueeze(-1) * solve(r, p, L, name))
+        def plain(v: Tensor, u: Tensor, p: Tensor, beta: Tensor, scale: Tensor, name: str = name) -> Tensor:
+            return scale.movedim(0, 1) * (beta.unsqueeze(-1) * solve(v - u, p, L, name))
 
-        def kernel(r: Tensor, p: Tensor, beta: Tensor, scale: Tensor, name: str = name) -> Tensor:
-            return ops.solve(r, p, beta, scale, name == "gelu", True)
+        def kernel(*tensors: Tensor, name: str = name) -> Tensor:
+            return ops.solve(*tensors, name == "gelu", True)
 
-        yield _judge(f"solver {name}", kernel, plain, leaves)
+        yield _judge(f"solver {name}", kernel, plain, [normal(B, T, H, V), *anchored])
+
+    def flat(*parts: Tensor) -> Tensor:
+        return torch.cat([z.flatten(2) for z in parts], -1)
+
+    def in_torch(mixed: Tensor, beta: Tensor, keys: Tensor, *rest: Tensor) -> Tensor:
+        with _no_kernels():
+            return flat(*columns(mixed, beta, K, corrections=Corrections(keys, *rest, "closed", True)))
+
+    def fused(*tensors: Tensor) -> Tensor:
+        return flat(*ops.columns(*tensors, K, K**-0.5, UNIT_EPS, False, True))
+
+    rows = [normal(B, T, H * (2 * K + V)), normal(B, T, H).sigmoid(), normal(B, T, H, L, K)]
+    yield _judge("columns", fused, in_torch, [*rows, *anchored])
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         y = torch.zeros_like(x) + bias
@@ -190,6 +206,16 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         convolve,
         [normal(B, T, 256), normal(4, 256), normal(256)],
     )
+
+
+@contextmanager
+def _no_kernels() -> Iterator[None]:
+    """Definitions stay in torch."""
+    chosen, paths.INSTALLED = paths.INSTALLED, False
+    try:
+        yield
+    finally:
+        paths.INSTALLED = chosen
 
 
 def _judge(

@@ -35,6 +35,8 @@ from prism.evaluate.report import write_results
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn import no_weight_decay
 from prism.nn.block import SwiGLU
+from prism.rules import delta
+from prism.rules.columns import Columns
 from prism.rules.norms import HeadNorm
 
 HEAD = {"key_dim": 128, "value_dim": 128}
@@ -186,7 +188,8 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
 
 @contextmanager
 def fla_kernels(active: bool) -> Iterator[None]:
-    """Gated DeltaNet updates go to flash-linear-attention's chunk kernel while this holds."""
+    """Gated DeltaNet goes to flash-linear-attention's chunk kernel while this holds, which also has its own way to normalise
+    queries and keys and to scale values."""
     if not active:
         yield
         return
@@ -196,26 +199,32 @@ def fla_kernels(active: bool) -> Iterator[None]:
     chunk_o.TRITON_ABOVE_3_7_1 = True  # for timing only: this compiler makes its backward refuse on Hopper
     compile_candidates_together()
 
+    def unscaled(mixed: Tensor, beta: Tensor, key_dim: int, *_: Any) -> Columns:
+        keys = beta.shape[-1] * key_dim
+        q, k, v = (z.unflatten(-1, (beta.shape[-1], -1)) for z in mixed.tensor_split((keys, 2 * keys), -1))
+        return Columns(q, k.unsqueeze(3), v.unsqueeze(3))
+
     def run(update: prism.Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        beta = update.erase_strength.unsqueeze(-1)
         return chunk_gated_delta_rule(
             update.q,
             update.k.squeeze(3),
-            update.w.squeeze(3) / beta,
+            update.w.squeeze(3),
             update.log_decay,
-            beta.squeeze(-1),
-            scale=1.0,
+            update.erase_strength,
             initial_state=state,
             output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
         )
 
-    ours = dispatch.engine_of(prism.Update)
+    ours, engine = delta.columns, dispatch.engine_of(prism.Update)
     path = dispatch.Path(torch.compiler.disable(run))
     dispatch.register(prism.Update, dispatch.Engine({("chunkwise", "fla"): path}, lambda update: "chunkwise"))
+    delta.columns = unscaled
     try:
         yield
     finally:
-        dispatch.register(prism.Update, ours)
+        delta.columns = ours
+        dispatch.register(prism.Update, engine)
 
 
 def _reset_peak(device: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -301,3 +302,12 @@ def definition(update: prism.Update, state: Tensor | None) -> tuple[np.ndarray, 
                     outputs[i, t, h] = S.T @ query
             finals[i, h] = S
     return outputs, finals
+
+
+@contextmanager
+def unwritten_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)  # which also fills what `empty` returns
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

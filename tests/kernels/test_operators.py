@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import prism
+from helpers import unwritten_memory_is_nan
 from prism.engine.dispatch import choose_path, engine_of
 from prism.engine.kernels import paths
-from prism.rules.parts import ShortConv, l2_normalize
-from prism.rules.solver import solve, solved_writes
-from prism.rules.span import Span
+from prism.rules.parts import l2_normalize
 
 pytestmark = pytest.mark.skipif(not paths.INTERPRETED, reason="needs Triton's interpreter")
 
 if paths.INTERPRETED:
     from prism.engine.kernels import ops
     from prism.engine.kernels.configurations import Configuration, Tiling, forced
-
-
-@contextmanager
-def unwritten_memory_is_nan() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)  # which also fills what `empty` returns
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def tiles(step: int, chunk: int, segments: int | None = None, key_block: int = 16) -> Configuration:
@@ -176,32 +161,6 @@ def test_fake_tensors_have_the_real_shapes() -> None:
     assert [(z.shape, z.dtype) for z in fake] == [(z.shape, z.dtype) for z in real]
 
 
-@pytest.mark.parametrize("solver", ["gelu", "closed"])
-@pytest.mark.parametrize("gain", [True, False])
-@pytest.mark.parametrize("nonlinearity", [True, False])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_solver(solver: str, gain: bool, nonlinearity: bool, scaled: bool) -> None:
-    B, T, H, L, V = 1, 130, 2, 3, 20
-    r, p = torch.randn(B, T, H, V), torch.randn(B, T, H, L, V) if gain else None
-    beta, scale = torch.rand(B, T, H, L), torch.randn(L, H, V) if scaled else None
-    given = [z.requires_grad_() for z in (r, p, beta, scale) if z is not None]
-    expected = solved_writes(r, p, beta, scale, solver, nonlinearity)
-    with unwritten_memory_is_nan():
-        got = ops.solve(r, p, beta, scale, solver == "gelu", nonlinearity)
-        d_w = torch.randn_like(got)
-        gradients = torch.autograd.grad(got, given, d_w)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    for a, b in zip(gradients, torch.autograd.grad(expected, given, d_w), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-
-
-def test_solver_is_a_proper_operator_and_means_the_rules_loop() -> None:
-    r, p, beta = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 2, 4), torch.rand(1, 2, 1, 2)
-    torch.library.opcheck(ops.solve, (r.requires_grad_(), p.requires_grad_(), beta.requires_grad_(), None, True, True))
-    writes = beta.unsqueeze(-1) * solve(r, p, 2, "gelu")
-    torch.testing.assert_close(ops.solve(r, p, beta, None, True, True), writes, rtol=1e-5, atol=1e-6)
-
-
 def test_automatic_choice_on_a_cpu_is_torch() -> None:
     u = update(leaves(4, dtype=torch.float32))
     assert choose_path(engine_of(prism.Update), u).run.__module__ == "prism.engine.chunkwise"
@@ -227,43 +186,3 @@ def test_decay_per_channel_is_left_to_others() -> None:
         prism.memory(update(x), backend="triton")
     with pytest.raises(ValueError, match="'fla' needs"):
         prism.memory(update(x), backend="fla")
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("bias", "activation", "carried"), [(False, True, False), (True, False, True)])
-def test_short_convolution(packed: bool, bias: bool, activation: bool, carried: bool) -> None:
-    B, T, D, W = 2, 70, 20, 4
-    conv = ShortConv(D, W, bias, activation).double()
-    x, window = torch.randn(B, T, D, dtype=torch.float64), torch.randn(B, W - 1, D, dtype=torch.float64)
-    reset = torch.zeros(B, T, dtype=torch.bool)
-    reset[:, [1, 30, 31, 65]] = True
-    span = Span(reset=reset if packed else None)
-    given = [x.requires_grad_(), *conv.parameters()]
-    expected, _ = conv(x, window if carried else None, span)
-    d_y = torch.randn_like(expected)
-    single = [z.detach().float().requires_grad_() for z in given]
-    with unwritten_memory_is_nan():
-        before = window.float() if carried else None
-        documents = span.documents.int() if span.documents is not None else None
-        got = ops.short_conv(single[0], single[1], single[2] if bias else None, before, documents, activation)
-        gradients = torch.autograd.grad(got, single, d_y.float())
-    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
-    for a, b in zip(gradients, torch.autograd.grad(expected, given, d_y), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
-
-
-def test_short_convolution_is_a_proper_operator() -> None:
-    x, weight = torch.randn(1, 3, 16, requires_grad=True), torch.randn(2, 16, requires_grad=True)
-    torch.library.opcheck(ops.short_conv, (x, weight, None, None, None, True))
-
-
-def test_a_longer_convolution_is_left_to_torch() -> None:
-    taps = paths.MOST_TAPS + 1
-    x, weight = torch.randn(1, 12, 3), torch.randn(taps, 3)
-    with pytest.raises(ValueError, match=f"up to {paths.MOST_TAPS} taps, not {taps}"):
-        ops.short_conv(x, weight, None, None, None, True)
-    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32)
-    window = torch.zeros(1, 3, 3)
-    assert paths.convolves(on_gpu, paths.MOST_TAPS, window)
-    assert not paths.convolves(on_gpu, taps, window)
-    assert not paths.convolves(on_gpu, 4, window.requires_grad_()), "the kernel has no gradient for it"

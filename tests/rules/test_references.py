@@ -196,7 +196,7 @@ def test_kda_gates(fla: SimpleNamespace, lower_bound: float | None) -> None:
         expected = fla.naive_kda_gate(z, rule.decay.A_log, rule.decay.dt_bias)
     else:
         expected = fla.naive_kda_lowerbound_gate(z, rule.decay.A_log, rule.decay.dt_bias, lower_bound)
-    assert_close("log-decay", rule.log_decay(x), expected, TOLERANCE)
+    assert_close("log-decay", rule.beta_and_decay(x)[1], expected, TOLERANCE)
 
 
 def test_the_whole_gated_delta_layer(monkeypatch: pytest.MonkeyPatch) -> None:

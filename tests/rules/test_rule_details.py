@@ -13,6 +13,7 @@ from rule_cases import CASES, HEADS, WIDTH, stirred, stirred_mixer, tokens, told
 import prism
 from helpers import assert_close
 from prism import Mixer, rules
+from prism.rules.parts import linears
 from prism.rules.span import Span
 
 LAYERED = ("lightning", "hgrn2", "rwkv6", "rwkv7")
@@ -183,5 +184,24 @@ def test_hgrn2_survives_saturated_gates(layer: int) -> None:
 
 def test_kda_lower_bound_holds() -> None:
     rule: Any = stirred("kda", lower_bound=-5.0)
-    g = rule.log_decay(100 * torch.randn(1, 50, WIDTH))
+    g = rule.beta_and_decay(100 * torch.randn(1, 50, WIDTH))[1]
     assert g.min() >= -5 and g.max() <= 0 and g.min() < -4.9
+
+
+def test_maps_side_by_side_answer_as_each_alone_and_a_changed_one_is_called() -> None:
+    maps = [torch.nn.Linear(6, size, bias=False) for size in (3, 5, 1)]
+    x = torch.randn(2, 4, 6, requires_grad=True)
+    for got, m in zip(linears(x, *maps), maps, strict=True):
+        torch.testing.assert_close(got, m(x))
+        torch.testing.assert_close(
+            torch.autograd.grad(got.sum(), x, retain_graph=True), torch.autograd.grad(m(x).sum(), x)
+        )
+    maps[1].register_forward_hook(lambda module, given, answer: answer + 1)
+    torch.testing.assert_close(linears(x, *maps)[1], x @ maps[1].weight.T + 1)
+
+    class Adapted(torch.nn.Linear):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(given)
+
+    adapted = Adapted(6, 3, bias=False)
+    torch.testing.assert_close(linears(x, maps[0], adapted)[1], 2 * x @ adapted.weight.T)

@@ -100,6 +100,8 @@ def page(width: int = WIDTH, heads: int = HEADS) -> str:
         + ", ".join(f"**{form[0].upper()}** {form}" for form in FORMS)
         + ".",
         "",
+        *_about_networks(width, heads),
+        "",
         "| " + " | ".join(map(_title, Row._fields)) + " |",
         "|" + "|".join("--:" if _justify(column) == "right" else "---" for column in Row._fields) + "|",
     ]
@@ -107,6 +109,25 @@ def page(width: int = WIDTH, heads: int = HEADS) -> str:
         cells = [f"`{row.rule}`", *row[1:]]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _about_networks(width: int, heads: int) -> list[str]:
+    """What the table cannot say of memories that are networks."""
+    networks = {
+        name: registry.get(name) for name in registry.names() if "mini_batch" in registry.get(name).option_names()
+    }
+    with torch.device("meta"):
+        online = [n for n, kind in networks.items() if "serial" in kind.build(width, heads, mini_batch=1).forms]
+    return [
+        f"{_named(list(networks))} keep an open mini-batch beside that: its gradients so far, or the",
+        f"weights at which they are taken. With `mini_batch=1` {_named(online)} also have the form `serial`, which",
+        "takes every gradient at the weights that the token before it left.",
+    ]
+
+
+def _named(names: list[str]) -> str:
+    *others, last = [f"`{name}`" for name in names]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _title(column: str) -> str:

@@ -6,6 +6,9 @@
 and degree 2, so keys are short. No code was published; ours are: γ = σ(·)/c, so that a window weighs as much as a token,
 η = base_lr · σ(·), 0.01 at the start, first coefficients 1/√(i!), and what Titans leaves open. With c = 1, degree 1, no
 Newton-Schulz and η = 1 it is Titans with θ = γ.
+
+Steps whose size does not shrink with the gradient make a deep M chaotic: rounding grows about tenfold in 250 tokens, and two
+forms that are one in float64 are percents apart in float32 after a thousand. Neither `depth=1` nor `newton_schulz=0` does that.
 """
 
 from __future__ import annotations

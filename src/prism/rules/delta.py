@@ -9,28 +9,17 @@ a short convolution, SiLU and L2 normalisation, so the eigenvalue along k is 1 -
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
+from prism.rules.columns import Corrections, columns
 from prism.rules.decays import SoftplusDecay
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import REGRESSION
-from prism.rules.parts import Carry, ShortConv, l2_normalize, split_heads
+from prism.rules.parts import Carry, ShortConv, linears
 from prism.rules.rule import Rule, per_head
 from prism.rules.span import Span
-
-
-class Projections(NamedTuple):
-    """What every delta rule reads off the input. n sub-steps of a token are n rows of k, v and β."""
-
-    q: Tensor  # [B, T, H, K], normalised and scaled by K^-½
-    k: Tensor  # [B, T·n, H, K], normalised
-    v: Tensor  # [B, T·n, H, V]
-    beta: Tensor  # [B, T·n, H]
-    carry: dict[str, Tensor]
 
 
 class DeltaFamily(Rule):
@@ -63,39 +52,31 @@ class DeltaFamily(Rule):
         self.decay_in: nn.Module | None = nn.Linear(width, heads, bias=False) if forget_gate else None
         self.decay: SoftplusDecay | None = SoftplusDecay(heads) if forget_gate else None
 
-    def log_decay(self, x: Tensor) -> Tensor | None:
-        """`[B, T, H]`, `[B, T, H, K]` or None."""
-        return None if self.decay is None or self.decay_in is None else self.decay(self.decay_in(x))
+    def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """β `[B, T·n, H]` and the log-decay, `[B, T, H]`, `[B, T, H, K]` or None."""
+        maps = [self.beta] if self.decay_in is None else [self.beta, self.decay_in]
+        beta, *decay = linears(x, *maps)
+        beta = beta.unflatten(-1, (self.substeps, self.heads)).flatten(1, 2)  # [B, T, n·H] -> [B, T·n, H]
+        return self.beta_scale * beta.sigmoid(), None if self.decay is None else self.decay(decay[0])
 
-    def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
-        mixed, window = self.conv(self.qkv(x), carry.get("conv"), span)
-        q, k, v = mixed.split(self.sizes, -1)
-
-        def rows(z: Tensor) -> Tensor:  # [B, T, n·H·D] -> [B, T·n, H, D]
-            return z.unflatten(-1, (self.substeps, self.heads, -1)).flatten(1, 2)
-
-        return Projections(
-            q=l2_normalize(split_heads(q, self.heads)) * self.key_dim**-0.5,
-            k=l2_normalize(rows(k)),
-            v=rows(v),
-            beta=self.beta_scale * rows(self.beta(x)).squeeze(-1).sigmoid(),
-            carry={"conv": window},
-        )
+    def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
+        """Writes that follow a token's first, and what they carry on: PRISM's own."""
+        return None, {}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
-        p = self.project(x, carry, span)
+        mixed, window = self.conv(self.qkv(x), carry.get("conv"), span)
+        beta, log_decay = self.beta_and_decay(x)
+        corrections, carried = self.corrections(x, carry, span)
         update = Update(
-            p.q,
-            p.k.unsqueeze(3),
-            (p.beta.unsqueeze(-1) * p.v).unsqueeze(3),
-            self.log_decay(x),
-            erase_strength=p.beta,
+            *columns(mixed, beta, self.key_dim, self.substeps, corrections),
+            log_decay,
+            erase_strength=beta,
             erase_first=True,
             reset=span.reset,
             mask=span.mask,
             substeps=self.substeps,
         )
-        return update, p.carry, None
+        return update, {"conv": window, **carried}, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o, None if self.gate is None else F.silu(self.gate(x))))

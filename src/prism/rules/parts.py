@@ -24,7 +24,10 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
+UNIT_EPS = 1e-6
+
+
+def l2_normalize(x: Tensor, eps: float = UNIT_EPS) -> Tensor:
     """x / sqrt(Σx² + eps) over the last dimension; in float32 for half precision."""
     width = x.shape[-1]
     # Torch has one kernel for x / sqrt(mean x² + eps); its weight √1/K is near enough in half precision if K is 2^n.
@@ -33,6 +36,23 @@ def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
             return F.rms_norm(x, (width,), x.new_full((width,), width**-0.5), eps / width)
     y = at_least_float32(x)
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
+    """Each map's answer to x. Plain ones are one product: many maps of few outputs would each read x, and each add to its
+    gradient. A map that was replaced or hooked (an adapter, a quantised one) is called as it is."""
+    plain = [m for m in maps if isinstance(m, nn.Linear) and _untouched(m)]
+    if len(plain) < len(maps) or len({(m.weight.dtype, m.weight.device) for m in plain}) > 1:
+        return [m(x) for m in maps]
+    sizes = [m.out_features for m in plain]
+    spare = -sum(sizes) % 8  # a GPU's matrix units want rows of 16 bytes
+    zeros = plain[0].weight.new_zeros(spare, x.shape[-1])
+    *answers, _ = F.linear(x, torch.cat([*[m.weight for m in plain], zeros])).split([*sizes, spare], -1)
+    return answers
+
+
+def _untouched(m: nn.Linear) -> bool:
+    return type(m) is nn.Linear and m.bias is None and not m._forward_hooks and not m._forward_pre_hooks
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -73,12 +93,12 @@ class ShortConv(nn.Module):
         if self.weight is None:
             y = x if self.bias is None else x + self.bias.to(x.dtype)
             y = F.silu(y) if self.activation else y
-        elif paths.convolves(x, self.size, window):
-            from prism.engine.kernels import ops
+        elif paths.convolves(x, window):
+            from prism.engine.kernels import ops_beside
 
             documents = None if span.documents is None else span.documents.int()
             before = None if window is None else window.to(x.dtype)
-            y = ops.short_conv(x, self.weight, self.bias, before, documents, self.activation)
+            y = ops_beside.short_conv(x, self.weight, self.bias, before, documents, self.activation)
         else:
             y = self._convolve(x, window, span.documents)
         return y, self._window(x, window, span)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from prism.engine import Update
+from prism.rules.columns import Corrections
 from prism.rules.gated_delta import GatedDelta
 from prism.rules.objectives import RESIDUAL_PROXY
 from prism.rules.parts import Carry
@@ -78,19 +77,8 @@ class LanguagePrism(GatedDelta):
                 conv_size=conv_size,
             )
 
-    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
+    def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
         if self.writes is None:
-            return super().update(x, carry, span)
-        p = self.project(x, carry, span)
-        keys, writes, window = self.writes(x, p.k, p.v, carry.get("anchor"), span)
-        update = Update(
-            p.q,
-            torch.cat([p.k.unsqueeze(3), keys], 3),
-            torch.cat([(p.beta.unsqueeze(-1) * p.v).unsqueeze(3), writes], 3),
-            self.log_decay(x),
-            erase_strength=p.beta,
-            erase_first=True,
-            reset=span.reset,
-            mask=span.mask,
-        )
-        return update, {**p.carry, "anchor": window}, None
+            return None, {}
+        corrections, window = self.writes(x, carry.get("anchor"), span)
+        return corrections, {"anchor": window}

@@ -76,9 +76,7 @@ class PaperPrism(Prism):
         H, L = self.heads, self.steps
         q = l2_normalize(split_heads(self.query(u), H)) * self.key_dim**-0.5
         k = l2_normalize(self.key(u).unflatten(-1, (H, -1, self.key_dim)))  # [B, T, H, L or 1, K]
-        r = split_heads(self.value(u), H)
-        if self.residual == "anchored":
-            r = r - split_heads(u, H)
+        v, expected = split_heads(self.value(u), H), split_heads(u, H) if self.residual == "anchored" else None
         p = None if self.gain is None else self.gain(u).unflatten(-1, (H, L, -1))
         beta = self.beta(u).unflatten(-1, (H, L)).sigmoid()
         if self.beta_scale != 1.0:
@@ -86,7 +84,7 @@ class PaperPrism(Prism):
         update = Update(
             q,
             k.expand(-1, -1, -1, L, -1),
-            solved_writes(r, p, beta, None, self.solver, self.nonlinearity),
+            solved_writes(v, expected, p, beta, None, self.solver, self.nonlinearity),
             F.logsigmoid(self.alpha(u)),
             erase_strength=beta[..., 0],
             erase_first=True,

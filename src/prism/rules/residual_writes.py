@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from prism.rules.parts import LowRank, ShortConv, l2_normalize, split_heads
-from prism.rules.solver import solved_writes
+from prism.rules.columns import Corrections
+from prism.rules.parts import LowRank, ShortConv, linears, split_heads
 from prism.rules.span import Span
 
 
@@ -41,15 +41,20 @@ class ResidualWrites(nn.Module):
         self.beta = nn.Linear(width, heads * self.count, bias=False)
         self.scale = nn.Parameter(torch.full((self.count, heads, value_dim), step_scale))
 
-    def forward(self, x: Tensor, k1: Tensor, v: Tensor, window: Tensor | None, span: Span) -> tuple[Tensor, ...]:
-        """k₁ `[B, T, H, K]`, v `[B, T, H, V]` → keys `[B, T, H, L-1, K]`, writes `[B, T, H, L-1, V]`, the window."""
+    def forward(self, x: Tensor, window: Tensor | None, span: Span) -> tuple[Corrections, Tensor]:
+        """`[B, T, width]` → the corrections, and the anchor's window."""
         u, window = self.conv(x, window, span)
         H, n = self.heads, self.count
-        if self.key is None:
-            k = k1.unsqueeze(3).expand(-1, -1, -1, n, -1)
-        else:
-            k = l2_normalize(self.key(u).unflatten(-1, (H, n, -1)))
-        r = v if self.expected is None else v - split_heads(self.expected(u), H)
-        p = None if self.gain is None else self.gain(u).unflatten(-1, (H, n, -1))
-        beta = self.beta(u).unflatten(-1, (H, n)).sigmoid()
-        return k, solved_writes(r, p, beta, self.scale, self.solver, self.nonlinearity), window
+        maps = (self.key, self.gain, self.expected)
+        *inner, beta = linears(u, *[m.down for m in maps if m is not None], self.beta)
+        keys, gains, expected = (None if m is None else m.up(inner.pop(0)) for m in maps)
+        corrections = Corrections(
+            keys=None if keys is None else keys.unflatten(-1, (H, n, -1)),
+            expected=None if expected is None else split_heads(expected, H),
+            gains=None if gains is None else gains.unflatten(-1, (H, n, -1)),
+            beta=beta.unflatten(-1, (H, n)).sigmoid(),
+            scale=self.scale,
+            solver=self.solver,
+            nonlinearity=self.nonlinearity,
+        )
+        return corrections, window

@@ -33,16 +33,24 @@ def solve(r: Tensor, p: Tensor | None, steps: int, solver: str, nonlinearity: bo
 
 
 def solved_writes(
-    r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, solver: str, nonlinearity: bool = True
+    v: Tensor,
+    u: Tensor | None,
+    p: Tensor | None,
+    beta: Tensor,
+    scale: Tensor | None,
+    solver: str,
+    nonlinearity: bool = True,
 ) -> Tensor:
-    """w_l = γ_l ⊙ β_l δ_l: r `[…, H, V]`, p `[…, H, L, V]`, β `[…, H, L]`, γ `[L, H, V]` or None → `[…, H, L, V]`.
+    """w_l = γ_l ⊙ β_l δ_l for r = v - u (None: r = v): v, u `[…, H, V]`, p `[…, H, L, V]`, β `[…, H, L]`, γ `[L, H, V]`
+    or None → `[…, H, L, V]`.
 
     On a GPU one kernel; the same numbers.
     """
-    if r.is_cuda and paths.INSTALLED and r.dtype != torch.float64:
-        from prism.engine.kernels import ops
+    if paths.fuses(v):
+        from prism.engine.kernels import ops_beside
 
-        return ops.solve(r, p, beta, scale, solver == "gelu", nonlinearity)
+        return ops_beside.solve(v, u, p, beta, scale, solver == "gelu", nonlinearity)
+    r = v if u is None else v - u
     w = beta.unsqueeze(-1) * solve(r, p, beta.shape[-1], solver, nonlinearity)
     return w if scale is None else scale.movedim(0, 1).to(w.dtype) * w
 

@@ -61,13 +61,13 @@ class Layout:
             x = F.pad(x, (*[0] * (2 * x.ndim - 4), 0, short)) if short else x
         else:
             x = F.pad(x, (*[0] * (2 * x.ndim - 4), 0, 1))
-            x = x.gather(1, _expand(self.token, x))
+            x = take(x, self.token)
         return x.unflatten(1, (self.count, self.size)).transpose(0, 1).transpose(2, 3).contiguous()
 
     def lift(self, x: Tensor) -> Tensor:
         """`[N, B, H, b, …]` → `[B, T, H, …]`, the inverse of `lay`."""
         x = x.transpose(2, 3).transpose(0, 1).flatten(1, 2)
-        return x[:, : self.tokens] if self.slot is None else x.gather(1, _expand(self.slot, x))
+        return x[:, : self.tokens] if self.slot is None else take(x, self.slot)
 
     def before(self, x: Tensor, count: int) -> Tensor:
         """`[B, count + T, H, …]`, which begins with earlier tokens → `[N, B, H, count, …]`: those before each mini-batch."""
@@ -78,7 +78,7 @@ class Layout:
             )
         index = self.first[..., None] + torch.arange(count, device=x.device)  # [N, B, count]
         flat = index.transpose(0, 1).flatten(1)
-        return x.gather(1, _expand(flat, x)).unflatten(1, (self.count, count)).transpose(0, 1).transpose(2, 3)
+        return take(x, flat).unflatten(1, (self.count, count)).transpose(0, 1).transpose(2, 3)
 
 
 def line_up(
@@ -118,5 +118,6 @@ def line_up(
     )
 
 
-def _expand(index: Tensor, x: Tensor) -> Tensor:
-    return index.reshape(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """`[B, T, …]`, `[B, S]` → `[B, S, …]`: place i of row b takes token index[b, i]."""
+    return x.gather(1, index.reshape(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))

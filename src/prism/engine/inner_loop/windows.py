@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.engine.inner_loop.layout import Layout
+from prism.engine.inner_loop.layout import Layout, take
 from prism.engine.inner_loop.update import InnerUpdate
 
 Examples = tuple[Tensor, Tensor, Tensor]  # k, v, rate
@@ -18,7 +18,7 @@ def earlier_examples(u: InnerUpdate, layout: Layout, window: tuple[Tensor, ...])
     k, v, rate = (torch.cat([old, new], 1) for old, new in zip(window, (u.k, u.v, u.rate), strict=True))
     real = torch.full((u.batch,), u.tokens, device=u.q.device) if u.mask is None else u.mask.sum(1)
     last = real[:, None] + torch.arange(count, device=u.q.device)
-    shared, kept = layout.before(rate, count), _take(rate, last)
+    shared, kept = layout.before(rate, count), take(rate, last)
     if u.reset is not None and layout.first is not None:  # an example of another document weighs nothing
         document = F.pad(u.reset.long().cumsum(1), (count, 0))
         own = document.gather(1, layout.first.T + count).T  # of each mini-batch's first token
@@ -26,8 +26,4 @@ def earlier_examples(u: InnerUpdate, layout: Layout, window: tuple[Tensor, ...])
         final = document.gather(1, last)
         kept = torch.where((final == final[:, -1:]).unsqueeze(-1), kept, 0.0)
     before = (layout.before(k, count), layout.before(v, count), shared)
-    return before, (_take(k, last), _take(v, last), kept)
-
-
-def _take(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(1, index.reshape(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+    return before, (take(k, last), take(v, last), kept)

@@ -20,8 +20,6 @@ from prism.engine.kernels.prepare import prepare_kernel
 from prism.engine.kernels.programs import Program, compile_together, rows, tiles
 from prism.engine.kernels.reverse import reverse_kernel
 from prism.engine.kernels.scan import scan_kernel
-from prism.engine.kernels.short_conv import short_conv_inputs_kernel, short_conv_kernel, short_conv_weights_kernel
-from prism.engine.kernels.solver import solve_backward_kernel, solve_kernel
 from prism.engine.kernels.writes import writes_kernel
 
 
@@ -421,70 +419,3 @@ def step(given: list[Tensor | None], new_state: Tensor, substeps: int) -> Tensor
 
 def _bytes(flags: Tensor | None) -> Tensor | None:
     return None if flags is None else flags.view(torch.int8)
-
-
-SOLVER_ELEMENTS = 2048
-"""What one program of the solver holds: tokens × value channels."""
-
-
-def solve(r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool) -> Tensor:
-    sizes, constants, count = _solver(r, beta)
-    w = r.new_empty(*beta.shape, r.shape[-1])
-    solve_kernel[(count * sizes[1],)](r, p, beta, scale, w, *sizes, **constants, GELU=gelu, NONLINEAR=nonlinear)
-    return w
-
-
-def solve_backward(
-    d_w: Tensor, r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    sizes, constants, count = _solver(r, beta)
-    d_r, d_beta = torch.empty_like(r), torch.empty_like(beta)
-    d_p = None if p is None else torch.empty_like(p)
-    parts = None if scale is None else scale.new_empty(count, *scale.shape, dtype=torch.float32)
-    solve_backward_kernel[(count * sizes[1],)](
-        r, p, beta, scale, d_w, d_r, d_p, d_beta, parts, *sizes, **constants, GELU=gelu, NONLINEAR=nonlinear
-    )
-    return d_r, d_p, d_beta, None if scale is None or parts is None else parts.sum(0).to(scale.dtype)
-
-
-def _solver(r: Tensor, beta: Tensor) -> tuple[tuple[int, int], dict[str, int], int]:
-    """Sizes, constants, and how many programs a head has."""
-    H, V, L = r.shape[-2], r.shape[-1], beta.shape[-1]
-    tokens, block = r.numel() // (H * V), padded(V)
-    per_program = max(1, SOLVER_ELEMENTS // block)
-    return (tokens, H), {"L": L, "V": V, "BV": block, "ROWS": per_program}, -(-tokens // per_program)
-
-
-CONV_TILE = {"ROWS": 32, "COLUMNS": 64}
-CONV_REPEAT = 16
-"""Tiles that one program of the convolution's backward adds up."""
-
-
-def short_conv(
-    silu: bool, x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, documents: Tensor | None
-) -> Tensor:
-    (B, T, D), y = x.shape, torch.empty_like(x)
-    grid = (B * -(-T // CONV_TILE["ROWS"]), -(-D // CONV_TILE["COLUMNS"]))
-    short_conv_kernel[grid](x, weight, bias, window, documents, y, T, D, W=weight.shape[0], SILU=silu, **CONV_TILE)
-    return y
-
-
-def short_conv_backward(
-    silu: bool,
-    d_y: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    window: Tensor | None,
-    documents: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    (B, T, D), W = x.shape, weight.shape[0]
-    rows, columns = CONV_TILE["ROWS"], -(-D // CONV_TILE["COLUMNS"])
-    programs = B * -(-T // (rows * CONV_REPEAT))
-    d_z, d_x = torch.empty_like(x), torch.empty_like(x)
-    shares = x.new_empty(programs, W + 1, D, dtype=torch.float32)
-    short_conv_weights_kernel[(programs, columns)](
-        x, weight, bias, window, documents, d_y, d_z, shares, T, D, W=W, SILU=silu, **CONV_TILE, REPEAT=CONV_REPEAT
-    )
-    short_conv_inputs_kernel[(B * -(-T // rows), columns)](d_z, weight, documents, d_x, T, D, W=W, **CONV_TILE)
-    return d_x, shares[:, :W].sum(0).to(weight.dtype), None if bias is None else shares[:, W].sum(0).to(bias.dtype)

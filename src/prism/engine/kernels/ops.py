@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from prism.engine.kernels import launch
 from prism.engine.kernels.launch import Columns, Prepared
-from prism.engine.kernels.paths import MOST_TAPS
 
 
 def _memory(
@@ -33,9 +32,9 @@ def _memory(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Chunkwise: o `[B, T, H, V]`, the final state `[B, H, K, V]`, and what the backward reads (see `launch.Columns`)."""
     u = _columns(q, x, w, log_decay, erase_key, strength, documents)
-    o, final, states, fed, ready = launch.forward(u, _laid(state), save)
+    o, final, states, fed, ready = launch.forward(u, laid(state), save)
     kept = (states, fed, ready.cumulated, ready.strengths, ready.grams, ready.inverse) if save else (None,) * 6
-    return (o, final, *[_present(z, w) for z in kept])  # type: ignore[return-value]
+    return (o, final, *[present(z, w) for z in kept])  # type: ignore[return-value]
 
 
 memory = torch.library.custom_op("prism::memory", _memory, mutates_args=())
@@ -91,10 +90,10 @@ def _memory_backward(
         grams,
         inverse if u.erases else None,
     )
-    answers = _laid(d_o)
+    answers = laid(d_o)
     assert answers is not None
-    grads = launch.backward(u, ready, _laid(state), states, fed if u.erases else None, answers, _laid(d_final))
-    return tuple(_present(z, w) for z in grads)  # type: ignore[return-value]
+    grads = launch.backward(u, ready, laid(state), states, fed if u.erases else None, answers, laid(d_final))
+    return tuple(present(z, w) for z in grads)  # type: ignore[return-value]
 
 
 memory_backward = torch.library.custom_op("prism::memory_backward", _memory_backward, mutates_args=())
@@ -186,7 +185,7 @@ def step(
     """Tokens one after the other, as `Update` gives them: the outputs and a new state. Has no backward."""
     new = w.new_empty(w.shape[0], w.shape[2], q.shape[3], w.shape[4], dtype=torch.float32)
     given = (q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
-    return launch.step([_laid(z) for z in given], new, substeps), new
+    return launch.step([laid(z) for z in given], new, substeps), new
 
 
 @step.register_fake
@@ -216,7 +215,7 @@ def step_(
             f"state must be contiguous float32 to be updated in place, got {state.dtype} {list(state.stride())}"
         )
     given = (q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
-    return launch.step([_laid(z) for z in given], state, substeps)
+    return launch.step([laid(z) for z in given], state, substeps)
 
 
 @step_.register_fake
@@ -224,108 +223,20 @@ def _(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, s
     return w.new_empty(q.shape[0], q.shape[1], w.shape[2], w.shape[4])
 
 
-@torch.library.custom_op("prism::solve", mutates_args=())
-def solve(r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool) -> Tensor:
-    """PRISM's solver: r `[…, H, V]`, p `[…, H, L, V]`, β `[…, H, L]`, γ `[L, H, V]` → the writes `[…, H, L, V]`."""
-    return launch.solve(r.contiguous(), _laid(p), beta.contiguous(), _laid(scale), gelu, nonlinear)
-
-
-@solve.register_fake
-def _(r, p, beta, scale, gelu, nonlinear):
-    return r.new_empty(*beta.shape, r.shape[-1])
-
-
-@torch.library.custom_op("prism::solve_backward", mutates_args=())
-def solve_backward(
-    d_w: Tensor, r: Tensor, p: Tensor | None, beta: Tensor, scale: Tensor | None, gelu: bool, nonlinear: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    given = (r.contiguous(), _laid(p), beta.contiguous(), _laid(scale))
-    grads = launch.solve_backward(d_w.contiguous(), *given, gelu, nonlinear)
-    return tuple(_present(z, r) for z in grads)  # type: ignore[return-value]
-
-
-@solve_backward.register_fake
-def _(d_w, r, p, beta, scale, gelu, nonlinear):
-    return tuple(r.new_empty(0) if z is None else z.new_empty(z.shape) for z in (r, p, beta, scale))
-
-
-def _keep_solve(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.gelu, ctx.nonlinear = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate_solve(ctx: Any, d_w: Tensor) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    grads = solve_backward(d_w, *tensors, ctx.gelu, ctx.nonlinear)
-    return (*[None if z is None else grad for z, grad in zip(tensors, grads, strict=True)], None, None)
-
-
-solve.register_autograd(_differentiate_solve, setup_context=_keep_solve)
-
-
-@torch.library.custom_op("prism::short_conv", mutates_args=())
-def short_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, documents: Tensor | None, silu: bool
-) -> Tensor:
-    """x `[B, T, D]`, weight `[W, D]`, bias `[D]`, window `[B, W - 1, D]`, documents `[B, T]` int32 → `[B, T, D]`.
-
-    The window gets no gradient."""
-    if weight.shape[0] > MOST_TAPS:
-        raise ValueError(f"prism::short_conv has up to {MOST_TAPS} taps, not {weight.shape[0]}")
-    return launch.short_conv(silu, *_all_laid(x, weight, bias, window, documents))
-
-
-@short_conv.register_fake
-def _(x, weight, bias, window, documents, silu):
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("prism::short_conv_backward", mutates_args=())
-def short_conv_backward(
-    d_y: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    window: Tensor | None,
-    documents: Tensor | None,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    d_x, d_weight, d_bias = launch.short_conv_backward(silu, *_all_laid(d_y, x, weight, bias, window, documents))
-    return d_x, d_weight, _present(d_bias, weight)
-
-
-@short_conv_backward.register_fake
-def _(d_y, x, weight, bias, window, documents, silu):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape)
-
-
-def _keep_conv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate_conv(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-    d_x, d_weight, d_bias = short_conv_backward(d_y, *ctx.saved_tensors, ctx.silu)
-    return d_x, d_weight, None if ctx.saved_tensors[2] is None else d_bias, None, None, None
-
-
-short_conv.register_autograd(_differentiate_conv, setup_context=_keep_conv)
-
-
 def _columns(*tensors: Tensor | None) -> Columns:
-    return Columns(*_all_laid(*tensors))
+    return Columns(*all_laid(*tensors))
 
 
-def _all_laid(*tensors: Tensor | None) -> list[Any]:
-    return [_laid(z) for z in tensors]
+def all_laid(*tensors: Tensor | None) -> list[Any]:
+    return [laid(z) for z in tensors]
 
 
-def _laid(z: Tensor | None) -> Tensor | None:
+def laid(z: Tensor | None) -> Tensor | None:
     """Contiguous, and aligned as the kernels were compiled for (a view may begin anywhere)."""
     if z is None or (z.is_contiguous() and z.data_ptr() % 16 == 0):
         return z
     return z.clone(memory_format=torch.contiguous_format)
 
 
-def _present(z: Tensor | None, like: Tensor) -> Tensor:
+def present(z: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if z is None else z

@@ -17,7 +17,7 @@ INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton reads the variable when it is imported, so it is read once here too."""
 
-WIDEST_KEY, WIDEST_VALUE, MOST_WRITES, MOST_TAPS = 256, 512, 4, 7
+WIDEST_KEY, WIDEST_VALUE, MOST_WRITES = 256, 512, 4
 
 
 def on_gpu(u: Update) -> bool:
@@ -54,11 +54,14 @@ def chunks_refuse(u: Update) -> str | None:
     return step_refuses(u)
 
 
-def convolves(x: Tensor, taps: int, window: Tensor | None) -> bool:
+def fuses(x: Tensor) -> bool:
+    """Whether the kernels beside the memory serve a tensor."""
+    return INSTALLED and x.is_cuda and x.dtype != torch.float64
+
+
+def convolves(x: Tensor, window: Tensor | None) -> bool:
     """Whether the kernel of short convolutions serves this one. It has no gradient for the window."""
-    if not INSTALLED or not x.is_cuda or x.dtype == torch.float64 or taps > MOST_TAPS:
-        return False
-    return window is None or not window.requires_grad or not torch.is_grad_enabled()
+    return fuses(x) and (window is None or not window.requires_grad or not torch.is_grad_enabled())
 
 
 def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,31 @@ def tap(
     return seen
 
 
+@triton.jit
+def before_silu(
+    x,
+    weight,
+    bias,
+    window,
+    documents,
+    b,
+    t,
+    c,
+    T,
+    D,
+    W: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    z = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for back in tl.static_range(W):
+        factor = tl.load(weight + (W - 1 - back) * D + c, mask=c < D, other=0.0).to(tl.float32)
+        z += factor[None, :] * tap(x, window, documents, b, t, c, back, T, D, W)
+    if bias is not None:
+        z += tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    return z
+
+
 @triton.jit(do_not_specialize=["T"])
 def short_conv_kernel(
     x,
@@ -63,12 +88,7 @@ def short_conv_kernel(
     b = (tl.program_id(0) // parts).to(tl.int64)
     t = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    z = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for back in tl.static_range(W):
-        factor = tl.load(weight + (W - 1 - back) * D + c, mask=c < D, other=0.0).to(tl.float32)
-        z += factor[None, :] * tap(x, window, documents, b, t, c, back, T, D, W)
-    if bias is not None:
-        z += tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
+    z = before_silu(x, weight, bias, window, documents, b, t, c, T, D, W, ROWS, COLUMNS)
     if SILU:
         z *= tl.sigmoid(z)
     place = (b * T + t)[:, None] * D + c[None, :]
@@ -91,37 +111,26 @@ def short_conv_weights_kernel(
     SILU: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    REPEAT: tl.constexpr,
 ):
-    """d_z `[B, T, D]`, and REPEAT · ROWS tokens' share of the gradients of the weights and the bias, `[parts, W + 1, D]`."""
-    parts = tl.cdiv(T, ROWS * REPEAT)
+    """d_z `[B, T, D]`, and ROWS tokens' share of the gradients of the weights and the bias, `[parts, W + 1, D]`."""
+    parts = tl.cdiv(T, ROWS)
     b = (tl.program_id(0) // parts).to(tl.int64)
-    first = tl.program_id(0) % parts * (ROWS * REPEAT)
+    t = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    channel = (c < D)[None, :]
-    tap_number = tl.arange(0, 8)  # W ≤ 7: the last used one is the bias
-    sums = tl.zeros((8, COLUMNS), tl.float32)
-    for r in range(REPEAT):
-        t = first + r * ROWS + tl.arange(0, ROWS)
-        z = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for back in tl.static_range(W):
-            factor = tl.load(weight + (W - 1 - back) * D + c, mask=c < D, other=0.0).to(tl.float32)
-            z += factor[None, :] * tap(x, window, documents, b, t, c, back, T, D, W)
-        if bias is not None:
-            z += tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-        place = (b * T + t)[:, None] * D + c[None, :]
-        inside = (t < T)[:, None] & channel
-        dz = tl.load(d_y + place, mask=inside, other=0.0).to(tl.float32)
-        if SILU:
-            s = tl.sigmoid(z)
-            dz *= s * (1.0 + z * (1.0 - s))
-        tl.store(d_z + place, dz.to(d_z.dtype.element_ty), mask=inside)
-        for back in tl.static_range(W):
-            share = tl.sum(dz * tap(x, window, documents, b, t, c, back, T, D, W), 0)
-            sums += tl.where(tap_number[:, None] == W - 1 - back, share[None, :], 0.0)
-        sums += tl.where(tap_number[:, None] == W, tl.sum(dz, 0)[None, :], 0.0)
-    place = (tl.program_id(0).to(tl.int64) * (W + 1) + tap_number)[:, None] * D + c[None, :]
-    tl.store(d_weight + place, sums, mask=(tap_number <= W)[:, None] & channel)
+    place = (b * T + t)[:, None] * D + c[None, :]
+    inside = (t < T)[:, None] & (c < D)[None, :]
+    dz = tl.load(d_y + place, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        z = before_silu(x, weight, bias, window, documents, b, t, c, T, D, W, ROWS, COLUMNS)
+        s = tl.sigmoid(z)
+        dz *= s * (1.0 + z * (1.0 - s))
+    tl.store(d_z + place, dz.to(d_z.dtype.element_ty), mask=inside)
+    share = d_weight + tl.program_id(0).to(tl.int64) * (W + 1) * D + c
+    for back in tl.static_range(W):
+        seen = tap(x, window, documents, b, t, c, back, T, D, W)
+        tl.store(share + (W - 1 - back) * D, tl.sum(dz * seen, 0), mask=c < D)
+    if bias is not None:
+        tl.store(share + W * D, tl.sum(dz, 0), mask=c < D)
 
 
 @triton.jit(do_not_specialize=["T"])

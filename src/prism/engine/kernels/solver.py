@@ -1,6 +1,6 @@
-"""PRISM's write solver in one pass: from residual, gains and step sizes to the L values written, and back.
+"""PRISM's write solver in one pass: from value, anchor, gains and step sizes to the L values written, and back.
 
-    gelu     δ_l = GELU(p_l r_l),   r_{l+1} = r_l - δ_l                w_l = γ_l β_l δ_l
+    gelu     δ_l = GELU(p_l r_l),   r_{l+1} = r_l - δ_l                w_l = γ_l β_l δ_l,   r_1 = v - u
     closed   δ_l = σ(p_l) r_l,      r_{l+1} = r_l - δ_l
 
 One program takes ROWS tokens of one head. Nothing but the inputs is kept for the backward: the L residuals are found again.
@@ -42,9 +42,102 @@ def correction(gain, r, GAINS: tl.constexpr, GELU: tl.constexpr, NONLINEAR: tl.c
     return gain * r, gain + 0.0 * r, r
 
 
+@triton.jit
+def write_solution(
+    residual,
+    p,
+    beta,
+    scale,
+    w,
+    head,
+    h,
+    v,
+    inside,
+    known,
+    H,
+    L: tl.constexpr,
+    SKIP: tl.constexpr,
+    V: tl.constexpr,
+    GELU: tl.constexpr,
+    NONLINEAR: tl.constexpr,
+):
+    """The L writes, behind SKIP others that a token has in w `[rows, H, SKIP + L, V]`."""
+    place = head[:, None] * V
+    for l in tl.static_range(L):
+        gain = load_gain(p, place, l, v, inside, L, V, GELU)
+        delta, _, _ = correction(gain, residual, p is not None, GELU, NONLINEAR)
+        value = delta * tl.load(beta + head * L + l, mask=known, other=0.0).to(tl.float32)[:, None]
+        if scale is not None:
+            value *= tl.load(scale + (l * H + h) * V + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
+        tl.store(w + place * (SKIP + L) + (SKIP + l) * V + v[None, :], value.to(w.dtype.element_ty), mask=inside)
+        residual -= delta
+
+
+@triton.jit
+def differentiate_solution(
+    first,
+    p,
+    beta,
+    scale,
+    d_w,
+    d_p,
+    d_beta,
+    d_scale,
+    head,
+    h,
+    v,
+    inside,
+    known,
+    H,
+    L: tl.constexpr,
+    SKIP: tl.constexpr,
+    V: tl.constexpr,
+    GELU: tl.constexpr,
+    NONLINEAR: tl.constexpr,
+):
+    """The gradient of the first residual; those of p and β are stored. `d_scale` `[programs / H, L, H, V]` holds one
+    program's sum each."""
+    place = head[:, None] * V
+    d_residual = tl.zeros_like(first)
+    for l in tl.static_range(L - 1, -1, -1):
+        residual = first
+        for m in tl.static_range(l):
+            gain = load_gain(p, place, m, v, inside, L, V, GELU)
+            delta, _, _ = correction(gain, residual, p is not None, GELU, NONLINEAR)
+            residual -= delta
+        gain = load_gain(p, place, l, v, inside, L, V, GELU)
+        delta, by_residual, by_gain = correction(gain, residual, p is not None, GELU, NONLINEAR)
+        step = tl.load(beta + head * L + l, mask=known, other=0.0).to(tl.float32)[:, None]
+        written = d_w + place * (SKIP + L) + (SKIP + l) * V + v[None, :]
+        d_value = tl.load(written, mask=inside, other=0.0).to(tl.float32)
+        if scale is not None:
+            tl.store(
+                d_scale + ((tl.program_id(0) // H * L + l) * H + h) * V + v,
+                tl.sum(d_value * delta * step, 0),
+                mask=v < V,
+            )
+            d_value *= tl.load(scale + (l * H + h) * V + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
+        tl.store(d_beta + head * L + l, tl.sum(d_value * delta, 1).to(d_beta.dtype.element_ty), mask=known)
+        d_delta = d_value * step - d_residual
+        if p is not None:
+            tl.store(d_p + place * L + l * V + v[None, :], (d_delta * by_gain).to(d_p.dtype.element_ty), mask=inside)
+        d_residual += d_delta * by_residual
+    return d_residual
+
+
+@triton.jit
+def load_residual(value, u, place, inside):
+    """v - u, or v where there is no anchor."""
+    residual = tl.load(value + place, mask=inside, other=0.0).to(tl.float32)
+    if u is not None:
+        residual -= tl.load(u + place, mask=inside, other=0.0).to(tl.float32)
+    return residual
+
+
 @triton.jit(do_not_specialize=["rows", "H"])
 def solve_kernel(
-    r,
+    value,
+    u,
     p,
     beta,
     scale,
@@ -58,33 +151,27 @@ def solve_kernel(
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
-    """r `[rows, H, V]`, p and w `[rows, H, L, V]`, β `[rows, H, L]`, γ `[L, H, V]`."""
+    """v, u `[rows, H, V]`, p and w `[rows, H, L, V]`, β `[rows, H, L]`, γ `[L, H, V]`."""
     h = tl.program_id(0) % H
     i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
     v = tl.arange(0, BV)
-    inside = (i < rows)[:, None] & (v < V)[None, :]
+    known = i < rows
+    inside = known[:, None] & (v < V)[None, :]
     head = i.to(tl.int64) * H + h
-    residual = tl.load(r + head[:, None] * V + v[None, :], mask=inside, other=0.0).to(tl.float32)
-    place = head[:, None] * V
-    for l in tl.static_range(L):
-        gain = load_gain(p, place, l, v, inside, L, V, GELU)
-        delta, _, _ = correction(gain, residual, p is not None, GELU, NONLINEAR)
-        step = tl.load(beta + head * L + l, mask=i < rows, other=0.0).to(tl.float32)[:, None]
-        value = delta * step
-        if scale is not None:
-            value *= tl.load(scale + (l * H + h) * V + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
-        tl.store(w + place * L + l * V + v[None, :], value.to(w.dtype.element_ty), mask=inside)
-        residual -= delta
+    residual = load_residual(value, u, head[:, None] * V + v[None, :], inside)
+    write_solution(residual, p, beta, scale, w, head, h, v, inside, known, H, L, 0, V, GELU, NONLINEAR)
 
 
 @triton.jit(do_not_specialize=["rows", "H"])
 def solve_backward_kernel(
-    r,
+    value,
+    u,
     p,
     beta,
     scale,
     d_w,
-    d_r,
+    d_value,
+    d_u,
     d_p,
     d_beta,
     d_scale,
@@ -97,35 +184,17 @@ def solve_backward_kernel(
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
-    """`d_scale` `[programs / H, L, H, V]` holds one program's sum each."""
     h = tl.program_id(0) % H
     i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
     v = tl.arange(0, BV)
-    inside = (i < rows)[:, None] & (v < V)[None, :]
+    known = i < rows
+    inside = known[:, None] & (v < V)[None, :]
     head = i.to(tl.int64) * H + h
-    place = head[:, None] * V
-    first = tl.load(r + place + v[None, :], mask=inside, other=0.0).to(tl.float32)
-    d_residual = tl.zeros((ROWS, BV), tl.float32)
-    for l in tl.static_range(L - 1, -1, -1):
-        residual = first
-        for m in tl.static_range(l):
-            gain = load_gain(p, place, m, v, inside, L, V, GELU)
-            delta, _, _ = correction(gain, residual, p is not None, GELU, NONLINEAR)
-            residual -= delta
-        gain = load_gain(p, place, l, v, inside, L, V, GELU)
-        delta, by_residual, by_gain = correction(gain, residual, p is not None, GELU, NONLINEAR)
-        step = tl.load(beta + head * L + l, mask=i < rows, other=0.0).to(tl.float32)[:, None]
-        d_value = tl.load(d_w + place * L + l * V + v[None, :], mask=inside, other=0.0).to(tl.float32)
-        if scale is not None:
-            tl.store(
-                d_scale + ((tl.program_id(0) // H * L + l) * H + h) * V + v,
-                tl.sum(d_value * delta * step, 0),
-                mask=v < V,
-            )
-            d_value *= tl.load(scale + (l * H + h) * V + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
-        tl.store(d_beta + head * L + l, tl.sum(d_value * delta, 1).to(d_beta.dtype.element_ty), mask=i < rows)
-        d_delta = d_value * step - d_residual
-        if p is not None:
-            tl.store(d_p + place * L + l * V + v[None, :], (d_delta * by_gain).to(d_p.dtype.element_ty), mask=inside)
-        d_residual += d_delta * by_residual
-    tl.store(d_r + place + v[None, :], d_residual.to(d_r.dtype.element_ty), mask=inside)
+    place = head[:, None] * V + v[None, :]
+    d_residual = differentiate_solution(
+        load_residual(value, u, place, inside), p, beta, scale, d_w, d_p, d_beta, d_scale, head, h, v, inside, known,
+        H, L, 0, V, GELU, NONLINEAR,
+    )  # fmt: skip
+    tl.store(d_value + place, d_residual.to(d_value.dtype.element_ty), mask=inside)
+    if u is not None:
+        tl.store(d_u + place, (-d_residual).to(d_u.dtype.element_ty), mask=inside)

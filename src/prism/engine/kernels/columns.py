@@ -1,0 +1,162 @@
+"""From a delta rule's projections to the columns that its memory reads, in one pass, and back.
+
+    q = K^-½ · unit(q̃)        k_1 = unit(k̃)        w_1 = β v        k_l = unit(k̃_l),  w_l = the solver's writes of v - u
+
+q̃, k̃ and v lie side by side in one row a token, as the convolution before leaves them, and so does their gradient. Written
+with torch, the norms, the scalings and the joining of first and later columns move each of these tensors several times.
+One program takes ROWS tokens of one head. The backward keeps the inputs alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from prism.engine.kernels.solver import differentiate_solution, write_solution
+
+
+@triton.jit
+def unit(x, eps):
+    """Rows over their length."""
+    return x * tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
+
+
+@triton.jit
+def differentiate_unit(x, d_y, eps):
+    shrink = tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
+    y = x * shrink
+    return shrink * (d_y - y * tl.sum(y * d_y, 1)[:, None])
+
+
+@triton.jit
+def load(pointers, mask):
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(pointers, x, mask):
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "H"])
+def columns_kernel(
+    mixed,
+    beta,
+    keys,
+    u,
+    p,
+    betas,
+    scale,
+    q,
+    k,
+    w,
+    query_scale,
+    eps,
+    rows,
+    H,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ROWS: tl.constexpr,
+    GELU: tl.constexpr,
+    NONLINEAR: tl.constexpr,
+):
+    """mixed `[rows, H·(K + K + V)]`, β `[rows, H]`; of the N later writes keys `[rows, H, N, K]` (None: along the first key),
+    u `[rows, H, V]`, p `[rows, H, N, V]`, betas `[rows, H, N]`, γ `[N, H, V]` → q `[rows, H, K]`, k and w of 1 + N columns."""
+    h = tl.program_id(0) % H
+    i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    c, v = tl.arange(0, BK), tl.arange(0, BV)
+    known = i < rows
+    narrow, wide = known[:, None] & (c < K)[None, :], known[:, None] & (v < V)[None, :]
+    head = i.to(tl.int64) * H + h
+    row = mixed + (i.to(tl.int64) * H * (2 * K + V))[:, None]
+    store(q + head[:, None] * K + c[None, :], query_scale * unit(load(row + h * K + c[None, :], narrow), eps), narrow)
+    key = unit(load(row + (H + h) * K + c[None, :], narrow), eps)
+    place = k + head[:, None] * ((1 + N) * K) + c[None, :]
+    store(place, key, narrow)
+    for l in tl.static_range(N):
+        if keys is not None:
+            key = unit(load(keys + head[:, None] * (N * K) + l * K + c[None, :], narrow), eps)
+        store(place + (1 + l) * K, key, narrow)
+    value = load(row + H * (2 * K) + h * V + v[None, :], wide)
+    first = load(beta + head, known)[:, None] * value
+    store(w + head[:, None] * ((1 + N) * V) + v[None, :], first, wide)
+    if N > 0:
+        if u is not None:
+            value -= load(u + head[:, None] * V + v[None, :], wide)
+        write_solution(value, p, betas, scale, w, head, h, v, wide, known, H, N, 1, V, GELU, NONLINEAR)
+
+
+@triton.jit(do_not_specialize=["rows", "H"])
+def columns_backward_kernel(
+    mixed,
+    beta,
+    keys,
+    u,
+    p,
+    betas,
+    scale,
+    d_q,
+    d_k,
+    d_w,
+    d_mixed,
+    d_beta,
+    d_keys,
+    d_u,
+    d_p,
+    d_betas,
+    d_scale,
+    query_scale,
+    eps,
+    rows,
+    H,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ROWS: tl.constexpr,
+    GELU: tl.constexpr,
+    NONLINEAR: tl.constexpr,
+):
+    h = tl.program_id(0) % H
+    i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    c, v = tl.arange(0, BK), tl.arange(0, BV)
+    known = i < rows
+    narrow, wide = known[:, None] & (c < K)[None, :], known[:, None] & (v < V)[None, :]
+    head = i.to(tl.int64) * H + h
+    row = (i.to(tl.int64) * H * (2 * K + V))[:, None]
+
+    place = row + h * K + c[None, :]
+    d_unit = query_scale * load(d_q + head[:, None] * K + c[None, :], narrow)
+    store(d_mixed + place, differentiate_unit(load(mixed + place, narrow), d_unit, eps), narrow)
+
+    columns = d_k + head[:, None] * ((1 + N) * K) + c[None, :]
+    d_unit = load(columns, narrow)
+    for l in tl.static_range(N):
+        d_later = load(columns + (1 + l) * K, narrow)
+        if keys is not None:
+            place = head[:, None] * (N * K) + l * K + c[None, :]
+            store(d_keys + place, differentiate_unit(load(keys + place, narrow), d_later, eps), narrow)
+        else:
+            d_unit += d_later
+    place = row + (H + h) * K + c[None, :]
+    store(d_mixed + place, differentiate_unit(load(mixed + place, narrow), d_unit, eps), narrow)
+
+    place = row + H * (2 * K) + h * V + v[None, :]
+    value = load(mixed + place, wide)
+    d_first = load(d_w + head[:, None] * ((1 + N) * V) + v[None, :], wide)
+    store(d_beta + head, tl.sum(d_first * value, 1), known)
+    d_value = load(beta + head, known)[:, None] * d_first
+    if N > 0:
+        if u is not None:
+            value -= load(u + head[:, None] * V + v[None, :], wide)
+        d_residual = differentiate_solution(
+            value, p, betas, scale, d_w, d_p, d_betas, d_scale, head, h, v, wide, known, H, N, 1, V, GELU, NONLINEAR
+        )
+        if u is not None:
+            store(d_u + head[:, None] * V + v[None, :], -d_residual, wide)
+        d_value += d_residual
+    store(d_mixed + place, d_value, wide)

@@ -1,0 +1,190 @@
+"""The kernels beside the memory as operators that torch knows: PRISM's solver, a memory's columns, the short convolution."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prism.engine.kernels import launch_beside
+from prism.engine.kernels.ops import all_laid, present
+
+
+@torch.library.custom_op("prism::solve", mutates_args=())
+def solve(
+    v: Tensor,
+    u: Tensor | None,
+    p: Tensor | None,
+    beta: Tensor,
+    scale: Tensor | None,
+    gelu: bool,
+    nonlinear: bool,
+) -> Tensor:
+    """PRISM's solver: v, u `[…, H, V]`, p `[…, H, L, V]`, β `[…, H, L]`, γ `[L, H, V]` → the writes `[…, H, L, V]`."""
+    return launch_beside.solve(gelu, nonlinear, *all_laid(v, u, p, beta, scale))
+
+
+@solve.register_fake
+def _(v, u, p, beta, scale, gelu, nonlinear):
+    return v.new_empty(*beta.shape, v.shape[-1])
+
+
+@torch.library.custom_op("prism::solve_backward", mutates_args=())
+def solve_backward(
+    d_w: Tensor,
+    v: Tensor,
+    u: Tensor | None,
+    p: Tensor | None,
+    beta: Tensor,
+    scale: Tensor | None,
+    gelu: bool,
+    nonlinear: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grads = launch_beside.solve_backward(gelu, nonlinear, *all_laid(d_w, v, u, p, beta, scale))
+    return tuple(present(z, v) for z in grads)  # type: ignore[return-value]
+
+
+@solve_backward.register_fake
+def _(d_w, v, u, p, beta, scale, gelu, nonlinear):
+    return tuple(_gradient_like(z, v) for z in (v, u, p, beta, scale))
+
+
+def _keep_solve(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.gelu, ctx.nonlinear = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_solve(ctx: Any, d_w: Tensor) -> tuple[Tensor | None, ...]:
+    grads = solve_backward(d_w, *ctx.saved_tensors, ctx.gelu, ctx.nonlinear)
+    return (*_wanted(ctx.saved_tensors, grads), None, None)
+
+
+solve.register_autograd(_differentiate_solve, setup_context=_keep_solve)
+
+
+@torch.library.custom_op("prism::columns", mutates_args=())
+def columns(
+    mixed: Tensor,
+    beta: Tensor,
+    keys: Tensor | None,
+    u: Tensor | None,
+    p: Tensor | None,
+    betas: Tensor | None,
+    scale: Tensor | None,
+    key_dim: int,
+    query_scale: float,
+    eps: float,
+    gelu: bool,
+    nonlinear: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A delta rule's q `[…, H, K]`, k `[…, H, 1 + N, K]` and w `[…, H, 1 + N, V]`; see `columns_kernel`."""
+    options = (key_dim, query_scale, eps, gelu, nonlinear)
+    return launch_beside.columns(*options, *all_laid(mixed, beta, keys, u, p, betas, scale))
+
+
+@columns.register_fake
+def _(mixed, beta, keys, u, p, betas, scale, key_dim, query_scale, eps, gelu, nonlinear):
+    value_dim, J = mixed.shape[-1] // beta.shape[-1] - 2 * key_dim, 1 if betas is None else 1 + betas.shape[-1]
+    lead = beta.shape
+    return (
+        mixed.new_empty(*lead, key_dim),
+        mixed.new_empty(*lead, J, key_dim),
+        mixed.new_empty(*lead, J, value_dim),
+    )
+
+
+@torch.library.custom_op("prism::columns_backward", mutates_args=())
+def columns_backward(
+    d_q: Tensor,
+    d_k: Tensor,
+    d_w: Tensor,
+    mixed: Tensor,
+    beta: Tensor,
+    keys: Tensor | None,
+    u: Tensor | None,
+    p: Tensor | None,
+    betas: Tensor | None,
+    scale: Tensor | None,
+    key_dim: int,
+    query_scale: float,
+    eps: float,
+    gelu: bool,
+    nonlinear: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = (key_dim, query_scale, eps, gelu, nonlinear)
+    grads = launch_beside.columns_backward(*options, *all_laid(d_q, d_k, d_w, mixed, beta, keys, u, p, betas, scale))
+    return tuple(present(z, mixed) for z in grads)  # type: ignore[return-value]
+
+
+@columns_backward.register_fake
+def _(d_q, d_k, d_w, mixed, beta, keys, u, p, betas, scale, *options):
+    return tuple(_gradient_like(z, mixed) for z in (mixed, beta, keys, u, p, betas, scale))
+
+
+def _keep_columns(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.options = inputs[7:]
+
+
+def _differentiate_columns(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    grads = columns_backward(*d_outputs, *ctx.saved_tensors, *ctx.options)
+    return (*_wanted(ctx.saved_tensors, grads), *[None] * len(ctx.options))
+
+
+columns.register_autograd(_differentiate_columns, setup_context=_keep_columns)
+
+
+@torch.library.custom_op("prism::short_conv", mutates_args=())
+def short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, documents: Tensor | None, silu: bool
+) -> Tensor:
+    """x `[B, T, D]`, weight `[W, D]`, bias `[D]`, window `[B, W - 1, D]`, documents `[B, T]` int32 → `[B, T, D]`.
+
+    The window gets no gradient."""
+    return launch_beside.short_conv(silu, *all_laid(x, weight, bias, window, documents))
+
+
+@short_conv.register_fake
+def _(x, weight, bias, window, documents, silu):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("prism::short_conv_backward", mutates_args=())
+def short_conv_backward(
+    d_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor | None,
+    documents: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_x, d_weight, d_bias = launch_beside.short_conv_backward(silu, *all_laid(d_y, x, weight, bias, window, documents))
+    return d_x, d_weight, present(d_bias, weight)
+
+
+@short_conv_backward.register_fake
+def _(d_y, x, weight, bias, window, documents, silu):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape)
+
+
+def _keep_conv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_conv(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    d_x, d_weight, d_bias = short_conv_backward(d_y, *ctx.saved_tensors, ctx.silu)
+    return d_x, d_weight, None if ctx.saved_tensors[2] is None else d_bias, None, None, None
+
+
+short_conv.register_autograd(_differentiate_conv, setup_context=_keep_conv)
+
+
+def _gradient_like(z: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if z is None else z.new_empty(z.shape)
+
+
+def _wanted(given: tuple[Tensor | None, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+    return [None if z is None else grad for z, grad in zip(given, grads, strict=True)]
