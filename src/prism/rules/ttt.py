@@ -30,7 +30,7 @@ class TttLinear(Rule):
     Args:
         key_dim: of each head; width / heads unless given. Values have the same size.
         mini_batch: b, how many tokens take their gradients at the same weights.
-        base_lr: of the inner loop; 1 for TTT-Linear and 0.1 for TTT-MLP unless given.
+        base_lr: of the inner loop; 1 for TTT-Linear and 0.1 for TTT-MLP (raised from 0.01 by the authors) unless given.
         shared_qk: one projection for queries and keys, told apart by a convolution each.
         conv_size: of those convolutions.
         gate: whether the answer is multiplied by GELU(W x).

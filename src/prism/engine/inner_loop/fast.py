@@ -129,7 +129,7 @@ def _names(u: InnerUpdate) -> list[str]:
 def check_state(u: InnerUpdate, state: Any) -> None:
     if state is None:
         return
-    expected = {name: tuple(x.shape) for name, x in tensors(u, initial(u, None)).items()}
+    expected = _shapes(u)
     if not isinstance(state, dict) or set(state) != set(expected):
         raise ValueError(
             f"state must be a dict of the tensors {', '.join(expected)}, as `memory` returned it for such an update"
@@ -137,3 +137,17 @@ def check_state(u: InnerUpdate, state: Any) -> None:
     for name, shape in expected.items():
         if tuple(state[name].shape) != shape:
             raise ValueError(f"state {name!r} has shape {list(state[name].shape)}, expected {list(shape)}")
+
+
+def _shapes(u: InnerUpdate) -> dict[str, tuple[int, ...]]:
+    """Of what `tensors` hands out, without making it: a state is checked at every token of a stream."""
+    weights = zip(_names(u), u.network.start(u.state_dtype), strict=True)
+    own = {name: (u.batch, *w.shape[1:]) for name, w in weights}
+    prefixes = ["", *["start."] * u.keeps_current, *["gradient."] * u.keeps_gradient]
+    shapes = {prefix + name: shape for prefix in prefixes for name, shape in own.items()}
+    if u.mini_batch > 1:
+        shapes["position"] = (u.batch,)
+    if u.window > 1:
+        examples = {"k": u.k, "v": u.v, "rate": u.rate}
+        shapes |= {f"window.{name}": (u.batch, u.window - 1, *x.shape[2:]) for name, x in examples.items()}
+    return shapes
