@@ -2,13 +2,15 @@
 
     python benchmarks/throughput.py                                    # the table of docs/performance.md
     python benchmarks/throughput.py --models prism-2 transformer --contexts 2048 131072
+    python benchmarks/throughput.py --models prism-2 ttt_linear ttt_mlp-serial --contexts 2048 --tokens 32768 --graph
     python benchmarks/throughput.py --tiny                             # a smoke test that also runs on a CPU
 
 Every batch holds the same number of tokens, whatever the context, so that a column shows what context itself costs. A step is
 forward, backward and a fused AdamW step, in bfloat16 autocast; the loss is taken in slices so that the logits of a batch never
 exist at once. What all models share beside the memories, gated norms and SwiGLUs, is compiled (`--compile layers` compiles
 whole layers, which takes a minute or two for each model). Figures are the median of the timed steps; models run one after the
-other in one process. `gated_delta-fla` is the same model with flash-linear-attention's kernels under it.
+other in one process. `gated_delta-fla` is the same model with flash-linear-attention's kernels under it. With `--graph` forward
+and backward are captured in a CUDA graph: without it, a memory that goes from mini-batch to mini-batch waits for Python.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def slice_loss(head: nn.Module, hidden: Tensor, labels: Tensor, size: int = 1638
         return F.cross_entropy(head(h).float(), y, reduction="sum")
 
     slices = zip(hidden.flatten(0, 1).split(size), labels.flatten().split(size), strict=True)
-    return sum(checkpoint(one, h, y, use_reentrant=False) for h, y in slices) / labels.numel()  # type: ignore[return-value]
+    parts = [checkpoint(one, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in slices]
+    return torch.stack(parts).sum() / labels.numel()
 
 
 class Trainer:
@@ -96,19 +99,43 @@ class Trainer:
             for quiet, decay in ((False, 0.1), (True, 0.0))
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=device == "cuda")
+        self.replay: Callable[[], Tensor] | None = None
 
     @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
 
-    def step(self, batch: Tensor) -> float:
+    def differentiate(self, batch: Tensor) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             hidden = self.model.model(batch[:, :-1], use_cache=False).last_hidden_state
             loss = slice_loss(self.model.lm_head, hidden, batch[:, 1:])
         loss.backward()
+        return loss.detach()
+
+    def step(self, batch: Tensor) -> float:
+        loss = self.differentiate(batch) if self.replay is None else self.replay()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.replay is None:
+            self.optimizer.zero_grad(set_to_none=True)
         return loss.item()  # waits for the device
+
+    def capture(self, batch: Tensor) -> None:
+        """From now on a step replays this one, on what `batch` then holds. Gradients are written anew, not added to."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is made on the first use of a stream must not be captured
+            self.differentiate(batch)
+            self.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self.differentiate(batch)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        self.replay = replay
 
 
 def _in_form(forward: Callable[..., Any], form: str) -> Callable[..., Any]:
@@ -132,15 +159,18 @@ def train(name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse
 def _train(
     name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace, recompute: bool
 ) -> Iterator[dict[str, Any]]:
-    trainer = Trainer(name, arguments.device, arguments.tiny, arguments.compile, recompute)
+    trainer = None
     for context in contexts:
+        if trainer is None or arguments.graph:
+            trainer = None  # and with it a graph's memory
+            trainer = Trainer(name, arguments.device, arguments.tiny, arguments.compile, recompute)
         rows = max(1, tokens // context)
         batch = torch.randint(0, trainer.model.config.vocab_size, (rows, context + 1), device=arguments.device)
         started = time.perf_counter()
         trainer.step(batch)
         first = time.perf_counter() - started
-        trainer.step(batch)
         _reset_peak(arguments.device)
+        (trainer.capture if arguments.graph else trainer.step)(batch)
         seconds = []
         for _ in range(arguments.steps):
             started = time.perf_counter()
@@ -154,6 +184,7 @@ def _train(
             "tokens_per_second": rows * context / statistics.median(seconds),
             "peak_bytes": _peak(arguments.device),
             "recomputed": recompute,
+            "graph": arguments.graph,
             "first_step_seconds": first,
             "loss": loss,
         }
@@ -247,6 +278,7 @@ def main() -> None:
     parser.add_argument("--decode", nargs="*", default=["prism-2", "gated_delta", "mamba2", "transformer"])
     parser.add_argument("--decode-batch", type=int, default=32)
     parser.add_argument("--tiny", action="store_true", help="small models, for a machine without a GPU")
+    parser.add_argument("--graph", action="store_true", help="replay forward and backward as a CUDA graph")
     parser.add_argument("--compile", choices=["pieces", "layers", "no"], default="pieces")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "throughput.json")
@@ -254,6 +286,8 @@ def main() -> None:
     arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.device == "cpu" and not arguments.tiny:
         parser.error("no GPU here: only --tiny makes sense")
+    if arguments.device == "cpu" and arguments.graph:
+        parser.error("--graph needs a GPU")
 
     begun = time.perf_counter()
 

@@ -138,16 +138,16 @@ def _summed(shares: Tensor | None, scale: Tensor | None) -> Tensor | None:
     return None if shares is None or scale is None else shares.sum(0).to(scale.dtype)
 
 
-CONV_TILE = {"ROWS": 32, "COLUMNS": 64}
-CONV_SUM_TILE = {"ROWS": 64, "COLUMNS": 64}
-"""Of the pass that also adds up the weights' gradient: more tokens, fewer shares to add."""
+# One warp has whole rows of a tile: what it adds up over tokens never leaves a thread.
+CONV_TILE: dict[str, int] = {"ROWS": 4, "COLUMNS": 256, "num_warps": 1}
+CONV_SUM_TILE, CONV_SUM_REPEAT = {**CONV_TILE, "ROWS": 2}, 64
 
 
 def short_conv(
     silu: bool, x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, documents: Tensor | None
 ) -> Tensor:
     y = torch.empty_like(x)
-    short_conv_kernel[_tiles(x, CONV_TILE)](
+    short_conv_kernel[_conv_grid(x)](
         x, weight, bias, window, documents, y, *x.shape[1:], W=weight.shape[0], SILU=silu, **CONV_TILE
     )
     return y
@@ -163,16 +163,17 @@ def short_conv_backward(
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     (_, T, D), W = x.shape, weight.shape[0]
-    tiles = _tiles(x, CONV_SUM_TILE)
+    programs = x.shape[0] * -(-T // (CONV_SUM_TILE["ROWS"] * CONV_SUM_REPEAT))
     d_z, d_x = torch.empty_like(x), torch.empty_like(x)
-    shares = x.new_empty(tiles[0], W + 1, D, dtype=torch.float32)
-    short_conv_weights_kernel[tiles](
-        x, weight, bias, window, documents, d_y, d_z, shares, T, D, W=W, SILU=silu, **CONV_SUM_TILE
-    )
-    short_conv_inputs_kernel[_tiles(x, CONV_TILE)](d_z, weight, documents, d_x, T, D, W=W, **CONV_TILE)
+    shares = x.new_empty(programs, W + 1, D, dtype=torch.float32)
+    short_conv_weights_kernel[(programs, -(-D // CONV_SUM_TILE["COLUMNS"]))](
+        x, weight, bias, window, documents, d_y, d_z, shares, T, D, W=W, SILU=silu,
+        **CONV_SUM_TILE, REPEAT=CONV_SUM_REPEAT,
+    )  # fmt: skip
+    short_conv_inputs_kernel[_conv_grid(x)](d_z, weight, documents, d_x, T, D, W=W, **CONV_TILE)
     return d_x, shares[:, :W].sum(0).to(weight.dtype), None if bias is None else shares[:, W].sum(0).to(bias.dtype)
 
 
-def _tiles(x: Tensor, tile: dict[str, int]) -> tuple[int, int]:
+def _conv_grid(x: Tensor) -> tuple[int, int]:
     B, T, D = x.shape
-    return B * -(-T // tile["ROWS"]), -(-D // tile["COLUMNS"])
+    return B * -(-T // CONV_TILE["ROWS"]), -(-D // CONV_TILE["COLUMNS"])

@@ -44,25 +44,20 @@ def tap(
 
 
 @triton.jit
-def before_silu(
-    x,
-    weight,
-    bias,
-    window,
-    documents,
-    b,
-    t,
-    c,
-    T,
-    D,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    z = tl.zeros((ROWS, COLUMNS), tl.float32)
+def taps(x, window, documents, b, t, c, T, D, W: tl.constexpr):
+    """x_t, x_{t-1} … as a tuple."""
+    seen = ()  # Triton joins tuples, but does not unpack them
+    for back in tl.static_range(W):
+        seen = seen + (tap(x, window, documents, b, t, c, back, T, D, W),)  # type: ignore[assignment]  # noqa: RUF005
+    return seen
+
+
+@triton.jit
+def before_silu(seen, weight, bias, c, D, W: tl.constexpr):
+    z = tl.zeros_like(seen[0])
     for back in tl.static_range(W):
         factor = tl.load(weight + (W - 1 - back) * D + c, mask=c < D, other=0.0).to(tl.float32)
-        z += factor[None, :] * tap(x, window, documents, b, t, c, back, T, D, W)
+        z += factor[None, :] * seen[back]
     if bias is not None:
         z += tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
     return z
@@ -88,11 +83,28 @@ def short_conv_kernel(
     b = (tl.program_id(0) // parts).to(tl.int64)
     t = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    z = before_silu(x, weight, bias, window, documents, b, t, c, T, D, W, ROWS, COLUMNS)
+    z = before_silu(taps(x, window, documents, b, t, c, T, D, W), weight, bias, c, D, W)
     if SILU:
         z *= tl.sigmoid(z)
     place = (b * T + t)[:, None] * D + c[None, :]
     tl.store(y + place, z.to(y.dtype.element_ty), mask=(t < T)[:, None] & (c < D)[None, :])
+
+
+@triton.jit
+def zeros_each(count: tl.constexpr, COLUMNS: tl.constexpr):
+    zeros = ()
+    for _ in tl.static_range(count):
+        zeros = zeros + (tl.zeros((COLUMNS,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    return zeros
+
+
+@triton.jit
+def add_each(sums, dz, seen, W: tl.constexpr):
+    """Σ_t dz_t x_{t-back} for every tap, and Σ_t dz_t."""
+    more = ()
+    for back in tl.static_range(W):
+        more = more + (sums[back] + tl.sum(dz * seen[back], 0),)  # type: ignore[assignment]  # noqa: RUF005
+    return more + (sums[W] + tl.sum(dz, 0),)  # noqa: RUF005
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -111,26 +123,30 @@ def short_conv_weights_kernel(
     SILU: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    REPEAT: tl.constexpr,
 ):
-    """d_z `[B, T, D]`, and ROWS tokens' share of the gradients of the weights and the bias, `[parts, W + 1, D]`."""
-    parts = tl.cdiv(T, ROWS)
+    """d_z `[B, T, D]`, and REPEAT · ROWS tokens' share of the gradients of the weights and the bias, `[parts, W + 1, D]`."""
+    parts = tl.cdiv(T, ROWS * REPEAT)
     b = (tl.program_id(0) // parts).to(tl.int64)
-    t = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0) % parts * (ROWS * REPEAT)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    place = (b * T + t)[:, None] * D + c[None, :]
-    inside = (t < T)[:, None] & (c < D)[None, :]
-    dz = tl.load(d_y + place, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        z = before_silu(x, weight, bias, window, documents, b, t, c, T, D, W, ROWS, COLUMNS)
-        s = tl.sigmoid(z)
-        dz *= s * (1.0 + z * (1.0 - s))
-    tl.store(d_z + place, dz.to(d_z.dtype.element_ty), mask=inside)
+    sums = zeros_each(W + 1, COLUMNS)
+    for r in range(REPEAT):
+        t = first + r * ROWS + tl.arange(0, ROWS)
+        place = (b * T + t)[:, None] * D + c[None, :]
+        inside = (t < T)[:, None] & (c < D)[None, :]
+        dz = tl.load(d_y + place, mask=inside, other=0.0).to(tl.float32)
+        seen = taps(x, window, documents, b, t, c, T, D, W)
+        if SILU:
+            z = before_silu(seen, weight, bias, c, D, W)
+            s = tl.sigmoid(z)
+            dz *= s * (1.0 + z * (1.0 - s))
+        tl.store(d_z + place, dz.to(d_z.dtype.element_ty), mask=inside)
+        sums = add_each(sums, dz, seen, W)
     share = d_weight + tl.program_id(0).to(tl.int64) * (W + 1) * D + c
     for back in tl.static_range(W):
-        seen = tap(x, window, documents, b, t, c, back, T, D, W)
-        tl.store(share + (W - 1 - back) * D, tl.sum(dz * seen, 0), mask=c < D)
-    if bias is not None:
-        tl.store(share + W * D, tl.sum(dz, 0), mask=c < D)
+        tl.store(share + (W - 1 - back) * D, sums[back], mask=c < D)
+    tl.store(share + W * D, sums[W], mask=c < D)
 
 
 @triton.jit(do_not_specialize=["T"])
