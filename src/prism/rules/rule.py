@@ -39,7 +39,7 @@ class Rule(nn.Module):
         self.width, self.heads, self.key_dim, self.value_dim = width, heads, key_dim, value_dim
         self.write_rank = write_rank
         self.state_size = heads * key_dim * value_dim
-        """Numbers in the memory of one sequence (carries not counted)."""
+        """Numbers in the memory of one sequence (carries and open mini-batches not counted)."""
 
     @classmethod
     def build(cls, width: int, heads: int, **options: Any) -> Rule:
