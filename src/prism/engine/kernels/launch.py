@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -56,6 +56,7 @@ class Prepared:
     strengths: Tensor | None  # β, [B, H, padded]
     grams: Tensor  # [B, H, padded / step, J or 2J, step, step]
     inverse: Tensor | None  # T⁻¹, [B, H, padded / step, step, step]
+    maps: Tensor | None = None  # what each segment does to the state it is given, [segments, B, H, K, K]
 
 
 class Launch:
@@ -235,31 +236,35 @@ class Launch:
 
     @property
     def segments(self) -> int:
-        """As many as keep every multiprocessor busy with two programs, and none shorter than 8 chunks."""
+        """As many as keep every multiprocessor busy with two programs, and none shorter than 8 chunks; one where that
+        would be fewer than 4, because every token is passed three times then."""
         if self.how.segments is not None:
             return min(self.how.segments, self.chunks)
         if self.u.w.device.type != "cuda":
             return 1
         wanted = 2 * _multiprocessors(self.u.w.device)
         programs = self.heads * (self.V // min(self.how.scan.block, self.V))
-        return max(1, min(wanted // programs, self.chunks // 8))
+        count = min(wanted // programs, self.chunks // 8)
+        return count if count >= 4 else 1
 
     def per_segment(self, segments: int) -> int:
         """Steps in a segment: whole chunks, so that saved states are those at chunks' borders."""
         return -(-self.chunks // segments) * (self.chunk // self.step)
 
+    def maps(self, ready: Prepared, segments: int) -> Tensor | None:
+        return None if segments == 1 else self.scan(ready, None, segments, as_map=True)
+
     def incoming(self, ready: Prepared, initial: Tensor | None, segments: int) -> Tensor | None:
         """The state that enters each segment, `[segments, B, H, K, V]`."""
-        if segments == 1:
+        if ready.maps is None:
             return initial
-        maps = self.scan(ready, None, segments, as_map=True)
-        return self.chain(maps, self.scan(ready, None, segments), initial, backward=False)
+        return self.chain(ready.maps, self.scan(ready, None, segments), initial, backward=False)
 
     def outgoing(self, ready: Prepared, d_o: Tensor, d_final: Tensor | None, segments: int) -> Tensor | None:
         """The gradient of the state that leaves each segment."""
-        if segments == 1:
+        maps = self.maps(ready, segments) if ready.maps is None else ready.maps
+        if maps is None:
             return d_final
-        maps = self.scan(ready, None, segments, as_map=True)
         return self.chain(maps, self.reverse(ready, d_o, None, segments), d_final, backward=True)
 
     def chain(self, maps: Tensor, added: Tensor, given: Tensor | None, backward: bool) -> Tensor:
@@ -338,6 +343,7 @@ def _forward(
     states = run.empty(run.B, run.H, run.chunks, run.V, run.K) if save else None
     fed = torch.empty_like(o) if save and run.u.erases else None
     ready = run.prepare()
+    ready = replace(ready, maps=run.maps(ready, segments))
     initial = run.incoming(ready, state, segments)
     final = run.scan(ready, initial, segments, o=o, states=states, fed=fed)[-1]
     return o, final, states, fed, ready

@@ -30,11 +30,27 @@ def _memory(
     state: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Chunkwise: o `[B, T, H, V]`, the final state `[B, H, K, V]`, and what the backward reads (see `launch.Columns`)."""
+    """Chunkwise: o `[B, T, H, V]`, the final state `[B, H, K, V]`, and what the backward reads (see `launch.Prepared`)."""
+    return _memory_and_maps(q, x, w, log_decay, erase_key, strength, documents, state, save)[0]
+
+
+def _memory_and_maps(
+    q: Tensor,
+    x: Tensor,
+    w: Tensor,
+    log_decay: Tensor | None,
+    erase_key: Tensor | None,
+    strength: Tensor | None,
+    documents: Tensor | None,
+    state: Tensor | None,
+    save: bool,
+) -> tuple[Any, Tensor | None]:
+    """`memory`'s outputs, and the segments' maps. An operator cannot return those: their number depends on the device and on
+    how much there is to do, which compiled code must not be bound to. Its backward finds them again."""
     u = _columns(q, x, w, log_decay, erase_key, strength, documents)
     o, final, states, fed, ready = launch.forward(u, laid(state), save)
     kept = (states, fed, ready.cumulated, ready.strengths, ready.grams, ready.inverse) if save else (None,) * 6
-    return (o, final, *[present(z, w) for z in kept])  # type: ignore[return-value]
+    return (o, final, *[present(z, w) for z in kept]), ready.maps
 
 
 memory = torch.library.custom_op("prism::memory", _memory, mutates_args=())
@@ -82,6 +98,7 @@ def _memory_backward(
     strengths: Tensor,
     grams: Tensor,
     inverse: Tensor,
+    maps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     u = _columns(q, x, w, log_decay, erase_key, strength, documents)
     ready = Prepared(
@@ -89,6 +106,7 @@ def _memory_backward(
         None if strength is None else strengths,
         grams,
         inverse if u.erases else None,
+        maps,
     )
     answers = laid(d_o)
     assert answers is not None
@@ -109,9 +127,9 @@ def _(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest):
     return like(q), like(x), like(w), like(log_decay), like(erase_key), like(strength), d_state
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], maps: Tensor | None = None) -> None:
     *given, save = inputs
-    ctx.save_for_backward(*given, *output[2:])
+    ctx.save_for_backward(*given, *output[2:], maps)
     ctx.has_state, ctx.saved_states = given[-1] is not None, save
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
@@ -150,8 +168,8 @@ memory.register_autograd(_differentiate, setup_context=_keep)
 class _Remember(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _memory(*inputs)
-        _keep(ctx, inputs, output)
+        output, maps = _memory_and_maps(*inputs)
+        _keep(ctx, inputs, output, maps)
         return output
 
     @staticmethod
