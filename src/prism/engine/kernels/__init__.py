@@ -1,6 +1,6 @@
-"""Triton kernels of the linear memory with one decay per head: chunks, gradients, the decode step and PRISM's solver.
+"""Triton kernels of the linear memory with one decay per head: chunks, gradients, the decode step, and what surrounds them.
 
-`ops` is the only door: everything else here is imported by it, lazily, because `import prism` must not import Triton.
+`ops` and `ops_beside` are the only doors: all else is imported by them, lazily, because `import prism` must not import Triton.
 
 The chunk form, in the shape all kernels share. A token has J *columns*: keys X_j written with values Y_j. With an erase,
 column 0 is the one it feeds: it looks up B (which is X_0 itself, unless `erase_write` was given) and writes what is left,
@@ -13,6 +13,7 @@ column 0 is the one it feeds: it looks up B (which is X_0 itself, unless `erase_
 so PRISM with L writes has J = L columns and the one triangular matrix T of Gated DeltaNet. Forward: `prepare.py` (gates, T⁻¹,
 the grams), `scan.py` (the state from chunk to chunk, outputs). Backward: `reverse.py` (dS from chunk to chunk), `lookups.py`
 and `writes.py` (every token's gradients from it), `decay.py`. Long sequences of few heads run as segments side by side that
-`chain.py` links. `decode.py` is one token, `solver.py` PRISM's writes, `short_conv.py` what comes before them. `launch.py` has
-grids and scratch memory, `programs.py` compiles and starts; `paths.py` and `fla.py` say what can be served.
+`chain.py` links. `decode.py` is one token. Beside the memory: `short_conv.py`, `solver.py` (PRISM's writes), and `columns.py`
+(all that a delta rule does between the two). `launch.py` and `launch_beside.py` have grids and scratch memory, `programs.py`
+compiles and starts; `paths.py` and `fla.py` say what can be served.
 """

@@ -17,7 +17,7 @@ from prism.engine.kernels.decode import step_kernel
 from prism.engine.kernels.lookups import lookups_kernel
 from prism.engine.kernels.paths import INTERPRETED, padded
 from prism.engine.kernels.prepare import prepare_kernel
-from prism.engine.kernels.programs import Program, compile_together, rows, tiles
+from prism.engine.kernels.programs import Program, aside, compile_together, rows, tiles
 from prism.engine.kernels.reverse import reverse_kernel
 from prism.engine.kernels.scan import scan_kernel
 from prism.engine.kernels.writes import writes_kernel
@@ -251,20 +251,24 @@ class Launch:
         """Steps in a segment: whole chunks, so that saved states are those at chunks' borders."""
         return -(-self.chunks // segments) * (self.chunk // self.step)
 
-    def maps(self, ready: Prepared, segments: int) -> Tensor | None:
-        return None if segments == 1 else self.scan(ready, None, segments, as_map=True)
+    def maps(self, ready: Prepared, segments: int) -> Tensor:
+        return self.scan(ready, None, segments, as_map=True)
 
-    def incoming(self, ready: Prepared, initial: Tensor | None, segments: int) -> Tensor | None:
-        """The state that enters each segment, `[segments, B, H, K, V]`."""
-        if ready.maps is None:
-            return initial
-        return self.chain(ready.maps, self.scan(ready, None, segments), initial, backward=False)
+    def incoming(self, ready: Prepared, initial: Tensor | None, segments: int) -> tuple[Tensor | None, Tensor | None]:
+        """The state that enters each segment, `[segments, B, H, K, V]`, and the segments' maps."""
+        if segments == 1:
+            return initial, None
+        with aside(self.u.w.device) as join:  # each of the two leaves a third of the chip to the other
+            maps = self.maps(ready, segments)
+        added = self.scan(ready, None, segments)
+        join(maps)
+        return self.chain(maps, added, initial, backward=False), maps
 
     def outgoing(self, ready: Prepared, d_o: Tensor, d_final: Tensor | None, segments: int) -> Tensor | None:
         """The gradient of the state that leaves each segment."""
-        maps = self.maps(ready, segments) if ready.maps is None else ready.maps
-        if maps is None:
+        if segments == 1:
             return d_final
+        maps = self.maps(ready, segments) if ready.maps is None else ready.maps
         return self.chain(maps, self.reverse(ready, d_o, None, segments), d_final, backward=True)
 
     def chain(self, maps: Tensor, added: Tensor, given: Tensor | None, backward: bool) -> Tensor:
@@ -343,10 +347,9 @@ def _forward(
     states = run.empty(run.B, run.H, run.chunks, run.V, run.K) if save else None
     fed = torch.empty_like(o) if save and run.u.erases else None
     ready = run.prepare()
-    ready = replace(ready, maps=run.maps(ready, segments))
-    initial = run.incoming(ready, state, segments)
+    initial, maps = run.incoming(ready, state, segments)
     final = run.scan(ready, initial, segments, o=o, states=states, fed=fed)[-1]
-    return o, final, states, fed, ready
+    return o, final, states, fed, replace(ready, maps=maps)
 
 
 def backward(

@@ -8,7 +8,7 @@ straight to its compiled code. `compile_together` compiles whatever is started i
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -67,6 +67,28 @@ def compile_together() -> Iterator[None]:
         list(threads.map(lambda pair: pair[1].run, kernels))
     for program, compiled in kernels:
         program.compiled = compiled
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[Callable[[Tensor], None]]:
+    """What is started inside runs beside what follows, until the function that this gives is called with its result."""
+    if device.type != "cuda":
+        yield lambda result: None
+        return
+    current, side = torch.cuda.current_stream(device), _side_stream(device)
+
+    def join(result: Tensor) -> None:
+        current.wait_stream(side)
+        result.record_stream(current)  # it was allocated aside
+
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield join
+
+
+@lru_cache(16)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def rows(z: Tensor | None, count: int, width: int) -> TensorDescriptor | None:
