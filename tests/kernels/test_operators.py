@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -186,3 +190,15 @@ def test_decay_per_channel_is_left_to_others() -> None:
         prism.memory(update(x), backend="triton")
     with pytest.raises(ValueError, match="'fla' needs"):
         prism.memory(update(x), backend="fla")
+
+
+def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def on(index: int) -> Any:
+        return SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
+
+    assert isinstance(paths.home(torch.zeros(1)), nullcontext)
+    assert isinstance(paths.home(on(0)), nullcontext)
+    there = paths.home(on(1))
+    assert isinstance(there, torch.cuda.device) and there.idx == 1

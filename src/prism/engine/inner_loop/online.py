@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prism.engine.inner_loop.fast import Fast, Learned, initial, tensors
 from prism.engine.inner_loop.update import Averaged, InnerUpdate
+from prism.engine.kernels.paths import home
 
 LARGEST = 64 * 256
 """Numbers in a weight matrix: two of them are held in the registers of one multiprocessor."""
@@ -76,11 +77,12 @@ def online_mlp(
     turned = _turned(w2)
     end = torch.empty_like(turned)
     B, T, H, D = q.shape
-    forward_kernel[(B * H,)](
-        *[x.contiguous() for x in (q, k, target, rate)], scale, shift,
-        w1.contiguous(), b1, turned, b2, z, end1, end_b1, end, end_b2, *saved, T, H,
-        D=D, M=w1.shape[-1], NORM=scale is not None, BIAS=b1 is not None, SAVE=save, num_warps=WARPS,
-    )  # fmt: skip
+    with home(q):
+        forward_kernel[(B * H,)](
+            *[x.contiguous() for x in (q, k, target, rate)], scale, shift,
+            w1.contiguous(), b1, turned, b2, z, end1, end_b1, end, end_b2, *saved, T, H,
+            D=D, M=w1.shape[-1], NORM=scale is not None, BIAS=b1 is not None, SAVE=save, num_warps=WARPS,
+        )  # fmt: skip
     end2.copy_(end.transpose(-1, -2))
     return made
 
@@ -136,11 +138,12 @@ def online_mlp_backward(
     first1, first2 = d_w1.clone(memory_format=torch.contiguous_format), _turned(d_w2)
     first_b1, first_b2 = (None if x is None else x.clone() for x in (d_b1, d_b2))
     d_scale, d_shift = (None if scale is None else q.new_empty(B, H, D) for _ in range(2))
-    backward_kernel[(B * H,)](
-        *tokens, scale, shift, w1.clone(), _turned(w2), z1, back, z2, asked, d_z.contiguous(),
-        first1, first_b1, first2, first_b2, *d_tokens, d_scale, d_shift, T, H,
-        D=D, M=w1.shape[-1], NORM=scale is not None, BIAS=d_b1 is not None, num_warps=WARPS,
-    )  # fmt: skip
+    with home(q):
+        backward_kernel[(B * H,)](
+            *tokens, scale, shift, w1.clone(), _turned(w2), z1, back, z2, asked, d_z.contiguous(),
+            first1, first_b1, first2, first_b2, *d_tokens, d_scale, d_shift, T, H,
+            D=D, M=w1.shape[-1], NORM=scale is not None, BIAS=d_b1 is not None, num_warps=WARPS,
+        )  # fmt: skip
     none = q.new_empty(0)
     return (
         *d_tokens,

@@ -73,17 +73,14 @@ def columns(
     nonlinear: bool,
     mixed: Tensor,
     beta: Tensor,
-    keys: Tensor | None,
-    u: Tensor | None,
-    p: Tensor | None,
-    betas: Tensor | None,
-    scale: Tensor | None,
+    *later: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    where, sizes, constants = _columns(mixed, beta, betas, key_dim)
+    """`later`: keys, u, p, betas and scale, as `columns_kernel` has them."""
+    where, sizes, constants = _columns(mixed, beta, later[3], key_dim)
     lead, J, K, V = beta.shape, 1 + constants["N"], key_dim, constants["V"]
     q, k, w = mixed.new_empty(*lead, K), mixed.new_empty(*lead, J, K), mixed.new_empty(*lead, J, V)
     columns_kernel[(where.programs,)](
-        mixed, beta, keys, u, p, betas, scale, q, k, w, query_scale, eps, *sizes, **constants,
+        mixed, beta, *later, q, k, w, query_scale, eps, *sizes, **constants,
         GELU=gelu, NONLINEAR=nonlinear,
     )  # fmt: skip
     return q, k, w
@@ -100,14 +97,11 @@ def columns_backward(
     d_w: Tensor,
     mixed: Tensor,
     beta: Tensor,
-    keys: Tensor | None,
-    u: Tensor | None,
-    p: Tensor | None,
-    betas: Tensor | None,
-    scale: Tensor | None,
+    *later: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    where, sizes, constants = _columns(mixed, beta, betas, key_dim)
-    given = (mixed, beta, keys, u, p, betas)
+    *most, scale = later
+    where, sizes, constants = _columns(mixed, beta, later[3], key_dim)
+    given = (mixed, beta, *most)
     grads = [_like(z) for z in given]
     shares = _shares(scale, where)
     columns_backward_kernel[(where.programs,)](

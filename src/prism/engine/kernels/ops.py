@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from prism.engine.kernels import launch
 from prism.engine.kernels.launch import Columns, Prepared
+from prism.engine.kernels.paths import home
 
 
 def _memory(
@@ -34,23 +35,15 @@ def _memory(
     return _memory_and_maps(q, x, w, log_decay, erase_key, strength, documents, state, save)[0]
 
 
-def _memory_and_maps(
-    q: Tensor,
-    x: Tensor,
-    w: Tensor,
-    log_decay: Tensor | None,
-    erase_key: Tensor | None,
-    strength: Tensor | None,
-    documents: Tensor | None,
-    state: Tensor | None,
-    save: bool,
-) -> tuple[Any, Tensor | None]:
+def _memory_and_maps(*inputs: Any) -> tuple[Any, Tensor | None]:
     """`memory`'s outputs, and the segments' maps. An operator cannot return those: their number depends on the device and on
     how much there is to do, which compiled code must not be bound to. Its backward finds them again."""
-    u = _columns(q, x, w, log_decay, erase_key, strength, documents)
-    o, final, states, fed, ready = launch.forward(u, laid(state), save)
+    *told, state, save = inputs
+    u = _columns(*told)
+    with home(u.w):
+        o, final, states, fed, ready = launch.forward(u, laid(state), save)
     kept = (states, fed, ready.cumulated, ready.strengths, ready.grams, ready.inverse) if save else (None,) * 6
-    return (o, final, *[present(z, w) for z in kept]), ready.maps
+    return (o, final, *[present(z, u.w) for z in kept]), ready.maps
 
 
 memory = torch.library.custom_op("prism::memory", _memory, mutates_args=())
@@ -110,7 +103,8 @@ def _memory_backward(
     )
     answers = laid(d_o)
     assert answers is not None
-    grads = launch.backward(u, ready, laid(state), states, fed if u.erases else None, answers, laid(d_final))
+    with home(w):
+        grads = launch.backward(u, ready, laid(state), states, fed if u.erases else None, answers, laid(d_final))
     return tuple(present(z, w) for z in grads)  # type: ignore[return-value]
 
 
@@ -203,7 +197,8 @@ def step(
     """Tokens one after the other, as `Update` gives them: the outputs and a new state. Has no backward."""
     new = w.new_empty(w.shape[0], w.shape[2], q.shape[3], w.shape[4], dtype=torch.float32)
     given = (q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
-    return launch.step([laid(z) for z in given], new, substeps), new
+    with home(w):
+        return launch.step(all_laid(*given), new, substeps), new
 
 
 @step.register_fake
@@ -233,7 +228,8 @@ def step_(
             f"state must be contiguous float32 to be updated in place, got {state.dtype} {list(state.stride())}"
         )
     given = (q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
-    return launch.step([laid(z) for z in given], state, substeps)
+    with home(w):
+        return launch.step(all_laid(*given), state, substeps)
 
 
 @step_.register_fake

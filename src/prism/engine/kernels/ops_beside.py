@@ -9,6 +9,7 @@ from torch import Tensor
 
 from prism.engine.kernels import launch_beside
 from prism.engine.kernels.ops import all_laid, present
+from prism.engine.kernels.paths import home
 
 
 @torch.library.custom_op("prism::solve", mutates_args=())
@@ -22,7 +23,8 @@ def solve(
     nonlinear: bool,
 ) -> Tensor:
     """PRISM's solver: v, u `[…, H, V]`, p `[…, H, L, V]`, β `[…, H, L]`, γ `[L, H, V]` → the writes `[…, H, L, V]`."""
-    return launch_beside.solve(gelu, nonlinear, *all_laid(v, u, p, beta, scale))
+    with home(v):
+        return launch_beside.solve(gelu, nonlinear, *all_laid(v, u, p, beta, scale))
 
 
 @solve.register_fake
@@ -41,7 +43,8 @@ def solve_backward(
     gelu: bool,
     nonlinear: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = launch_beside.solve_backward(gelu, nonlinear, *all_laid(d_w, v, u, p, beta, scale))
+    with home(v):
+        grads = launch_beside.solve_backward(gelu, nonlinear, *all_laid(d_w, v, u, p, beta, scale))
     return tuple(present(z, v) for z in grads)  # type: ignore[return-value]
 
 
@@ -80,7 +83,8 @@ def columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A delta rule's q `[…, H, K]`, k `[…, H, 1 + N, K]` and w `[…, H, 1 + N, V]`; see `columns_kernel`."""
     options = (key_dim, query_scale, eps, gelu, nonlinear)
-    return launch_beside.columns(*options, *all_laid(mixed, beta, keys, u, p, betas, scale))
+    with home(mixed):
+        return launch_beside.columns(*options, *all_laid(mixed, beta, keys, u, p, betas, scale))
 
 
 @columns.register_fake
@@ -113,7 +117,10 @@ def columns_backward(
     nonlinear: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = (key_dim, query_scale, eps, gelu, nonlinear)
-    grads = launch_beside.columns_backward(*options, *all_laid(d_q, d_k, d_w, mixed, beta, keys, u, p, betas, scale))
+    with home(mixed):
+        grads = launch_beside.columns_backward(
+            *options, *all_laid(d_q, d_k, d_w, mixed, beta, keys, u, p, betas, scale)
+        )
     return tuple(present(z, mixed) for z in grads)  # type: ignore[return-value]
 
 
@@ -142,7 +149,8 @@ def short_conv(
     """x `[B, T, D]`, weight `[W, D]`, bias `[D]`, window `[B, W - 1, D]`, documents `[B, T]` int32 → `[B, T, D]`.
 
     The window gets no gradient."""
-    return launch_beside.short_conv(silu, *all_laid(x, weight, bias, window, documents))
+    with home(x):
+        return launch_beside.short_conv(silu, *all_laid(x, weight, bias, window, documents))
 
 
 @short_conv.register_fake
@@ -160,7 +168,10 @@ def short_conv_backward(
     documents: Tensor | None,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    d_x, d_weight, d_bias = launch_beside.short_conv_backward(silu, *all_laid(d_y, x, weight, bias, window, documents))
+    with home(x):
+        d_x, d_weight, d_bias = launch_beside.short_conv_backward(
+            silu, *all_laid(d_y, x, weight, bias, window, documents)
+        )
     return d_x, d_weight, present(d_bias, weight)
 
 

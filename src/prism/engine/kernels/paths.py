@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ def fuses(x: Tensor) -> bool:
 def convolves(x: Tensor, window: Tensor | None) -> bool:
     """Whether the kernel of short convolutions serves this one. It has no gradient for the window."""
     return fuses(x) and (window is None or not window.requires_grad or not torch.is_grad_enabled())
+
+
+def home(z: Tensor) -> AbstractContextManager[None]:
+    """Kernels start on torch's current device: z's, inside."""
+    elsewhere = z.is_cuda and z.device.index != torch.cuda.current_device()
+    return torch.cuda.device(z.device) if elsewhere else nullcontext()
 
 
 def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
