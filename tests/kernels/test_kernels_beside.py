@@ -48,7 +48,7 @@ def test_solver_is_a_proper_operator_and_means_the_rules_loop() -> None:
     v, u, p = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 2, 4)
     beta = torch.rand(1, 2, 1, 2)
     given = [z.requires_grad_() for z in (v, u, p, beta)]
-    torch.library.opcheck(ops_beside.solve, (*given, None, True, True))
+    torch.library.opcheck(ops_beside.solve.registered, (*given, None, True, True))
     writes = beta.unsqueeze(-1) * solve(v - u, p, 2, "gelu")
     torch.testing.assert_close(ops_beside.solve(*given, None, True, True), writes, rtol=1e-5, atol=1e-6)
 
@@ -132,7 +132,7 @@ def test_columns_in_half_precision_err_at_most_twice_what_torch_does() -> None:
 def test_columns_are_a_proper_operator() -> None:
     tensors = draw_columns(3, 1, 4, 4, 1, True, True, True)
     given = tuple(None if z is None else z.float().requires_grad_() for z in tensors)
-    torch.library.opcheck(ops_beside.columns, (*given, 4, 0.5, UNIT_EPS, True, True))
+    torch.library.opcheck(ops_beside.columns.registered, (*given, 4, 0.5, UNIT_EPS, True, True))
 
 
 def test_columns_that_nobody_used_have_no_gradient() -> None:
@@ -170,7 +170,7 @@ def test_short_convolution(packed: bool, bias: bool, activation: bool, carried: 
 
 def test_short_convolution_is_a_proper_operator() -> None:
     x, weight = torch.randn(1, 3, 16, requires_grad=True), torch.randn(2, 16, requires_grad=True)
-    torch.library.opcheck(ops_beside.short_conv, (x, weight, None, None, None, True))
+    torch.library.opcheck(ops_beside.short_conv.registered, (x, weight, None, None, None, True))
 
 
 def test_a_convolution_whose_window_wants_a_gradient_is_left_to_torch() -> None:

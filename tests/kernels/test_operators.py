@@ -116,13 +116,13 @@ def test_memory_is_a_proper_operator() -> None:
     documents = torch.tensor([[0, 0, 1]], dtype=torch.int32)
     tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], documents, x["state"])
     with forced(tiles(16, 16)):
-        torch.library.opcheck(ops.memory, (*tensors, True))
+        torch.library.opcheck(ops.memory.registered, (*tensors, True))
 
 
 def test_steps_are_proper_operators() -> None:
     x = {name: z.detach() for name, z in leaves(1, H=1, G=1, dtype=torch.float32).items()}
     tensors = (x["q"], x["k"], x["w"], x["log_decay"], x["k"][..., 0, :].clone(), x["erase_strength"], None, None, None)
-    torch.library.opcheck(ops.step, (*tensors, x["state"], 1))
+    torch.library.opcheck(ops.step.registered, (*tensors, x["state"], 1))
     torch.library.opcheck(ops.step_, (*tensors, x["state"], 1))
 
 
@@ -202,3 +202,22 @@ def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.Monkey
     assert isinstance(paths.home(on(0)), nullcontext)
     there = paths.home(on(1))
     assert isinstance(there, torch.cuda.device) and there.idx == 1
+
+
+def test_the_short_way_to_an_operator_gives_what_the_operator_gives() -> None:
+    x = leaves(40, dtype=torch.float32)
+    tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], None, x["state"])
+    given = [z for z in tensors if z is not None]
+    with forced(tiles(16, 32, segments=2)):
+        results = [call(*tensors, True)[:2] for call in (ops.memory, ops.memory.registered)]
+        direct, registered = ([*out, *torch.autograd.grad([z.sum() for z in out], given)] for out in results)
+    assert type(results[0][0].grad_fn) is not type(results[1][0].grad_fn), "two ways"
+    for a, b in zip(direct, registered, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_operator_without_a_gradient_says_so() -> None:
+    u = update(leaves(1, dtype=torch.float32))
+    o, _ = ops.step(u.q, u.k, u.w, u.log_decay, u.k[..., 0, :], u.erase_strength, None, None, None, None, 1)
+    with pytest.raises(RuntimeError, match="prism.step"):
+        o.sum().backward()

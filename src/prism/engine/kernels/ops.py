@@ -1,9 +1,6 @@
 """The only door to the kernels: operators that torch knows (fake tensors, autograd, compile), and nothing else.
 
 Tensors that an operator does not need are None going in and empty coming out; `save` says whether a backward will follow.
-
-Torch's way from an operator to its Python code and back takes longer than the kernels of a small memory. `remember` takes
-the same code without the detour where nothing would notice: plain tensors, outside compiled code and dispatch modes.
 """
 
 from __future__ import annotations
@@ -12,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from prism.engine.kernels import launch
 from prism.engine.kernels.launch import Columns, Prepared
+from prism.engine.kernels.operator import Operator
 from prism.engine.kernels.paths import home
 
 
@@ -35,7 +31,7 @@ def _memory(
     return _memory_and_maps(q, x, w, log_decay, erase_key, strength, documents, state, save)[0]
 
 
-def _memory_and_maps(*inputs: Any) -> tuple[Any, Tensor | None]:
+def _memory_and_maps(*inputs: Any) -> tuple[Any, tuple[Tensor | None]]:
     """`memory`'s outputs, and the segments' maps. An operator cannot return those: their number depends on the device and on
     how much there is to do, which compiled code must not be bound to. Its backward finds them again."""
     *told, state, save = inputs
@@ -43,14 +39,10 @@ def _memory_and_maps(*inputs: Any) -> tuple[Any, Tensor | None]:
     with home(u.w):
         o, final, states, fed, ready = launch.forward(u, laid(state), save)
     kept = (states, fed, ready.cumulated, ready.strengths, ready.grams, ready.inverse) if save else (None,) * 6
-    return (o, final, *[present(z, u.w) for z in kept]), ready.maps
+    return (o, final, *[present(z, u.w) for z in kept]), (ready.maps,)
 
 
-memory = torch.library.custom_op("prism::memory", _memory, mutates_args=())
-
-
-@memory.register_fake
-def _(q, x, w, log_decay, erase_key, strength, documents, state, save):
+def _memory_shapes(q, x, w, log_decay, erase_key, strength, documents, state, save):
     u = Columns(q, x, w, log_decay, erase_key, strength, documents)
     B, T, H, K = q.shape
     J, V = w.shape[3:]
@@ -108,17 +100,16 @@ def _memory_backward(
     return tuple(present(z, w) for z in grads)  # type: ignore[return-value]
 
 
-memory_backward = torch.library.custom_op("prism::memory_backward", _memory_backward, mutates_args=())
-
-
-@memory_backward.register_fake
-def _(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest):
+def _memory_backward_shapes(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest):
     def like(z: Tensor | None) -> Tensor:
         return w.new_empty(0) if z is None else z.new_empty(z.shape)
 
     B, _, H, K = q.shape
     d_state = w.new_empty(B, H, K, w.shape[4], dtype=torch.float32)
     return like(q), like(x), like(w), like(log_decay), like(erase_key), like(strength), d_state
+
+
+memory_backward = Operator("prism::memory_backward", _memory_backward, _memory_backward_shapes)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], maps: Tensor | None = None) -> None:
@@ -130,10 +121,6 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], maps: T
 
 
 def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    return _gradients(memory_backward, ctx, d_o, d_final)
-
-
-def _gradients(backward: Any, ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
     if not ctx.saved_states:
         raise RuntimeError("prism::memory was called with save=False: nothing was kept for a backward")
     q, x, w, log_decay, erase_key, strength, *rest = ctx.saved_tensors
@@ -141,7 +128,7 @@ def _gradients(backward: Any, ctx: Any, d_o: Tensor | None, d_final: Tensor | No
         if d_final is None:
             return (None,) * 9
         d_o = torch.zeros_like(w[..., 0, :])
-    grads = backward(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest)
+    grads = memory_backward(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest)
     d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_state = grads
     return (
         d_q,
@@ -156,32 +143,10 @@ def _gradients(backward: Any, ctx: Any, d_o: Tensor | None, d_final: Tensor | No
     )
 
 
-memory.register_autograd(_differentiate, setup_context=_keep)
+memory = Operator("prism::memory", _memory, _memory_shapes, _keep, _differentiate, run_for_gradient=_memory_and_maps)
 
 
-class _Remember(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output, maps = _memory_and_maps(*inputs)
-        _keep(ctx, inputs, output, maps)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: None) -> Any:
-        return _gradients(_memory_backward, ctx, d_o, d_final)
-
-
-def remember(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """`memory`'s outputs and final state, by the shortest way."""
-    plain = all(z is None or type(z) in (Tensor, torch.nn.Parameter) for z in inputs[:-1])
-    if torch.compiler.is_compiling() or not plain or is_in_torch_dispatch_mode():
-        return memory(*inputs)[:2]
-    return (_Remember.apply if inputs[-1] else _memory)(*inputs)[:2]
-
-
-@torch.library.custom_op("prism::step", mutates_args=())
-def step(
+def _step(
     q: Tensor,
     k: Tensor,
     w: Tensor,
@@ -201,11 +166,13 @@ def step(
         return launch.step(all_laid(*given), new, substeps), new
 
 
-@step.register_fake
-def _(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state, substeps):
+def _step_shapes(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state, substeps):
     B, T, _, K = q.shape
     H, V = w.shape[2], w.shape[4]
     return w.new_empty(B, T, H, V), w.new_empty(B, H, K, V, dtype=torch.float32)
+
+
+step = Operator("prism::step", _step, _step_shapes)
 
 
 @torch.library.custom_op("prism::step_", mutates_args=("state",))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from prism.engine.kernels import launch_beside
+from prism.engine.kernels.operator import Operator
 from prism.engine.kernels.ops import all_laid, present
 from prism.engine.kernels.paths import home
 
 
-@torch.library.custom_op("prism::solve", mutates_args=())
-def solve(
+def _solve(
     v: Tensor,
     u: Tensor | None,
     p: Tensor | None,
@@ -27,13 +26,11 @@ def solve(
         return launch_beside.solve(gelu, nonlinear, *all_laid(v, u, p, beta, scale))
 
 
-@solve.register_fake
-def _(v, u, p, beta, scale, gelu, nonlinear):
+def _solve_shapes(v, u, p, beta, scale, gelu, nonlinear):
     return v.new_empty(*beta.shape, v.shape[-1])
 
 
-@torch.library.custom_op("prism::solve_backward", mutates_args=())
-def solve_backward(
+def _solve_backward(
     d_w: Tensor,
     v: Tensor,
     u: Tensor | None,
@@ -48,8 +45,7 @@ def solve_backward(
     return tuple(present(z, v) for z in grads)  # type: ignore[return-value]
 
 
-@solve_backward.register_fake
-def _(d_w, v, u, p, beta, scale, gelu, nonlinear):
+def _solve_backward_shapes(d_w, v, u, p, beta, scale, gelu, nonlinear):
     return tuple(_gradient_like(z, v) for z in (v, u, p, beta, scale))
 
 
@@ -63,11 +59,11 @@ def _differentiate_solve(ctx: Any, d_w: Tensor) -> tuple[Tensor | None, ...]:
     return (*_wanted(ctx.saved_tensors, grads), None, None)
 
 
-solve.register_autograd(_differentiate_solve, setup_context=_keep_solve)
+solve_backward = Operator("prism::solve_backward", _solve_backward, _solve_backward_shapes)
+solve = Operator("prism::solve", _solve, _solve_shapes, _keep_solve, _differentiate_solve)
 
 
-@torch.library.custom_op("prism::columns", mutates_args=())
-def columns(
+def _columns(
     mixed: Tensor,
     beta: Tensor,
     keys: Tensor | None,
@@ -87,8 +83,7 @@ def columns(
         return launch_beside.columns(*options, *all_laid(mixed, beta, keys, u, p, betas, scale))
 
 
-@columns.register_fake
-def _(mixed, beta, keys, u, p, betas, scale, key_dim, query_scale, eps, gelu, nonlinear):
+def _columns_shapes(mixed, beta, keys, u, p, betas, scale, key_dim, query_scale, eps, gelu, nonlinear):
     value_dim, J = mixed.shape[-1] // beta.shape[-1] - 2 * key_dim, 1 if betas is None else 1 + betas.shape[-1]
     lead = beta.shape
     return (
@@ -98,8 +93,7 @@ def _(mixed, beta, keys, u, p, betas, scale, key_dim, query_scale, eps, gelu, no
     )
 
 
-@torch.library.custom_op("prism::columns_backward", mutates_args=())
-def columns_backward(
+def _columns_backward(
     d_q: Tensor,
     d_k: Tensor,
     d_w: Tensor,
@@ -124,8 +118,7 @@ def columns_backward(
     return tuple(present(z, mixed) for z in grads)  # type: ignore[return-value]
 
 
-@columns_backward.register_fake
-def _(d_q, d_k, d_w, mixed, beta, keys, u, p, betas, scale, *options):
+def _columns_backward_shapes(d_q, d_k, d_w, mixed, beta, keys, u, p, betas, scale, *options):
     return tuple(_gradient_like(z, mixed) for z in (mixed, beta, keys, u, p, betas, scale))
 
 
@@ -139,11 +132,11 @@ def _differentiate_columns(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None,
     return (*_wanted(ctx.saved_tensors, grads), *[None] * len(ctx.options))
 
 
-columns.register_autograd(_differentiate_columns, setup_context=_keep_columns)
+columns_backward = Operator("prism::columns_backward", _columns_backward, _columns_backward_shapes)
+columns = Operator("prism::columns", _columns, _columns_shapes, _keep_columns, _differentiate_columns)
 
 
-@torch.library.custom_op("prism::short_conv", mutates_args=())
-def short_conv(
+def _short_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, documents: Tensor | None, silu: bool
 ) -> Tensor:
     """x `[B, T, D]`, weight `[W, D]`, bias `[D]`, window `[B, W - 1, D]`, documents `[B, T]` int32 → `[B, T, D]`.
@@ -153,13 +146,11 @@ def short_conv(
         return launch_beside.short_conv(silu, *all_laid(x, weight, bias, window, documents))
 
 
-@short_conv.register_fake
-def _(x, weight, bias, window, documents, silu):
+def _short_conv_shapes(x, weight, bias, window, documents, silu):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("prism::short_conv_backward", mutates_args=())
-def short_conv_backward(
+def _short_conv_backward(
     d_y: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -175,8 +166,7 @@ def short_conv_backward(
     return d_x, d_weight, present(d_bias, weight)
 
 
-@short_conv_backward.register_fake
-def _(d_y, x, weight, bias, window, documents, silu):
+def _short_conv_backward_shapes(d_y, x, weight, bias, window, documents, silu):
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape)
 
 
@@ -190,7 +180,8 @@ def _differentiate_conv(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
     return d_x, d_weight, None if ctx.saved_tensors[2] is None else d_bias, None, None, None
 
 
-short_conv.register_autograd(_differentiate_conv, setup_context=_keep_conv)
+short_conv_backward = Operator("prism::short_conv_backward", _short_conv_backward, _short_conv_backward_shapes)
+short_conv = Operator("prism::short_conv", _short_conv, _short_conv_shapes, _keep_conv, _differentiate_conv)
 
 
 def _gradient_like(z: Tensor | None, like: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     given = None if state is None else _widen(state.float(), keys - K, values - V)
     tensors = [z for z in (*columns, given) if z is not None]
     save = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
-    o, final = ops.remember(*columns, given, save)
+    o, final, *_ = ops.memory(*columns, given, save)
     return o[:, n - 1 :: n, :, :V], final[..., :K, :V]
 
 
