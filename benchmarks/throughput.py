@@ -20,26 +20,16 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-import prism
-from candidates import compile_candidates_together
-from prism.engine import dispatch
+from peer_model import fla_kernels
 from prism.evaluate.report import write_results
 from prism.models import PrismConfig, PrismForCausalLM
-from prism.nn import no_weight_decay
-from prism.nn.block import SwiGLU
-from prism.rules import delta
-from prism.rules.columns import Columns
-from prism.rules.norms import HeadNorm
+from training_step import Trainer
 
 HEAD = {"key_dim": 128, "value_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
@@ -67,84 +57,6 @@ def configuration(name: str, tiny: bool) -> PrismConfig:
     return PrismConfig(**{**sizes, **chosen})
 
 
-def slice_loss(head: nn.Module, hidden: Tensor, labels: Tensor, size: int = 16384) -> Tensor:
-    """Cross-entropy over all tokens, a slice of logits at a time."""
-
-    def one(h: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(head(h).float(), y, reduction="sum")
-
-    slices = zip(hidden.flatten(0, 1).split(size), labels.flatten().split(size), strict=True)
-    parts = [checkpoint(one, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in slices]
-    return torch.stack(parts).sum() / labels.numel()
-
-
-class Trainer:
-    def __init__(self, name: str, device: str, tiny: bool, compiled: str, recompute: bool) -> None:
-        torch.manual_seed(0)
-        self.device = device
-        self.model = PrismForCausalLM(configuration(name, tiny)).to(device).train()
-        if recompute:
-            self.model.gradient_checkpointing_enable()
-        if name.endswith("-serial"):
-            for module in self.model.modules():
-                if isinstance(module, prism.Mixer):
-                    module.forward = _in_form(module.forward, "serial")  # type: ignore[method-assign]
-        parts = {"pieces": (HeadNorm, SwiGLU), "layers": (type(self.model.model.layers[0]),), "no": ()}[compiled]
-        for module in self.model.modules():
-            if isinstance(module, parts):
-                module.compile(dynamic=True)
-        still = no_weight_decay(self.model)
-        groups = [
-            {"params": [p for n, p in self.model.named_parameters() if (n in still) == quiet], "weight_decay": decay}
-            for quiet, decay in ((False, 0.1), (True, 0.0))
-        ]
-        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=device == "cuda")
-        self.replay: Callable[[], Tensor] | None = None
-
-    @property
-    def parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
-
-    def differentiate(self, batch: Tensor) -> Tensor:
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            hidden = self.model.model(batch[:, :-1], use_cache=False).last_hidden_state
-            loss = slice_loss(self.model.lm_head, hidden, batch[:, 1:])
-        loss.backward()
-        return loss.detach()
-
-    def step(self, batch: Tensor) -> float:
-        loss = self.differentiate(batch) if self.replay is None else self.replay()
-        self.optimizer.step()
-        if self.replay is None:
-            self.optimizer.zero_grad(set_to_none=True)
-        return loss.item()  # waits for the device
-
-    def capture(self, batch: Tensor) -> None:
-        """From now on a step replays this one, on what `batch` then holds. Gradients are written anew, not added to."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is made on the first use of a stream must not be captured
-            self.differentiate(batch)
-            self.optimizer.zero_grad(set_to_none=True)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = self.differentiate(batch)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return loss
-
-        self.replay = replay
-
-
-def _in_form(forward: Callable[..., Any], form: str) -> Callable[..., Any]:
-    def run(*arguments: Any, **options: Any) -> Any:
-        return forward(*arguments, **{**options, "form": form})
-
-    return run
-
-
 def train(name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Rows; a model too large for the device's memory computes its activations again, and its rows say so."""
     try:
@@ -163,7 +75,9 @@ def _train(
     for context in contexts:
         if trainer is None or arguments.graph:
             trainer = None  # and with it a graph's memory
-            trainer = Trainer(name, arguments.device, arguments.tiny, arguments.compile, recompute)
+            form = "serial" if name.endswith("-serial") else None
+            config = configuration(name, arguments.tiny)
+            trainer = Trainer(config, arguments.device, form, arguments.compile, recompute)
         rows = max(1, tokens // context)
         batch = torch.randint(0, trainer.model.config.vocab_size, (rows, context + 1), device=arguments.device)
         _reset_peak(arguments.device)
@@ -217,47 +131,6 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
             "milliseconds": 1e3 * statistics.median(seconds[2:]),
             "state_bytes_a_row": out.past_key_values.nbytes // batch,
         }
-
-
-@contextmanager
-def fla_kernels(active: bool) -> Iterator[None]:
-    """Gated DeltaNet goes to flash-linear-attention's chunk kernel while this holds, which also has its own way to normalise
-    queries and keys and to scale values."""
-    if not active:
-        yield
-        return
-    from fla.ops.common import chunk_o
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    chunk_o.TRITON_ABOVE_3_7_1 = True  # for timing only: this compiler makes its backward refuse on Hopper
-    compile_candidates_together()
-
-    def unscaled(mixed: Tensor, beta: Tensor, key_dim: int, *_: Any) -> Columns:
-        keys = beta.shape[-1] * key_dim
-        q, k, v = (z.unflatten(-1, (beta.shape[-1], -1)) for z in mixed.tensor_split((keys, 2 * keys), -1))
-        return Columns(q, k.unsqueeze(3), v.unsqueeze(3))
-
-    def run(update: prism.Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return chunk_gated_delta_rule(
-            update.q,
-            update.k.squeeze(3),
-            update.w.squeeze(3),
-            update.log_decay,
-            update.erase_strength,
-            initial_state=state,
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-        )
-
-    ours, engine = delta.columns, dispatch.engine_of(prism.Update)
-    path = dispatch.Path(torch.compiler.disable(run))
-    dispatch.register(prism.Update, dispatch.Engine({("chunkwise", "fla"): path}, lambda update: "chunkwise"))
-    delta.columns = unscaled
-    try:
-        yield
-    finally:
-        delta.columns = ours
-        dispatch.register(prism.Update, engine)
 
 
 def _reset_peak(device: str) -> None:

@@ -1,0 +1,57 @@
+"""The Gated DeltaNet model on flash-linear-attention's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import prism
+from candidates import compile_candidates_together
+from prism.engine import dispatch
+from prism.rules import delta
+from prism.rules.columns import Columns
+
+
+@contextmanager
+def fla_kernels(active: bool) -> Iterator[None]:
+    """Gated DeltaNet goes to flash-linear-attention's chunk kernel while this holds, which also has its own way to normalise
+    queries and keys and to scale values."""
+    if not active:
+        yield
+        return
+    from fla.ops.common import chunk_o
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True  # for timing only: this compiler makes its backward refuse on Hopper
+    compile_candidates_together()
+
+    def unscaled(mixed: Tensor, beta: Tensor, key_dim: int, *_: Any) -> Columns:
+        keys = beta.shape[-1] * key_dim
+        q, k, v = (z.unflatten(-1, (beta.shape[-1], -1)) for z in mixed.tensor_split((keys, 2 * keys), -1))
+        return Columns(q, k.unsqueeze(3), v.unsqueeze(3))
+
+    def run(update: prism.Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        return chunk_gated_delta_rule(
+            update.q,
+            update.k.squeeze(3),
+            update.w.squeeze(3),
+            update.log_decay,
+            update.erase_strength,
+            initial_state=state,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+
+    ours, engine = delta.columns, dispatch.engine_of(prism.Update)
+    path = dispatch.Path(torch.compiler.disable(run))
+    dispatch.register(prism.Update, dispatch.Engine({("chunkwise", "fla"): path}, lambda update: "chunkwise"))
+    delta.columns = unscaled
+    try:
+        yield
+    finally:
+        delta.columns = ours
+        dispatch.register(prism.Update, engine)
