@@ -11,11 +11,13 @@ Other ways to weigh what the cache holds are subclasses of `Attend` (pointwise.p
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from prism.engine.update import values_may_be_read
 
@@ -95,7 +97,8 @@ def parallel(update: Attend, state: Cache | None = None) -> tuple[Tensor, Cache]
         slot = torch.arange(rows["k"].shape[1], device=u.q.device)
         own = S + torch.arange(u.tokens, device=u.q.device)
         seen = (slot >= first_seen(u, cache)[..., None]) & (slot <= own[:, None])  # [B, T, S + T]
-        o = _fused(u.q, rows["k"], rows["v"], seen)
+        with _any_length(u.q) if state is not None and u.window is None else nullcontext():
+            o = _fused(u.q, rows["k"], rows["v"], seen)
     else:
         o = _in_blocks(u, rows, first_seen(u, cache))
     return silence_padding(update, o), advance(u, rows, cache)
@@ -198,6 +201,13 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tenso
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return o.transpose(1, 2)
+
+
+def _any_length(q: Tensor) -> AbstractContextManager[None]:
+    """For a cache that grows: torch may give masked attention to cuDNN, which plans anew for every length it meets."""
+    if not q.is_cuda:
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def without_padding(u: Attend) -> Attend:

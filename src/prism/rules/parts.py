@@ -39,20 +39,28 @@ def l2_normalize(x: Tensor, eps: float = UNIT_EPS) -> Tensor:
 
 
 def linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
-    """Each map's answer to x. Plain ones are one product: many maps of few outputs would each read x, and each add to its
-    gradient. A map that was replaced or hooked (an adapter, a quantised one) is called as it is."""
-    plain = [m for m in maps if isinstance(m, nn.Linear) and _untouched(m)]
+    """Each map's answer to x. Plain ones, and low-rank ones down to their rank, are one product: many maps of few outputs
+    would each read x, and each add to its gradient. If one was replaced, hooked or quantised, all are called as they are."""
+    firsts = [m.down if type(m) is LowRank and _untouched(m) else m for m in maps]
+    plain = [m for m in firsts if isinstance(m, nn.Linear) and _plain(m)]
     if len(plain) < len(maps) or len({(m.weight.dtype, m.weight.device) for m in plain}) > 1:
         return [m(x) for m in maps]
     sizes = [m.out_features for m in plain]
     spare = -sum(sizes) % 8  # a GPU's matrix units want rows of 16 bytes
     zeros = plain[0].weight.new_zeros(spare, x.shape[-1])
     *answers, _ = F.linear(x, torch.cat([*[m.weight for m in plain], zeros])).split([*sizes, spare], -1)
-    return answers
+    return [m.widen(y) if isinstance(m, LowRank) else y for m, y in zip(maps, answers, strict=True)]
 
 
-def _untouched(m: nn.Linear) -> bool:
-    return type(m) is nn.Linear and m.bias is None and not m._forward_hooks and not m._forward_pre_hooks
+def _plain(m: nn.Linear) -> bool:
+    """Whether m's answer is x Wᵀ, and W a tensor like any other: quantised and sharded ones are classes of their own."""
+    return type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter) and _untouched(m)
+
+
+def _untouched(m: nn.Module) -> bool:
+    """Whether nobody hooked m or gave it a forward of its own (which is how weights are fetched from elsewhere)."""
+    hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    return not any(hooks) and "forward" not in m.__dict__
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -159,7 +167,10 @@ class LowRank(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.down(x)
+        return self.widen(self.down(x))
+
+    def widen(self, h: Tensor) -> Tensor:
+        """`[…, rank]` → `[…, out]`."""
         return self.up(h if self.activation is None else self.activation(h))
 
 

@@ -46,8 +46,8 @@ class ResidualWrites(nn.Module):
         u, window = self.conv(x, window, span)
         H, n = self.heads, self.count
         maps = (self.key, self.gain, self.expected)
-        *inner, beta = linears(u, *[m.down for m in maps if m is not None], self.beta)
-        keys, gains, expected = (None if m is None else m.up(inner.pop(0)) for m in maps)
+        *answers, beta = linears(u, *[m for m in maps if m is not None], self.beta)
+        keys, gains, expected = (None if m is None else answers.pop(0) for m in maps)
         corrections = Corrections(
             keys=None if keys is None else keys.unflatten(-1, (H, n, -1)),
             expected=None if expected is None else split_heads(expected, H),
