@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export PRISM_OUTPUT ?= runs
 
-.PHONY: setup demo test lint typecheck unit test-slow test-gpu bench clean
+.PHONY: setup demo test lint typecheck unit test-slow test-gpu bench bench-gpu clean
 
 setup: $(VENV)/ready
 
@@ -43,6 +43,15 @@ test-gpu: $(VENV)/ready
 
 bench: $(VENV)/ready
 	cd benchmarks && ../$(BIN)/python cpu.py
+
+# Half an hour on an H200; the peers need `pip install flash-linear-attention`.
+NETWORKS := prism-2 ttt_mlp-serial ttt_linear ttt_mlp titans
+bench-gpu: $(VENV)/ready
+	$(BIN)/python benchmarks/gpu.py --peers
+	$(BIN)/python benchmarks/throughput.py --steps 3
+	$(BIN)/python benchmarks/throughput.py --models $(NETWORKS) --contexts 2048 --tokens 32768 --graph --decode \
+		--output benchmarks/results/throughput-networks.json
+	$(BIN)/python benchmarks/tables.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -64,6 +64,29 @@ def models(results: dict[str, Any], pictures: Path) -> None:
     picture(decoding, "milliseconds", "milliseconds a token, batch 32", pictures / "decoding.png")
 
 
+def networks(results: dict[str, Any], pictures: Path) -> None:
+    """Models of one context side by side, and how many times as fast the first one is."""
+    rows = results["training"]
+    speeds = [r["tokens_per_second"] / 1e3 for r in rows]
+    times = [f"{speeds[0] / speed:.1f}×" for speed in speeds]
+    cells = (
+        [r["model"], f"{s:.1f} K", t, f"{r['peak_bytes'] / 2**30:.0f} GiB"]
+        for r, s, t in zip(rows, speeds, times, strict=True)
+    )
+    print(markdown(["", "tokens/s", "the first is faster by", "peak memory"], cells), end="\n\n")
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
+    bars = axes.barh([r["model"] for r in rows], speeds)
+    axes.bar_label(
+        bars,
+        [f"{s:.0f} K" if t == "1.0×" else f"{s:.0f} K ({t} slower)" for s, t in zip(speeds, times, strict=True)],
+        padding=3,
+    )
+    axes.set(xlabel="thousand tokens a second in training", xlim=(0, 1.15 * max(speeds)))
+    axes.invert_yaxis()
+    save(figure, pictures / "networks.png")
+
+
 def picture(rows: list[dict[str, Any]], what: str, label: str, path: Path) -> None:
     if not rows:
         return
@@ -77,9 +100,13 @@ def picture(rows: list[dict[str, Any]], what: str, label: str, path: Path) -> No
     axes.set_xticks(contexts, [f"{c // 1024}K" for c in contexts], minor=False)
     axes.minorticks_off()
     axes.legend(fontsize=7)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
+    pyplot().close(figure)
 
 
 def main() -> None:
@@ -92,7 +119,9 @@ def main() -> None:
         print(f"## {path.stem}\n")
         if path.stem.startswith("gpu"):
             operators(results)
-        elif path.stem.startswith("throughput"):
+        elif path.stem == "throughput-networks":
+            networks(results, arguments.pictures)
+        elif path.stem == "throughput":
             models(results, arguments.pictures)
 
 
