@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +137,26 @@ def test_columns_are_a_proper_operator() -> None:
     tensors = draw_columns(3, 1, 4, 4, 1, True, True, True)
     given = tuple(None if z is None else z.float().requires_grad_() for z in tensors)
     torch.library.opcheck(ops_beside.columns.registered, (*given, 4, 0.5, UNIT_EPS, True, True))
+
+
+def test_every_variant_compiles_without_a_gpu(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_beside.py")
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("given", [(1,), (2,), (4,), (6,), (1, 6)])
+def test_columns_of_which_few_want_a_gradient(given: tuple[int, ...]) -> None:
+    tensors = draw_columns(5, 2, 16, 20, 2, True, True, True)
+    exact = [z for i, z in enumerate(tensors) if z is not None and z.requires_grad_(i in given).requires_grad]
+    single = tuple(None if z is None else z.detach().float().requires_grad_(z.requires_grad) for z in tensors)
+    wanted = torch.autograd.grad(sum(z.sum() for z in told(tensors, 16, "gelu", True)), exact)
+    total = sum(z.sum() for z in told_by_kernel(single, 16, "gelu", True))
+    got = torch.autograd.grad(total, [z for z in single if z is not None and z.requires_grad])
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
 def test_columns_that_nobody_used_have_no_gradient() -> None:

@@ -13,7 +13,7 @@ from rule_cases import CASES, HEADS, WIDTH, stirred, stirred_mixer, tokens, told
 import prism
 from helpers import assert_close
 from prism import Mixer, rules
-from prism.rules.parts import linears
+from prism.rules.parts import LowRank, linears
 from prism.rules.span import Span
 
 LAYERED = ("lightning", "hgrn2", "rwkv6", "rwkv7")
@@ -205,3 +205,53 @@ def test_maps_side_by_side_answer_as_each_alone_and_a_changed_one_is_called() ->
 
     adapted = Adapted(6, 3, bias=False)
     torch.testing.assert_close(linears(x, maps[0], adapted)[1], 2 * x @ adapted.weight.T)
+
+
+class Quantised(torch.Tensor):
+    """A weight that knows one operation, as the quantised ones of libraries do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        if function is torch.cat:
+            raise NotImplementedError("this weight cannot be joined to others")
+        if function is not torch.nn.functional.linear:
+            return super().__torch_function__(function, types, arguments, keywords or {})
+        x, weight, *bias = arguments
+        return 2 * function(x, weight.as_subclass(torch.Tensor), *bias)
+
+
+def give_own_forward(m: torch.nn.Linear) -> None:
+    weight, m.weight = m.weight, torch.nn.Parameter(torch.empty_like(m.weight, device="meta"))
+    m.forward = lambda x: 2 * torch.nn.functional.linear(x, weight)  # type: ignore[method-assign]
+
+
+def quantise(m: torch.nn.Linear) -> None:
+    m.weight = torch.nn.Parameter(m.weight.detach().as_subclass(Quantised), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [give_own_forward, quantise])
+def test_maps_whose_weights_are_elsewhere_or_quantised_are_called(change: Any) -> None:
+    maps = [torch.nn.Linear(6, size, bias=False) for size in (3, 5)]
+    x = torch.randn(2, 4, 6)
+    expected = [2 * m(x) for m in maps]
+    for m in maps:
+        change(m)
+    torch.testing.assert_close(linears(x, *maps), expected)
+
+
+@pytest.mark.parametrize("rule", ["prism", "kda"])
+def test_hooks_of_every_map_are_called(rule: str) -> None:
+    mixer, seen = Mixer(rule, WIDTH, HEADS).double(), set()
+    maps = {m for m in mixer.modules() if isinstance(m, (torch.nn.Linear, LowRank))}
+    for m in maps:
+        m.register_full_backward_hook(lambda module, d_input, d_output: seen.add(module))
+    mixer(tokens(1, 5).requires_grad_())[0].sum().backward()
+    assert seen == maps
+
+
+def test_hooks_of_a_low_rank_map_are_called() -> None:
+    mixer: Any = Mixer("prism", WIDTH, HEADS).double()
+    x = tokens(1, 5)
+    before = mixer(x)[0]
+    mixer.rule.writes.gain.register_forward_hook(lambda module, given, answer: answer + 1)
+    assert not torch.allclose(mixer(x)[0], before)

@@ -23,7 +23,8 @@ def load_gain(p, place, l, v, inside, L: tl.constexpr, V: tl.constexpr, GELU: tl
     """p_l, or the constant that stands for it: 1 in the loop, and a half of every residual in the closed form."""
     if p is None:
         return 1.0 if GELU else 0.5
-    return tl.load(p + place * L + l * V + v[None, :], mask=inside, other=0.0).to(tl.float32)
+    else:  # Triton also compiles what follows a return
+        return tl.load(p + place * L + l * V + v[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
