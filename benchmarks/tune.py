@@ -18,7 +18,8 @@ import torch
 import accuracy
 import speed
 from prism.engine.kernels.configurations import Configuration, Tiling, architecture, configuration, forced
-from prism.engine.kernels.launch import Columns, Launch
+from prism.engine.kernels.launch import Launch
+from prism.engine.kernels.told import Columns
 
 
 def time_kernels(u: Columns, d_o: torch.Tensor, chosen: Configuration, name: str) -> float:

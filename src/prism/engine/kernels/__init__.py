@@ -14,6 +14,7 @@ so PRISM with L writes has J = L columns and the one triangular matrix T of Gate
 the grams), `scan.py` (the state from chunk to chunk, outputs). Backward: `reverse.py` (dS from chunk to chunk), `lookups.py`
 and `writes.py` (every token's gradients from it), `decay.py`. Long sequences of few heads run as segments side by side that
 `chain.py` links. `decode.py` is one token. Beside the memory: `short_conv.py`, `solver.py` (PRISM's writes), and `columns.py`
-(all that a delta rule does between the two). `launch.py` and `launch_beside.py` have grids and scratch memory, `programs.py`
-compiles and starts; `paths.py` and `fla.py` say what can be served.
+(all that a delta rule does between the two). On the host: `passes.py` and `segments.py` (which kernels when), `launch.py` and
+`launch_beside.py` (grids and scratch memory), `compiled.py` and `programs.py` (compiling and starting), `operator.py` (how
+torch gets there); `paths.py` and `fla.py` say what can be served.
 """

@@ -1,62 +1,25 @@
-"""From tensors to kernel launches: sizes, scratch memory, grids, and segments that run side by side."""
+"""From tensors to kernel launches: sizes, scratch memory and grids, a method a kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from prism.engine.kernels.chain import chain_kernel
-from prism.engine.kernels.configurations import Configuration, Tiling, configuration
+from prism.engine.kernels.compiled import compiled
+from prism.engine.kernels.configurations import Tiling
 from prism.engine.kernels.decay import decay_kernel
 from prism.engine.kernels.decode import step_kernel
 from prism.engine.kernels.lookups import lookups_kernel
-from prism.engine.kernels.paths import INTERPRETED, padded
+from prism.engine.kernels.paths import padded
 from prism.engine.kernels.prepare import prepare_kernel
-from prism.engine.kernels.programs import Program, aside, compile_together, rows, tiles
+from prism.engine.kernels.programs import rows, tiles
 from prism.engine.kernels.reverse import reverse_kernel
 from prism.engine.kernels.scan import scan_kernel
+from prism.engine.kernels.told import Columns, Prepared
 from prism.engine.kernels.writes import writes_kernel
-
-
-@dataclass(frozen=True)
-class Columns:
-    """What a memory is told, as the kernels read it: J columns a token, contiguous, one dtype; gates in float32.
-
-    An erase looks up `erase_key`, or column 0's own key if that is None, and feeds column 0 with `strength` (None: 1).
-    K and V are powers of two ≥ 16.
-    """
-
-    q: Tensor  # [B, T, H, K]
-    x: Tensor  # [B, T, H, J, K]
-    w: Tensor  # [B, T, H, J, V]
-    log_decay: Tensor | None  # [B, T, H]
-    erase_key: Tensor | None  # [B, T, H, K]
-    strength: Tensor | None  # [B, T, H]
-    documents: Tensor | None  # [B, T] int32, numbered from 0 (the one the state belongs to)
-
-    @property
-    def erases(self) -> bool:
-        return self.strength is not None or self.erase_key is not None
-
-    @property
-    def configuration(self) -> Configuration:
-        return configuration(self.q.shape[3], self.w.shape[4], self.w.shape[3], self.w.dtype, self.w.device)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What depends on the inputs alone. `padded` is T in whole chunks."""
-
-    cumulated: Tensor | None  # G, [B, H, padded]
-    strengths: Tensor | None  # β, [B, H, padded]
-    grams: Tensor  # [B, H, padded / step, J or 2J, step, step]
-    inverse: Tensor | None  # T⁻¹, [B, H, padded / step, step, step]
-    maps: Tensor | None = None  # what each segment does to the state it is given, [segments, B, H, K, K]
 
 
 class Launch:
@@ -79,7 +42,7 @@ class Launch:
             u.log_decay is not None,
             u.documents is not None,
         )
-        self.compiled = _compiled(self.K, self.V, self.J, u.w.dtype, u.w.device, *known, self.how)
+        self.compiled = compiled(self.K, self.V, self.J, u.w.dtype, u.w.device, *known, self.how)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.u.w.new_empty(shape, dtype=dtype)
@@ -232,44 +195,9 @@ class Launch:
             touched[1:, :, :, n] = 0.0
             touched[0, :, :, n] = (S * dS).sum((-1, -2))
 
-    # Segments side by side: each one's map and its state from nothing, then the short chain between segments.
-
-    @property
-    def segments(self) -> int:
-        """As many as keep every multiprocessor busy with two programs, and none shorter than 8 chunks; one where that
-        would be fewer than 4, because every token is passed three times then."""
-        if self.how.segments is not None:
-            return min(self.how.segments, self.chunks)
-        if self.u.w.device.type != "cuda":
-            return 1
-        wanted = 2 * _multiprocessors(self.u.w.device)
-        programs = self.heads * (self.V // min(self.how.scan.block, self.V))
-        count = min(wanted // programs, self.chunks // 8)
-        return count if count >= 4 else 1
-
     def per_segment(self, segments: int) -> int:
         """Steps in a segment: whole chunks, so that saved states are those at chunks' borders."""
         return -(-self.chunks // segments) * (self.chunk // self.step)
-
-    def maps(self, ready: Prepared, segments: int) -> Tensor:
-        return self.scan(ready, None, segments, as_map=True)
-
-    def incoming(self, ready: Prepared, initial: Tensor | None, segments: int) -> tuple[Tensor | None, Tensor | None]:
-        """The state that enters each segment, `[segments, B, H, K, V]`, and the segments' maps."""
-        if segments == 1:
-            return initial, None
-        with aside(self.u.w.device) as join:  # each of the two leaves a third of the chip to the other
-            maps = self.maps(ready, segments)
-        added = self.scan(ready, None, segments)
-        join(maps)
-        return self.chain(maps, added, initial, backward=False), maps
-
-    def outgoing(self, ready: Prepared, d_o: Tensor, d_final: Tensor | None, segments: int) -> Tensor | None:
-        """The gradient of the state that leaves each segment."""
-        if segments == 1:
-            return d_final
-        maps = self.maps(ready, segments) if ready.maps is None else ready.maps
-        return self.chain(maps, self.reverse(ready, d_o, None, segments), d_final, backward=True)
 
     def chain(self, maps: Tensor, added: Tensor, given: Tensor | None, backward: bool) -> Tensor:
         entering = torch.empty_like(added)
@@ -280,132 +208,6 @@ class Launch:
             V=self.V, BV=block, BACKWARD=backward, GIVEN=given is not None,
         )  # fmt: skip
         return entering
-
-
-class Compiled:
-    """The programs for one kind of memory: everything that compiled code depends on is the same for all of them."""
-
-    def __init__(self, constants: dict[str, Any], device: torch.device) -> None:
-        self.constants, self.device = constants, device
-        self.programs: dict[Any, Program] = {}
-        self.together: set[tuple[bool, ...]] = set()
-
-    def program(self, kernel: Any, how: Tiling, constants: dict[str, Any]) -> Program:
-        key = (kernel, how, *constants.values())
-        found = self.programs.get(key)
-        if found is None:
-            found = self.programs[key] = Program(kernel, {**self.constants, **constants}, how)
-        return found
-
-    def compile(self, run: Callable[[], None], *what: bool) -> None:
-        """Compile all that `run` starts at once, the first time that it is about to start `what`."""
-        if what in self.together or INTERPRETED or self.device.type != "cuda":
-            return
-        self.together.add(what)
-        with compile_together():
-            run()
-
-
-@lru_cache(256)
-def _compiled(
-    K: int, V: int, J: int, dtype: torch.dtype, device: torch.device,
-    erases: bool, tied: bool, strength: bool, decay: bool, documents: bool, how: Configuration,
-) -> Compiled:  # fmt: skip
-    constants = {
-        "J": J,
-        "K": K,
-        "ERASE": erases,
-        "TIED": tied,
-        "STRENGTH": strength,
-        "DECAY": decay,
-        "DOCUMENTS": documents,
-        # Half precision products run on tensor cores whatever this says; it rules the few that are float32.
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-    }
-    return Compiled(constants, device)
-
-
-@lru_cache(16)
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def forward(
-    u: Columns, state: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Prepared]:
-    """The outputs, the final state, and for the backward: each chunk's state, Y_0 and what was prepared."""
-    run = Launch(u)
-    segments = run.segments
-    run.compiled.compile(lambda: _rehearse(u, state, save, segments), save, segments > 1, state is not None)
-    return _forward(run, state, save, segments)
-
-
-def _forward(
-    run: Launch, state: Tensor | None, save: bool, segments: int
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Prepared]:
-    o = run.empty(run.B, run.T, run.H, run.V)
-    states = run.empty(run.B, run.H, run.chunks, run.V, run.K) if save else None
-    fed = torch.empty_like(o) if save and run.u.erases else None
-    ready = run.prepare()
-    initial, maps = run.incoming(ready, state, segments)
-    final = run.scan(ready, initial, segments, o=o, states=states, fed=fed)[-1]
-    return o, final, states, fed, replace(ready, maps=maps)
-
-
-def backward(
-    u: Columns,
-    ready: Prepared,
-    state: Tensor | None,
-    states: Tensor,
-    fed: Tensor | None,
-    d_o: Tensor,
-    d_final: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """The gradients of q, x, w, log_decay, erase_key, strength and the state."""
-    run = Launch(u)
-    return _backward(run, ready, state, states, fed, d_o, d_final, run.segments)
-
-
-def _backward(
-    run: Launch,
-    ready: Prepared,
-    state: Tensor | None,
-    states: Tensor,
-    fed: Tensor | None,
-    d_o: Tensor,
-    d_final: Tensor | None,
-    segments: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    d_states, d_w = torch.empty_like(states), torch.empty_like(run.u.w)
-    leaving = run.outgoing(ready, d_o, d_final, segments)
-    d_initial = run.reverse(ready, d_o, leaving, segments, d_states, d_w)[0]
-    d_q, d_x, d_erase_key, d_strength, d_log_decay = run.tokens(ready, states, fed, d_o, d_states, d_w, state, d_final)
-    return d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_initial
-
-
-def _rehearse(u: Columns, state: Tensor | None, save: bool, segments: int) -> None:
-    """Start everything that a call with these arguments starts, on one token: lengths and heads are not compiled in."""
-
-    def one(z: Tensor | None, *shape: int) -> Any:
-        return None if z is None else z.new_empty(1, 1, *shape)
-
-    K, (J, V) = u.q.shape[3], u.w.shape[3:]
-    run = Launch(
-        Columns(
-            one(u.q, 1, K),
-            one(u.x, 1, J, K),
-            one(u.w, 1, J, V),
-            one(u.log_decay, 1),
-            one(u.erase_key, 1, K),
-            one(u.strength, 1),
-            one(u.documents),
-        )
-    )
-    few = min(segments, 2)
-    entering = None if state is None else state[:1, :1]
-    o, _, states, fed, ready = _forward(run, entering, save, few)
-    if states is not None:
-        _backward(run, ready, entering, states, fed, o, None, few)
 
 
 def step(given: list[Tensor | None], new_state: Tensor, substeps: int) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.engine.kernels import launch
-from prism.engine.kernels.launch import Columns, Prepared
+from prism.engine.kernels import launch, passes
 from prism.engine.kernels.operator import Operator
 from prism.engine.kernels.paths import home
+from prism.engine.kernels.told import Columns, Prepared
 
 
 def _memory(
@@ -27,7 +27,7 @@ def _memory(
     state: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Chunkwise: o `[B, T, H, V]`, the final state `[B, H, K, V]`, and what the backward reads (see `launch.Prepared`)."""
+    """Chunkwise: o `[B, T, H, V]`, the final state `[B, H, K, V]`, and what the backward reads (see `told.Prepared`)."""
     return _memory_and_maps(q, x, w, log_decay, erase_key, strength, documents, state, save)[0]
 
 
@@ -37,7 +37,7 @@ def _memory_and_maps(*inputs: Any) -> tuple[Any, tuple[Tensor | None]]:
     *told, state, save = inputs
     u = _columns(*told)
     with home(u.w):
-        o, final, states, fed, ready = launch.forward(u, laid(state), save)
+        o, final, states, fed, ready = passes.forward(u, laid(state), save)
     kept = (states, fed, ready.cumulated, ready.strengths, ready.grams, ready.inverse) if save else (None,) * 6
     return (o, final, *[present(z, u.w) for z in kept]), (ready.maps,)
 
@@ -96,7 +96,7 @@ def _memory_backward(
     answers = laid(d_o)
     assert answers is not None
     with home(w):
-        grads = launch.backward(u, ready, laid(state), states, fed if u.erases else None, answers, laid(d_final))
+        grads = passes.backward(u, ready, laid(state), states, fed if u.erases else None, answers, laid(d_final))
     return tuple(present(z, w) for z in grads)  # type: ignore[return-value]
 
 

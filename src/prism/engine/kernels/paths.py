@@ -96,7 +96,7 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _columns(u: Update) -> tuple[Any, ...]:
-    """q, x, w, log_decay, erase_key, strength, documents, as `launch.Columns` has them."""
+    """q, x, w, log_decay, erase_key, strength, documents, as `told.Columns` has them."""
     n, H, dtype = u.substeps, u.heads, u.w.dtype
     per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
 
