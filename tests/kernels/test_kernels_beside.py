@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from helpers import unwritten_memory_is_nan
+import prism
+from helpers import assert_close, unwritten_memory_is_nan
 from prism.engine.kernels import paths
 from prism.rules.columns import Columns, Corrections, columns
 from prism.rules.parts import UNIT_EPS, ShortConv
@@ -202,3 +204,23 @@ def test_a_convolution_whose_window_wants_a_gradient_is_left_to_torch() -> None:
     window = torch.zeros(1, 3, 3)
     assert paths.convolves(on_gpu, window)
     assert not paths.convolves(on_gpu, window.requires_grad_()), "the kernel has none for it"
+
+
+@pytest.mark.parametrize("options", [{"preset": "lm"}, {"preset": "paper"}, {"preset": "lm", "steps": 1}])
+def test_a_layer_on_these_kernels_is_the_layer_in_torch(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the layer is computed again for its gradients."""
+    mixer = prism.Mixer("prism", 32, 2, **options)
+    x = torch.randn(2, 9, 32)
+
+    def gradients(again: bool) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(lambda z: mixer(z)[0], leaf, use_reentrant=False) if again else mixer(leaf)[0]
+        return [y, *torch.autograd.grad(y.square().sum(), [leaf, *mixer.parameters()])]
+
+    expected = gradients(False)
+    monkeypatch.setattr(paths, "fuses", lambda x: True)
+    for again in (False, True):
+        for got, wanted in zip(gradients(again), expected, strict=True):
+            assert_close("layer", got, wanted, 1e-5)

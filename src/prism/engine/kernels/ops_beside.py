@@ -55,8 +55,8 @@ def _keep_solve(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_solve(ctx: Any, d_w: Tensor) -> tuple[Tensor | None, ...]:
-    grads = solve_backward(d_w, *ctx.saved_tensors, ctx.gelu, ctx.nonlinear)
-    return (*_wanted(ctx.saved_tensors, grads), None, None)
+    given = ctx.saved_tensors  # gradient checkpointing allows one read
+    return (*_wanted(given, solve_backward(d_w, *given, ctx.gelu, ctx.nonlinear)), None, None)
 
 
 solve_backward = Operator("prism::solve_backward", _solve_backward, _solve_backward_shapes)
@@ -128,8 +128,8 @@ def _keep_columns(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def _differentiate_columns(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
-    grads = columns_backward(*d_outputs, *ctx.saved_tensors, *ctx.options)
-    return (*_wanted(ctx.saved_tensors, grads), *[None] * len(ctx.options))
+    given = ctx.saved_tensors
+    return (*_wanted(given, columns_backward(*d_outputs, *given, *ctx.options)), *[None] * len(ctx.options))
 
 
 columns_backward = Operator("prism::columns_backward", _columns_backward, _columns_backward_shapes)
@@ -176,8 +176,9 @@ def _keep_conv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_conv(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-    d_x, d_weight, d_bias = short_conv_backward(d_y, *ctx.saved_tensors, ctx.silu)
-    return d_x, d_weight, None if ctx.saved_tensors[2] is None else d_bias, None, None, None
+    given = ctx.saved_tensors
+    d_x, d_weight, d_bias = short_conv_backward(d_y, *given, ctx.silu)
+    return d_x, d_weight, None if given[2] is None else d_bias, None, None, None
 
 
 short_conv_backward = Operator("prism::short_conv_backward", _short_conv_backward, _short_conv_backward_shapes)

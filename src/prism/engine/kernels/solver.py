@@ -113,7 +113,7 @@ def differentiate_solution(
         d_value = tl.load(written, mask=inside, other=0.0).to(tl.float32)
         if scale is not None:
             tl.store(
-                d_scale + ((tl.program_id(0) // H * L + l) * H + h) * V + v,
+                d_scale + ((tl.program_id(0).to(tl.int64) // H * L + l) * H + h) * V + v,
                 tl.sum(d_value * delta * step, 0),
                 mask=v < V,
             )
