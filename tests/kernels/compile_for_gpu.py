@@ -1,0 +1,140 @@
+"""Compiles the kernels of one group for an H100 or H200 on any machine, and starts none. Prints each one's name.
+
+The interpreter runs kernels as Python: it does not see what a compiler refuses (a type that differs between two branches, say,
+or code after a `return`), nor how much shared memory a kernel asks for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+SHARED_MEMORY = 227 * 1024
+
+
+class NoDriver:
+    """As much of a driver as the compiler asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_only() -> None:
+    """Every launch in this process compiles instead."""
+    from prism.engine.kernels.programs import Program
+
+    run = JITFunction.run
+
+    def compiled(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        made = run(kernel, *arguments, **{**options, "warmup": True})
+        assert made.metadata.shared <= SHARED_MEMORY, f"{kernel.fn.__name__} wants {made.metadata.shared} bytes"
+        print(kernel.fn.__name__)
+        return made
+
+    def start(program: Program, count: int, *arguments: Any) -> None:
+        program.kernel.run(*arguments, grid=(count,), **program.constants, **program.options)
+
+    driver.set_active(NoDriver())
+    JITFunction.run = compiled
+    Program.start = start  # type: ignore[method-assign]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+
+def both_ways(outputs: Sequence[Tensor]) -> None:
+    torch.autograd.backward(outputs, [torch.zeros_like(z) for z in outputs])
+
+
+def memory() -> None:
+    from prism.engine.kernels import ops
+    from prism.engine.kernels.configurations import MEASURED, default, forced
+
+    B, T, H, single = 1, 70, 2, torch.float32
+
+    def one(
+        K: int,
+        V: int,
+        J: int,
+        dtype: torch.dtype = torch.bfloat16,
+        gates: bool = True,
+        erase: str = "first",
+        documents: bool = False,
+        segments: int = 1,
+    ) -> None:
+        strength = leaf(B, T, H, dtype=single) if erase == "first" else None
+        own = leaf(B, T, H, K, dtype=dtype) if erase == "own" else None
+        tokens = leaf(B, T, H, K, dtype=dtype), leaf(B, T, H, J, K, dtype=dtype), leaf(B, T, H, J, V, dtype=dtype)
+        numbers = torch.zeros(B, T, dtype=torch.int32) if documents else None
+        state = leaf(B, H, K, V, dtype=single) if segments > 1 else None
+        how = MEASURED.get((K, V, J, "sm90")) or default(K, V, dtype)
+        with forced(replace(how, segments=segments)):
+            decay = leaf(B, T, H, dtype=single) if gates else None
+            both_ways(ops.memory(*tokens, decay, own, strength, numbers, state, True)[:2])
+
+    one(128, 128, 2)
+    one(64, 64, 1, segments=3)
+    one(64, 64, 2, erase="own", documents=True)
+    one(64, 64, 1, gates=False, erase="none", dtype=torch.float16)
+    one(32, 32, 1, dtype=single)
+    token = [leaf(B, 1, H, *more).detach() for more in ((128,), (2, 128), (2, 128))]
+    gate = leaf(B, 1, H, dtype=single).detach()
+    ops.step(*token, gate, token[0], gate, None, None, None, torch.zeros(B, H, 128, 128), 1)
+    ops.step(*token, None, None, None, None, gate[..., 0] > 1, gate[..., 0] > 1, None, 1)
+
+
+def beside() -> None:
+    from prism.engine.kernels import ops_beside as ops
+
+    B, T, H, K, V, N = 1, 70, 2, 64, 36, 2
+    mixed, beta, scale = leaf(B, T, H * (2 * K + V)), leaf(B, T, H), leaf(N, H, V, dtype=torch.float32)
+    keys, u, p, betas = leaf(B, T, H, N, K), leaf(B, T, H, V), leaf(B, T, H, N, V), leaf(B, T, H, N)
+    both_ways(ops.columns(mixed, beta, None, None, None, None, None, K, 0.1, 1e-6, False, False))
+    both_ways(ops.columns(mixed, beta, keys, u, p, betas, scale, K, 0.1, 1e-6, False, True))
+    both_ways(ops.columns(mixed, beta, None, None, None, betas, scale, K, 0.1, 1e-6, True, True))
+    for options in ((True, True), (True, False), (False, True), (False, False)):  # GELU or closed, non-linear or not
+        both_ways([ops.solve(u, None, None, betas, None, *options)])
+        both_ways([ops.solve(u, u, p, betas, scale, *options)])
+    x, weight, bias = leaf(B, T, 48), leaf(4, 48, dtype=torch.float32), leaf(48, dtype=torch.float32)
+    documents, window = torch.zeros(B, T, dtype=torch.int32), torch.zeros(B, 3, 48, dtype=torch.bfloat16)
+    both_ways([ops.short_conv(x, weight, None, None, None, True)])
+    both_ways([ops.short_conv(x, weight, bias, window, documents, False)])
+
+
+def online() -> None:
+    from prism.engine.inner_loop.online import online_mlp
+
+    B, T, H, D, M = 1, 5, 2, 64, 256
+    single = torch.float32
+    tokens = [leaf(B, T, H, D, dtype=single) for _ in range(3)]
+    weights = leaf(B, H, D, M, dtype=single), leaf(B, H, M, D, dtype=single)
+    biases = leaf(B, H, 1, M, dtype=single), leaf(B, H, 1, D, dtype=single)
+    norm = leaf(H, D, dtype=single), leaf(H, D, dtype=single)
+    rate = leaf(B, T, H, dtype=single)
+    both_ways(online_mlp(*tokens, rate, *weights, *biases, *norm, True)[:5])
+    both_ways(online_mlp(*tokens, rate, *weights, None, None, None, None, True)[:3])
+
+
+GROUPS = {"memory": memory, "beside": beside, "online": online}
+
+if __name__ == "__main__":
+    compile_only()
+    GROUPS[sys.argv[1]]()

@@ -1,0 +1,28 @@
+"""Every kernel compiles for Hopper, on a machine without a GPU too (compile_for_gpu.py says what that shows)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+KERNELS = {
+    "memory": "prepare scan chain reverse lookups writes decay step",
+    "beside": "columns columns_backward solve solve_backward short_conv short_conv_weights short_conv_inputs",
+    "online": "forward backward",
+}
+
+
+@pytest.mark.parametrize("group", KERNELS)
+def test_kernels_compile(group: str, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("compile_for_gpu.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, script, group], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == {f"{name}_kernel" for name in KERNELS[group].split()}
