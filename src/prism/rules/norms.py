@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """norm(x) with the weight in x's dtype: under autocast x is bfloat16, and torch has no fused norm for mixed ones."""
-    weight = None if norm.weight is None else norm.weight.to(x.dtype)
-    return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+    if norm.weight is None or norm.weight.dtype == x.dtype:
+        return norm(x)
+    return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
 class HeadNorm(nn.Module):
