@@ -98,6 +98,17 @@ def test_heads_must_divide(name: str, heads: int) -> None:
     assert str(H) in message
 
 
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "w"])
+def test_everything_is_on_one_device(name: str) -> None:
+    message = refusal(lambda: prism.Update(**arguments(**{name: tensor(name, SHAPES[name]).to("meta")})))
+    assert message.startswith(f"{name} is on meta")
+
+
+def test_a_state_is_on_the_device_of_its_update() -> None:
+    state = torch.zeros(B, H, K, V, device="meta")
+    assert refusal(lambda: prism.memory(prism.Update(**arguments()), state)).startswith("state is on meta")
+
+
 @pytest.mark.parametrize("name", ["q", "w", "k"])
 def test_nothing_is_empty(name: str) -> None:
     shape = list(SHAPES[name])

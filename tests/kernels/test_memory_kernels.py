@@ -172,6 +172,25 @@ def test_a_state_is_not_rounded_on_its_way_to_the_gates(T: int) -> None:
     assert error < (1e-6 if T == 1 else 1e-3), f"{error:.1e}"
 
 
+def test_a_gate_that_forgets_everything_leaves_its_neighbours_alone() -> None:
+    """In half precision sums of gates are float32, of which a large gate would take all digits."""
+    leaves, _ = problem(30, erase="none")
+    leaves = {name: z.half().float() for name, z in leaves.items()}
+    leaves["log_decay"][:, 3] = -1e9
+
+    def results(dtype: torch.dtype, kept: torch.dtype, form: str, backend: str) -> list[Tensor]:
+        device = DEVICE if backend == "triton" else "cpu"
+        x = {name: leaves[name].to(device, dtype) for name in ("q", "k", "w")}
+        decay = leaves["log_decay"].to(device, kept).requires_grad_()
+        o, end = prism.memory(prism.Update(**x, log_decay=decay), None, form, backend)
+        (d_decay,) = torch.autograd.grad(o.sum(), decay)
+        return [z.detach().double().cpu() for z in (o, end, d_decay)]
+
+    exact = results(torch.float64, torch.float64, "recurrent", "torch")
+    for got, wanted in zip(results(torch.float16, torch.float32, "chunkwise", "triton"), exact, strict=True):
+        assert (got - wanted).norm() <= 2e-3 * wanted.norm()
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [((20, 36), (64, 64)), ((32, 32), (32, 32)), ((16, 8), (32, 32)), ((64, 256), (64, 256)), ((128, 24), (128, 64))],

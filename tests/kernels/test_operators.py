@@ -19,7 +19,7 @@ from prism.rules.parts import l2_normalize
 pytestmark = pytest.mark.skipif(not paths.INTERPRETED, reason="needs Triton's interpreter")
 
 if paths.INTERPRETED:
-    from prism.engine.kernels import ops
+    from prism.engine.kernels import ops, segments
     from prism.engine.kernels.configurations import Configuration, Tiling, forced
 
 
@@ -105,6 +105,38 @@ def test_a_detached_erase_key_keeps_its_own_gradient() -> None:
     torch.testing.assert_close(gradient("triton"), gradient("torch"), rtol=1e-4, atol=1e-5)
 
 
+def test_an_erase_key_taken_without_gradients_adds_nothing_to_those_of_k() -> None:
+    """It is a view of k all the same."""
+    x = leaves(6, L=1, dtype=torch.float32)
+    with torch.no_grad():
+        key = x["k"][..., 0, :]
+
+    def gradient(backend: str) -> Tensor:
+        u = prism.Update(x["q"], x["k"], x["w"], erase_key=key, erase_strength=x["erase_strength"])
+        return torch.autograd.grad(prism.memory(u, None, "chunkwise", backend)[0].sum(), x["k"])[0]
+
+    torch.testing.assert_close(gradient("triton"), gradient("torch"), rtol=1e-4, atol=1e-5)
+
+
+def _other_strides(z: Tensor) -> Tensor:
+    return z.mT.contiguous().mT if z.ndim > 1 else z
+
+
+def _unaligned(z: Tensor) -> Tensor:
+    place = z.new_empty(z.numel() + 1)[1:].view(z.shape)
+    return place.copy_(z)
+
+
+@pytest.mark.parametrize("brought_back", [_other_strides, _unaligned])
+def test_hooks_may_lay_saved_tensors_out_anew(brought_back: Any) -> None:
+    x = leaves(40, dtype=torch.float32)
+    with forced(tiles(16, 16, segments=2)):
+        expected = everything(x, "chunkwise", "triton")
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, brought_back):
+            got = everything(x, "chunkwise", "triton")
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def test_the_same_bits_twice() -> None:
     x = leaves(40, dtype=torch.float32)
     first, second = everything(x, "chunkwise", "triton"), everything(x, "chunkwise", "triton")
@@ -176,6 +208,7 @@ def test_automatic_choice_on_a_cpu_is_torch() -> None:
         (leaves(2, L=5, dtype=torch.float32), "4 writes"),
         (leaves(2, K=257, L=1, dtype=torch.float32), "256"),
         (leaves(2), "float64"),
+        (leaves(2, dtype=torch.bfloat16), "interpreter"),
     ],
 )
 def test_sizes_beyond_the_kernels_are_refused(x: dict[str, Tensor], told: str) -> None:
@@ -190,6 +223,25 @@ def test_decay_per_channel_is_left_to_others() -> None:
         prism.memory(update(x), backend="triton")
     with pytest.raises(ValueError, match="'fla' needs"):
         prism.memory(update(x), backend="fla")
+
+
+@pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])
+def test_kernels_beside_the_memory_ask_for_the_gpu_that_the_memory_asks_for(
+    capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
+    assert paths.fuses(tensor) is served
+
+
+@pytest.mark.parametrize(("key_dim", "expected"), [(128, 8), (256, 1)])
+def test_segments_whose_maps_are_too_large_do_not_run_side_by_side(
+    key_dim: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
+    told = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
+    run: Any = SimpleNamespace(u=told, how=tiles(32, 64), K=key_dim, V=64, heads=8, chunks=512)
+    assert segments.side_by_side(run) == expected
 
 
 def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,7 @@ def check_state(update: Update, state: Tensor | None) -> None:
     if tuple(state.shape) != expected:
         raise ValueError(f"state has shape {list(state.shape)}, expected [B, H, K, V] = {list(expected)}")
     _expect_floating("state", state)
+    _expect_device("state", state, update)
 
 
 def _check_shapes(u: Update) -> None:
@@ -171,6 +172,8 @@ def _check_shapes(u: Update) -> None:
         _expect(name, x, (B, T), "[B, T]")
         if x is not None and x.dtype != torch.bool:
             raise ValueError(f"{name} must be a bool tensor, got {x.dtype}")
+    for name in ("q", "k", "log_decay", "erase_key", "erase_strength", "erase_write", "reset", "mask"):
+        _expect_device(name, getattr(u, name), u)
 
 
 def _expect(name: str, x: Tensor | None, shape: tuple[int | None, ...], letters: str, heads: int | None = None) -> None:
@@ -192,6 +195,12 @@ def _expect(name: str, x: Tensor | None, shape: tuple[int | None, ...], letters:
 def _expect_floating(name: str, x: Tensor | None) -> None:
     if x is not None and not x.dtype.is_floating_point:
         raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}")
+
+
+def _expect_device(name: str, x: Tensor | None, u: Update) -> None:
+    """A kernel that reads another device's memory leaves a GPU that answers nothing any more."""
+    if x is not None and x.device != u.w.device:
+        raise ValueError(f"{name} is on {x.device}, expected w's device, {u.w.device}")
 
 
 def values_may_be_read(x: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from prism.engine.kernels.configurations import Configuration, Tiling
 from prism.engine.kernels.paths import INTERPRETED
 from prism.engine.kernels.programs import Program, compile_together
+
+_one_thread = threading.Lock()
 
 
 class Compiled:
@@ -32,9 +35,10 @@ class Compiled:
         """Compile all that `run` starts at once, the first time that it is about to start `what`."""
         if what in self.together or INTERPRETED or self.device.type != "cuda":
             return
-        self.together.add(what)
-        with compile_together():
-            run()
+        with _one_thread:
+            if what not in self.together:
+                compile_together(run)
+                self.together.add(what)
 
 
 @lru_cache(256)

@@ -86,17 +86,19 @@ def _memory_backward(
     maps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     u = _columns(q, x, w, log_decay, erase_key, strength, documents)
-    ready = Prepared(
-        None if log_decay is None else cumulated,
-        None if strength is None else strengths,
-        grams,
-        inverse if u.erases else None,
-        maps,
-    )
-    answers = laid(d_o)
-    assert answers is not None
     with home(w):
-        grads = passes.backward(u, ready, laid(state), states, fed if u.erases else None, answers, laid(d_final))
+        # What the forward made is laid too: a hook on saved tensors may bring it back with other strides.
+        states, fed, cumulated, strengths, grams, inverse, maps, d_o, d_final, state = all_laid(
+            states, fed, cumulated, strengths, grams, inverse, maps, d_o, d_final, state
+        )
+        ready = Prepared(
+            None if log_decay is None else cumulated,
+            None if strength is None else strengths,
+            grams,
+            inverse if u.erases else None,
+            maps,
+        )
+        grads = passes.backward(u, ready, state, states, fed if u.erases else None, d_o, d_final)
     return tuple(present(z, w) for z in grads)  # type: ignore[return-value]
 
 

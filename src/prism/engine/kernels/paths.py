@@ -33,8 +33,10 @@ def step_refuses(u: Update) -> str | None:
         return (
             f"needs a CUDA device, not {u.w.device.type} (on a CPU, TRITON_INTERPRET=1 runs it in Triton's interpreter)"
         )
-    if u.w.is_cuda and torch.cuda.get_device_capability(u.w.device) < (8, 0):
+    if _outdated(u.w):
         return "needs a GPU of compute capability 8.0 or newer"
+    if not u.w.is_cuda and u.w.dtype == torch.bfloat16:
+        return "has no bfloat16 on a CPU: Triton's interpreter multiplies matrices of it wrongly"
     if u.per_channel:
         return "has no decay per key channel"
     if u.read != "after":
@@ -57,7 +59,11 @@ def chunks_refuse(u: Update) -> str | None:
 
 def fuses(x: Tensor) -> bool:
     """Whether the kernels beside the memory serve a tensor."""
-    return INSTALLED and x.is_cuda and x.dtype != torch.float64
+    return INSTALLED and x.is_cuda and x.dtype != torch.float64 and not _outdated(x)
+
+
+def _outdated(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
 
 
 def convolves(x: Tensor, window: Tensor | None) -> bool:
@@ -144,12 +150,15 @@ def _erases_first(u: Update) -> bool:
         return False
     first = k[..., 0, :]
 
-    # The same memory is not enough: a detached key has none of k's gradient.
+    # The same memory is not enough: what was detached, or taken without gradients, has no part in k's.
     def base(z: Tensor) -> Tensor:
         return z if z._base is None else z._base
 
+    def gradient(z: Tensor) -> tuple[bool, bool]:
+        return z.requires_grad, z.grad_fn is None
+
     same = b.data_ptr() == first.data_ptr() and b.stride() == first.stride() and b.shape == first.shape
-    return same and base(b) is base(k)
+    return same and base(b) is base(k) and (gradient(b) == gradient(first) or not torch.is_grad_enabled())
 
 
 def _widen(z: Tensor, columns: int, values: int | None = None) -> Tensor:

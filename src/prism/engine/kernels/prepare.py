@@ -50,7 +50,9 @@ def prepare_kernel(
     given = (b.to(tl.int64) * T + t + i) * H + h
     G = tl.zeros((C,), tl.float32)
     if DECAY:
-        g = tl.load(log_decay + given, mask=t + i < T, other=0.0).to(tl.float64)
+        g = tl.load(log_decay + given, mask=t + i < T, other=0.0)
+        # e^-128 is 0 in float32 already; in a sum, anything larger would swallow the gates of the tokens around it.
+        g = tl.where(g < -128.0, -128.0, g).to(tl.float64)
         G = (tl.cumsum(g, 0) * 1.4426950408889634).to(cumulated.dtype.element_ty)
         tl.store(cumulated + bh.to(tl.int64) * padded + t + i, G)
     GRAMS: tl.constexpr = 2 * J if ERASE else J

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import lru_cache
 from typing import Any
 
@@ -44,29 +45,38 @@ class Program:
         elif (together := getattr(_active, "programs", None)) is not None:
             together.append((self, self.kernel.warmup(*arguments, grid=(count,), **self.constants, **self.options)))
         else:  # the interpreter compiles nothing and comes here every time
-            self.compiled = self.kernel[(count,)](*arguments, **self.constants, **self.options)
+            self.compiled = _finished(self.kernel[(count,)](*arguments, **self.constants, **self.options))
 
 
 _active = threading.local()
 
 
-@contextmanager
-def compile_together() -> Iterator[None]:
-    """Programs started inside are compiled side by side, and not run."""
+def compile_together(run: Callable[[], None]) -> None:
+    """Programs that `run` starts are compiled side by side, and not run."""
+    # In a context of its own: Triton 3.6 stays in its asynchronous mode when it is interrupted.
+    copy_context().run(_compile_together, run)
+
+
+def _compile_together(run: Callable[[], None]) -> None:
     device = torch.cuda.current_device()
     found: list[tuple[Program, Any]] = []
     with ThreadPoolExecutor(THREADS, initializer=torch.cuda.set_device, initargs=(device,)) as threads:
         with triton.AsyncCompileMode(threads):
             _active.programs = found
             try:
-                yield
+                run()
             finally:
                 _active.programs = None
         # Compiled by now. `run` builds the host's side of a launch, which takes a C compiler half a second each.
-        kernels = [(program, future.result() if hasattr(future, "result") else future) for program, future in found]
+        kernels = [(program, _finished(kernel)) for program, kernel in found]
         list(threads.map(lambda pair: pair[1].run, kernels))
     for program, compiled in kernels:
         program.compiled = compiled
+
+
+def _finished(kernel: Any) -> Any:
+    """A compiled kernel, or what another thread or an interrupted call left to be one."""
+    return kernel.result() if hasattr(kernel, "result") else kernel
 
 
 @contextmanager

@@ -15,13 +15,16 @@ from prism.engine.kernels.launch import Launch
 from prism.engine.kernels.programs import aside
 from prism.engine.kernels.told import Prepared
 
+WIDEST_MAP = 128
+"""A segment's map is K × K in float32: one of 256 × 256 does not fit into a multiprocessor."""
+
 
 def side_by_side(run: Launch) -> int:
     """As many as keep every multiprocessor busy with two programs, and none shorter than 8 chunks; one where that would be
-    fewer than 4, because every token is passed three times then."""
+    fewer than 4, because every token is passed three times then, or where the chain cannot hold their maps."""
     if run.how.segments is not None:
         return min(run.how.segments, run.chunks)
-    if run.u.w.device.type != "cuda":
+    if run.u.w.device.type != "cuda" or run.K > WIDEST_MAP:
         return 1
     wanted = 2 * _multiprocessors(run.u.w.device)
     programs = run.heads * (run.V // min(run.how.scan.block, run.V))
