@@ -187,8 +187,9 @@ def test_short_convolution_is_a_proper_operator() -> None:
     torch.library.opcheck(ops_beside.short_conv.registered, (x, weight, None, None, None, True))
 
 
-def test_a_convolution_whose_window_wants_a_gradient_is_left_to_torch() -> None:
-    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32)
+def test_a_convolution_whose_window_wants_a_gradient_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=torch.device("cuda", 0))
     window = torch.zeros(1, 3, 3)
     assert paths.convolves(on_gpu, window)
     assert not paths.convolves(on_gpu, window.requires_grad_()), "the kernel has none for it"
