@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,6 +215,23 @@ def test_automatic_choice_on_a_cpu_is_torch() -> None:
 def test_sizes_beyond_the_kernels_are_refused(x: dict[str, Tensor], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         prism.memory(update(x), form="chunkwise", backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("versions", "served"),
+    [({"triton": "3.6.0"}, True), ({"pytorch-triton": "3.10.0+git1a2b"}, True), ({"triton": "3.5.1"}, False), ({}, False)],
+)
+def test_an_older_triton_is_none(versions: dict[str, str], served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert paths._new_enough() is served
+    monkeypatch.setattr(paths, "INSTALLED", False)
+    with pytest.raises(ValueError, match="'triton' needs Triton"):
+        prism.memory(update(leaves(2, dtype=torch.float32)), backend="triton")
 
 
 def test_decay_per_channel_is_left_to_others() -> None:

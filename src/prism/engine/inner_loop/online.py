@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from prism.engine.inner_loop.fast import Fast, Learned, initial, tensors
 from prism.engine.inner_loop.update import Averaged, InnerUpdate
+from prism.engine.kernels import paths
 from prism.engine.kernels.paths import home
 
 LARGEST = 64 * 256
@@ -21,8 +21,8 @@ WARPS = 8
 
 def refuses(u: InnerUpdate) -> str | None:
     """Why the kernels cannot serve an update, in one clause."""
-    if find_spec("triton") is None:
-        return "needs Triton, which is not installed"
+    if not paths.INSTALLED:
+        return paths.NEEDED
     if u.q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, not {u.q.device.type!r}"
     if u.state_dtype != torch.float32:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -14,7 +14,22 @@ from torch import Tensor
 from prism.engine.steps import at_substep
 from prism.engine.update import Update
 
-INSTALLED = importlib.util.find_spec("triton") is not None
+OLDEST = (3, 6)
+
+
+def _new_enough() -> bool:
+    """Whether Triton is there as the kernels know it: torch brings one, but not every torch a new one."""
+    for distribution in ("triton", "triton-windows", "pytorch-triton"):
+        try:
+            major, minor, *_ = metadata.version(distribution).split(".")
+        except metadata.PackageNotFoundError:
+            continue
+        return (int(major), int(minor)) >= OLDEST
+    return False
+
+
+INSTALLED = _new_enough()
+NEEDED = "needs Triton 3.6 or newer, which is not installed"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton reads the variable when it is imported, so it is read once here too."""
 
@@ -28,7 +43,7 @@ def on_gpu(u: Update) -> bool:
 def step_refuses(u: Update) -> str | None:
     """Why the decode kernel cannot serve an update, or None."""
     if not INSTALLED:
-        return "needs triton, which is not installed"
+        return NEEDED
     if not u.w.is_cuda and not (INTERPRETED and u.w.device.type == "cpu"):
         return (
             f"needs a CUDA device, not {u.w.device.type} (on a CPU, TRITON_INTERPRET=1 runs it in Triton's interpreter)"
