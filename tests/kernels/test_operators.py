@@ -219,7 +219,12 @@ def test_sizes_beyond_the_kernels_are_refused(x: dict[str, Tensor], told: str) -
 
 @pytest.mark.parametrize(
     ("versions", "served"),
-    [({"triton": "3.6.0"}, True), ({"pytorch-triton": "3.10.0+git1a2b"}, True), ({"triton": "3.5.1"}, False), ({}, False)],
+    [
+        ({"triton": "3.6.0"}, True),
+        ({"pytorch-triton": "3.10.0+git1a2b"}, True),
+        ({"triton": "3.5.1"}, False),
+        ({}, False),
+    ],
 )
 def test_an_older_triton_is_none(versions: dict[str, str], served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
