@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from prism.engine.kernels import compiled, programs  # noqa: E402
+from prism.engine.kernels import compiled, programs  # noqa: E402 (they import Triton)
 from prism.engine.kernels.configurations import Tiling  # noqa: E402
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.solver import differentiate_solution, write_solution
+from prism.engine.kernels.solver import differentiate_solution, tokens_of_a_head, write_solution
 
 
 @triton.jit
@@ -65,13 +65,10 @@ def columns_kernel(
 ):
     """mixed `[rows, H·(K + K + V)]`, β `[rows, H]`; of the N later writes keys `[rows, H, N, K]` (None: along the first key),
     u `[rows, H, V]`, p `[rows, H, N, V]`, betas `[rows, H, N]`, γ `[N, H, V]` → q `[rows, H, K]`, k and w of 1 + N columns."""
-    h = tl.program_id(0) % H
-    i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    h, head, known = tokens_of_a_head(rows, H, ROWS)
     c, v = tl.arange(0, BK), tl.arange(0, BV)
-    known = i < rows
     narrow, wide = known[:, None] & (c < K)[None, :], known[:, None] & (v < V)[None, :]
-    head = i.to(tl.int64) * H + h
-    row = mixed + (i.to(tl.int64) * H * (2 * K + V))[:, None]
+    row = mixed + ((head - h) * (2 * K + V))[:, None]
     store(q + head[:, None] * K + c[None, :], query_scale * unit(load(row + h * K + c[None, :], narrow), eps), narrow)
     key = unit(load(row + (H + h) * K + c[None, :], narrow), eps)
     place = k + head[:, None] * ((1 + N) * K) + c[None, :]
@@ -121,13 +118,10 @@ def columns_backward_kernel(
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
-    h = tl.program_id(0) % H
-    i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    h, head, known = tokens_of_a_head(rows, H, ROWS)
     c, v = tl.arange(0, BK), tl.arange(0, BV)
-    known = i < rows
     narrow, wide = known[:, None] & (c < K)[None, :], known[:, None] & (v < V)[None, :]
-    head = i.to(tl.int64) * H + h
-    row = (i.to(tl.int64) * H * (2 * K + V))[:, None]
+    row = ((head - h) * (2 * K + V))[:, None]
 
     place = row + h * K + c[None, :]
     d_unit = query_scale * load(d_q + head[:, None] * K + c[None, :], narrow)

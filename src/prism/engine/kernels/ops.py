@@ -5,6 +5,7 @@ Tensors that an operator does not need are None going in and empty coming out; `
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def _memory_and_maps(*inputs: Any) -> tuple[Any, tuple[Tensor | None]]:
     with home(u.w):
         o, final, states, fed, ready = passes.forward(u, laid(state), save)
     kept = (states, fed, ready.cumulated, ready.strengths, ready.grams, ready.inverse) if save else (None,) * 6
-    return (o, final, *[present(z, u.w) for z in kept]), (ready.maps,)
+    return (o, final, *all_present(kept, u.w)), (ready.maps,)
 
 
 def _memory_shapes(q, x, w, log_decay, erase_key, strength, documents, state, save):
@@ -99,7 +100,7 @@ def _memory_backward(
             maps,
         )
         grads = passes.backward(u, ready, state, states, fed if u.erases else None, d_o, d_final)
-    return tuple(present(z, w) for z in grads)  # type: ignore[return-value]
+    return all_present(grads, w)
 
 
 def _memory_backward_shapes(d_o, d_final, q, x, w, log_decay, erase_key, strength, *rest):
@@ -223,3 +224,8 @@ def laid(z: Tensor | None) -> Tensor | None:
 
 def present(z: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if z is None else z
+
+
+def all_present(tensors: Iterable[Tensor | None], like: Tensor) -> Any:
+    """A tuple as long as the operator's type says."""
+    return tuple(present(z, like) for z in tensors)

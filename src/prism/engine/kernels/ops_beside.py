@@ -8,7 +8,7 @@ from torch import Tensor
 
 from prism.engine.kernels import launch_beside
 from prism.engine.kernels.operator import Operator
-from prism.engine.kernels.ops import all_laid, present
+from prism.engine.kernels.ops import all_laid, all_present, present
 from prism.engine.kernels.paths import home
 
 
@@ -42,7 +42,7 @@ def _solve_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with home(v):
         grads = launch_beside.solve_backward(gelu, nonlinear, *all_laid(d_w, v, u, p, beta, scale))
-    return tuple(present(z, v) for z in grads)  # type: ignore[return-value]
+    return all_present(grads, v)
 
 
 def _solve_backward_shapes(d_w, v, u, p, beta, scale, gelu, nonlinear):
@@ -115,7 +115,7 @@ def _columns_backward(
         grads = launch_beside.columns_backward(
             *options, *all_laid(d_q, d_k, d_w, mixed, beta, keys, u, p, betas, scale)
         )
-    return tuple(present(z, mixed) for z in grads)  # type: ignore[return-value]
+    return all_present(grads, mixed)
 
 
 def _columns_backward_shapes(d_q, d_k, d_w, mixed, beta, keys, u, p, betas, scale, *options):

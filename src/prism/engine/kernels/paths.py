@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from typing import Any
@@ -21,10 +22,10 @@ def _new_enough() -> bool:
     """Whether Triton is there as the kernels know it: torch brings one, but not every torch a new one."""
     for distribution in ("triton", "triton-windows", "pytorch-triton"):
         try:
-            major, minor, *_ = metadata.version(distribution).split(".")
+            version = re.match(r"(\d+)\.(\d+)", metadata.version(distribution))
         except metadata.PackageNotFoundError:
             continue
-        return (int(major), int(minor)) >= OLDEST
+        return version is not None and tuple(map(int, version.groups())) >= OLDEST
     return False
 
 

@@ -44,11 +44,17 @@ def tap(
 
 
 @triton.jit
+def joined(some, more):
+    """Triton adds tuples, but does not unpack them."""
+    return some + more
+
+
+@triton.jit
 def taps(x, window, documents, b, t, c, T, D, W: tl.constexpr):
     """x_t, x_{t-1} … as a tuple."""
-    seen = ()  # Triton joins tuples, but does not unpack them
+    seen = ()
     for back in tl.static_range(W):
-        seen = seen + (tap(x, window, documents, b, t, c, back, T, D, W),)  # type: ignore[assignment]  # noqa: RUF005
+        seen = joined(seen, (tap(x, window, documents, b, t, c, back, T, D, W),))
     return seen
 
 
@@ -94,7 +100,7 @@ def short_conv_kernel(
 def zeros_each(count: tl.constexpr, COLUMNS: tl.constexpr):
     zeros = ()
     for _ in tl.static_range(count):
-        zeros = zeros + (tl.zeros((COLUMNS,), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        zeros = joined(zeros, (tl.zeros((COLUMNS,), tl.float32),))
     return zeros
 
 
@@ -103,8 +109,8 @@ def add_each(sums, dz, seen, W: tl.constexpr):
     """Σ_t dz_t x_{t-back} for every tap, and Σ_t dz_t."""
     more = ()
     for back in tl.static_range(W):
-        more = more + (sums[back] + tl.sum(dz * seen[back], 0),)  # type: ignore[assignment]  # noqa: RUF005
-    return more + (sums[W] + tl.sum(dz, 0),)  # noqa: RUF005
+        more = joined(more, (sums[back] + tl.sum(dz * seen[back], 0),))
+    return joined(more, (sums[W] + tl.sum(dz, 0),))
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -14,6 +14,14 @@ import triton.language as tl
 
 
 @triton.jit
+def tokens_of_a_head(rows, H, ROWS: tl.constexpr):
+    """The program's head h, its tokens' places in `[rows, H]`, and which of them exist."""
+    h = tl.program_id(0) % H
+    i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    return h, i.to(tl.int64) * H + h, i < rows
+
+
+@triton.jit
 def normal_cdf(x):
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
@@ -153,12 +161,9 @@ def solve_kernel(
     NONLINEAR: tl.constexpr,
 ):
     """v, u `[rows, H, V]`, p and w `[rows, H, L, V]`, β `[rows, H, L]`, γ `[L, H, V]`."""
-    h = tl.program_id(0) % H
-    i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    h, head, known = tokens_of_a_head(rows, H, ROWS)
     v = tl.arange(0, BV)
-    known = i < rows
     inside = known[:, None] & (v < V)[None, :]
-    head = i.to(tl.int64) * H + h
     residual = load_residual(value, u, head[:, None] * V + v[None, :], inside)
     write_solution(residual, p, beta, scale, w, head, h, v, inside, known, H, L, 0, V, GELU, NONLINEAR)
 
@@ -185,12 +190,9 @@ def solve_backward_kernel(
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
-    h = tl.program_id(0) % H
-    i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
+    h, head, known = tokens_of_a_head(rows, H, ROWS)
     v = tl.arange(0, BV)
-    known = i < rows
     inside = known[:, None] & (v < V)[None, :]
-    head = i.to(tl.int64) * H + h
     place = head[:, None] * V + v[None, :]
     d_residual = differentiate_solution(
         load_residual(value, u, place, inside), p, beta, scale, d_w, d_p, d_beta, d_scale, head, h, v, inside, known,
