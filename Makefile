@@ -48,7 +48,7 @@ bench: $(VENV)/ready
 NETWORKS := prism-2 ttt_mlp-serial ttt_linear ttt_mlp titans
 bench-gpu: $(VENV)/ready
 	$(BIN)/python benchmarks/gpu.py --peers
-	$(BIN)/python benchmarks/throughput.py --steps 3
+	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/throughput.py --models $(NETWORKS) --contexts 2048 --tokens 32768 --graph --decode \
 		--output benchmarks/results/throughput-networks.json
 	$(BIN)/python benchmarks/tables.py

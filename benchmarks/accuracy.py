@@ -36,7 +36,7 @@ class Case:
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
-    decay: str = "weak"  # "none", "weak", "strong"
+    decay: str = "weak"  # "none", "weak", "strong", or "shut": weak, and now and then a gate of -10⁶
     erase: str = "first"  # along the first key, along its "own", or "none"
     alike: bool = False  # keys at a cosine of about .999
     packed: bool = False  # several documents and padding
@@ -49,7 +49,7 @@ def cases() -> Iterator[Case]:
     """What the bars ask for, ordered so that neighbours share compiled kernels."""
     for tokens in (1, 63, 64, 65, 1000, 65536):
         yield Case(tokens)
-    for variation in ({"alike": True}, {"decay": "strong"}, {"segments": 3}):
+    for variation in ({"alike": True}, {"decay": "strong"}, {"decay": "shut"}, {"segments": 3}):
         yield Case(1500, **variation)
     for writes in (1, 3, 4):
         yield Case(333, writes)
@@ -60,6 +60,7 @@ def cases() -> Iterator[Case]:
     yield Case(333, 1, erase="none")
     for key_dim, value_dim in ((64, 64), (32, 32), (256, 256), (64, 256), (20, 36)):
         yield Case(333, key_dim=key_dim, value_dim=value_dim)
+    yield Case(20000, key_dim=256, heads=1)  # few heads and a long sequence, too wide for segments
     yield Case(333, 4, 64, 64)
     yield Case(333, 1, 256, 512)
     yield Case(333, key_dim=64, value_dim=64, dtype="float16", alike=True)
@@ -113,7 +114,9 @@ def draw(case: Case, device: str, seed: int) -> tuple[Tensors, Tensors]:
     dtype = getattr(torch, case.dtype)
     tensors = {name: x.to(dtype) for name, x in tensors.items()}
     if case.decay != "none":
-        tensors["log_decay"] = -uniform(B, T, H) * {"weak": 0.05, "strong": 20.0}[case.decay]
+        gates = -uniform(B, T, H) * (20.0 if case.decay == "strong" else 0.05)
+        shut = uniform(B, T, H) < 0.05 if case.decay == "shut" else torch.zeros_like(gates, dtype=torch.bool)
+        tensors["log_decay"] = gates.masked_fill(shut, -1e6)
     if case.erase != "none":
         tensors["erase_strength"] = uniform(B, T, H)
     tensors["state"] = normal(B, H, K, V)
@@ -181,6 +184,13 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
             return ops.solve(*tensors, name == "gelu", True)
 
         yield _judge(f"solver {name}", kernel, plain, [normal(B, T, H, V), *anchored])
+
+    yield _judge(
+        "solver gelu, no gains",
+        lambda v, u, beta, scale: ops.solve(v, u, None, beta, scale, True, True),
+        lambda v, u, beta, scale: scale.movedim(0, 1) * (beta.unsqueeze(-1) * solve(v - u, None, L, "gelu")),
+        [normal(B, T, H, V), anchored[0], *anchored[2:]],
+    )
 
     def flat(*parts: Tensor) -> Tensor:
         return torch.cat([z.flatten(2) for z in parts], -1)

@@ -8,9 +8,10 @@
 Every batch holds the same number of tokens, whatever the context, so that a column shows what context itself costs. A step is
 forward, backward and a fused AdamW step, in bfloat16 autocast; the loss is taken in slices so that the logits of a batch never
 exist at once. What all models share beside the memories, gated norms and SwiGLUs, is compiled (`--compile layers` compiles
-whole layers, which takes a minute or two for each model). Figures are the median of the timed steps; models run one after the
-other in one process. `gated_delta-fla` is the same model with flash-linear-attention's kernels under it. With `--graph` forward
-and backward are captured in a CUDA graph: without it, a memory that goes from mini-batch to mini-batch waits for Python.
+whole layers, which takes a minute or two for each model). Models run one after the other in one process; the contexts of one
+take turns, because a GPU that has worked for some seconds is slower by two per cent, and figures are the median over all
+turns. `gated_delta-fla` is the same model with flash-linear-attention's kernels under it. With `--graph` forward and backward
+are captured in a CUDA graph: without it, a memory that goes from mini-batch to mini-batch waits for Python.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 
 from peer_model import fla_kernels
 from prism.evaluate.report import write_results
-from prism.models import PrismConfig, PrismForCausalLM
+from prism.models import PrismCache, PrismConfig, PrismForCausalLM, ReplayedCache
 from training_step import Trainer
 
 HEAD = {"key_dim": 128, "value_dim": 128}
@@ -71,66 +72,97 @@ def train(name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse
 def _train(
     name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace, recompute: bool
 ) -> Iterator[dict[str, Any]]:
-    trainer = None
-    for context in contexts:
-        if trainer is None or arguments.graph:
-            trainer = None  # and with it a graph's memory
-            form = "serial" if name.endswith("-serial") else None
-            config = configuration(name, arguments.tiny)
+    form = "serial" if name.endswith("-serial") else None
+    config = configuration(name, arguments.tiny)
+    if arguments.graph:  # a graph keeps its memory: one context after the other, a trainer for each
+        for context in contexts:
             trainer = Trainer(config, arguments.device, form, arguments.compile, recompute)
-        rows = max(1, tokens // context)
-        batch = torch.randint(0, trainer.model.config.vocab_size, (rows, context + 1), device=arguments.device)
-        _reset_peak(arguments.device)
+            yield from _turns(name, trainer, (context,), tokens, arguments, recompute)
+    else:
+        trainer = Trainer(config, arguments.device, form, arguments.compile, recompute)
+        yield from _turns(name, trainer, contexts, tokens, arguments, recompute)
+
+
+def _turns(
+    name: str,
+    trainer: Trainer,
+    contexts: tuple[int, ...],
+    tokens: int,
+    arguments: argparse.Namespace,
+    recompute: bool,
+) -> Iterator[dict[str, Any]]:
+    """A row for each context, after a first step of each, then `turns` times `steps` timed ones of each."""
+    batches, first, peaks = {}, {}, {}
+    seconds: dict[int, list[float]] = {context: [] for context in contexts}
+    for context in contexts:
+        shape = max(1, tokens // context), context + 1
+        batches[context] = torch.randint(0, trainer.model.config.vocab_size, shape, device=arguments.device)
         started = time.perf_counter()
-        (trainer.capture if arguments.graph else trainer.step)(batch)
-        first = time.perf_counter() - started
-        if not arguments.graph and first < 10:  # slower ones have no start-up costs to speak of
+        (trainer.capture if arguments.graph else trainer.step)(batches[context])
+        first[context] = time.perf_counter() - started
+    for _ in range(arguments.turns):
+        for context, batch in batches.items():
             _reset_peak(arguments.device)
-            trainer.step(batch)
-        seconds = []
-        for _ in range(arguments.steps):
-            started = time.perf_counter()
-            loss = trainer.step(batch)
-            seconds.append(time.perf_counter() - started)
+            if first[context] < 10:  # slower ones have no start-up costs to speak of
+                trainer.step(batch)
+            for _ in range(arguments.steps):
+                started = time.perf_counter()
+                loss = trainer.step(batch)
+                seconds[context].append(time.perf_counter() - started)
+            peaks[context] = _peak(arguments.device)
+    for context, batch in batches.items():
         yield {
             "model": name,
             "parameters": trainer.parameters,
             "context": context,
-            "batch": rows,
-            "tokens_per_second": rows * context / statistics.median(seconds),
-            "peak_bytes": _peak(arguments.device),
+            "batch": len(batch),
+            "tokens_per_second": len(batch) * context / statistics.median(seconds[context]),
+            "peak_bytes": peaks[context],
             "recomputed": recompute,
             "graph": arguments.graph,
-            "first_step_seconds": first,
+            "first_step_seconds": first[context],
             "loss": loss,
         }
 
 
 @torch.inference_mode()
 def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Milliseconds of one more token for every row, after a context, and the bytes of state a row then has."""
+    """Milliseconds of one more token for every row, after a context, and the bytes of state a row then has: replayed, if
+    the states have a fixed size (`prism.models.ReplayedCache`), and with the model called from Python."""
     torch.manual_seed(0)
     model = PrismForCausalLM(configuration(name, arguments.tiny)).to(arguments.device).eval()
     if arguments.device == "cuda":
         model = model.to(torch.bfloat16)
     for context in contexts:
         tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=arguments.device)
-        out = model(tokens, use_cache=True, logits_to_keep=1)
-        seconds = []
-        for _ in range(arguments.steps + 2):
-            following = out.logits[:, -1:].argmax(-1)
-            following[0, 0].item()
-            started = time.perf_counter()
-            out = model(following, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
-            out.logits[0, 0, 0].item()
-            seconds.append(time.perf_counter() - started)
-        yield {
-            "model": name,
-            "context": context,
-            "batch": batch,
-            "milliseconds": 1e3 * statistics.median(seconds[2:]),
-            "state_bytes_a_row": out.past_key_values.nbytes // batch,
-        }
+        cache = PrismCache()
+        logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits
+        replayed = ReplayedCache()
+        replayed.update(cache.copy().states, context)
+        called, after = _token_by_token(model, cache, logits, arguments.steps + 4)
+        row = {"model": name, "context": context, "batch": batch, "called_milliseconds": called}
+        if model.config.constant_state:
+            row["milliseconds"], again = _token_by_token(model, replayed, logits, arguments.steps + 4)
+            if not torch.equal(after, again):
+                raise AssertionError(f"{name}: replayed steps differ by {(after - again).abs().max().item():.1e}")
+        else:
+            row["milliseconds"] = called
+        yield {**row, "state_bytes_a_row": cache.nbytes // batch}
+
+
+def _token_by_token(
+    model: PrismForCausalLM, cache: PrismCache, logits: torch.Tensor, count: int
+) -> tuple[float, torch.Tensor]:
+    """The median milliseconds of a token, greedily, without the first three, and the last token's logits."""
+    seconds = []
+    for _ in range(count):
+        following = logits[:, -1:].argmax(-1)
+        following[0, 0].item()
+        started = time.perf_counter()
+        logits = model(following, past_key_values=cache, logits_to_keep=1).logits
+        logits[0, 0, 0].item()
+        seconds.append(time.perf_counter() - started)
+    return 1e3 * statistics.median(seconds[3:]), logits
 
 
 def _reset_peak(device: str) -> None:
@@ -149,7 +181,8 @@ def main() -> None:
     )
     parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS))
     parser.add_argument("--tokens", type=int, default=131072, help="tokens in a batch")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
+    parser.add_argument("--turns", type=int, default=3, help="how often each context has its turn")
     parser.add_argument("--decode", nargs="*", default=["prism-2", "gated_delta", "mamba2", "transformer"])
     parser.add_argument("--decode-batch", type=int, default=32)
     parser.add_argument("--tiny", action="store_true", help="small models, for a machine without a GPU")
@@ -200,7 +233,8 @@ def main() -> None:
         for row in decode(name, tuple(c for c in arguments.contexts if c <= 32768), arguments.decode_batch, arguments):
             decoding.append(row)
             print(
-                f"decode {name:14} context {row['context']:>6}  batch {row['batch']}  {row['milliseconds']:.2f} ms a token  "
+                f"decode {name:14} context {row['context']:>6}  batch {row['batch']}  {row['milliseconds']:.2f} ms a token, "
+                f"{row['called_milliseconds']:.2f} called from Python  "
                 f"{row['state_bytes_a_row'] / 2**20:.2f} MiB a row",
                 flush=True,
             )

@@ -23,8 +23,8 @@ from prism.data.state_file import read_state, write_state
 from prism.data.streaming import TextStream
 from prism.evaluate.language_model import LanguageModel
 from prism.evaluate.reader import Reader
-from prism.models import PrismCache
 from prism.models.identity import differs, identity
+from prism.models.replay import cache_for
 
 FORMAT = "prism generation state 1"
 
@@ -133,7 +133,8 @@ class Session:
             )
         session = cls(lm, 0 if seed is None else seed)
         states = {name[6:]: x.to(lm.device) for name, x in tensors.items() if name.startswith("state.")}
-        session.reader = Reader(lm.model, lm.tokenizer.end, PrismCache.load(states), int(tensors["last"]))
+        cache = type(cache_for(lm.model)).load(states)
+        session.reader = Reader(lm.model, lm.tokenizer.end, cache, int(tensors["last"]))
         session.logits, session.ended = tensors["logits"].to(lm.device), bool(tensors["ended"])
         session.text = TextStream(lm.tokenizer, tensors["recent"].tolist())
         if seed is None:

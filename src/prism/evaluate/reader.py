@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from prism.models import PrismCache, PrismForCausalLM
+from prism.models.replay import cache_for
 
 SEGMENT = 2048
 
@@ -25,7 +26,7 @@ class Reader:
         self, model: PrismForCausalLM, end: int, cache: PrismCache | None = None, last: int | None = None
     ) -> None:
         self.model, self.end, self.last = model, end, last
-        self.cache = PrismCache() if cache is None else cache
+        self.cache = cache_for(model) if cache is None else cache
 
     @torch.no_grad()
     def read(self, tokens: Tensor, keep: int = 0) -> Tensor:
@@ -35,7 +36,7 @@ class Reader:
         out = self.model(
             tokens[None].to(self.model.device),
             past_key_values=self.cache,
-            reset=reset.to(self.model.device),
+            reset=reset.to(self.model.device) if bool(reset.any()) else None,
             logits_to_keep=keep,
             use_cache=True,
         )

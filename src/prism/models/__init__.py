@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from prism.models.cache import PrismCache
     from prism.models.language import PrismForCausalLM, PrismModel
     from prism.models.recommender import PrismForRecommendation
+    from prism.models.replay import ReplayedCache
 
 _LAZY = {
     "PrismCache": "prism.models.cache",
     "PrismModel": "prism.models.language",
     "PrismForCausalLM": "prism.models.language",
     "PrismForRecommendation": "prism.models.recommender",
+    "ReplayedCache": "prism.models.replay",
 }
 
 
@@ -32,4 +34,12 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(_LAZY[name]), name)
 
 
-__all__ = ["PrismCache", "PrismConfig", "PrismForCausalLM", "PrismForRecommendation", "PrismModel", "PrismRecConfig"]
+__all__ = [
+    "PrismCache",
+    "PrismConfig",
+    "PrismForCausalLM",
+    "PrismForRecommendation",
+    "PrismModel",
+    "PrismRecConfig",
+    "ReplayedCache",
+]

@@ -3,7 +3,8 @@
 Design choices
 - A layer is a `Block` around a `Mixer`; which rule it runs is configuration. There is no modelling file per mechanism.
 - Positions belong to the rules that use them, so that `position_ids` only say where packed documents start (at 0).
-- The cache holds the mixers' states. They are never written to: a forward pass makes new ones.
+- The cache holds the mixers' states. They are never written to: a forward pass makes new ones. (The exception is a cache
+  that says so, `ReplayedCache`, which `generate` takes on a GPU.)
 - Initialisation draws every parameter in full, on the CPU, in one order, whatever device or sharding the model has: the
   same seed is the same model. Gates and everything else that a rule sets itself start as the rule says.
 - Weights are safetensors; a pickle can run code when it is opened, so none is.
@@ -24,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from prism import rules
 from prism.models.cache import PrismCache
 from prism.models.config import PrismConfig
+from prism.models.replay import ReplayedCache, cache_for
 from prism.nn.block import Block, place_options
 from prism.nn.parameters import assign, gates, own_start
 from prism.nn.pattern import LayerSpec
@@ -194,6 +196,12 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is left out of the loss.
             logits_to_keep: how many of the last tokens get logits (0: all), or which (indices).
         """
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        special = (position_ids, inputs_embeds, labels, reset, output_hidden_states or None)
+        if isinstance(past_key_values, ReplayedCache) and all(argument is None for argument in special):
+            replayed = self._replayed(input_ids, attention_mask, past_key_values)
+            if replayed is not None:
+                return replayed if return_dict else replayed.to_tuple()
         shared: dict[str, Tensor] = {}
         out = self.model(
             input_ids,
@@ -221,7 +229,17 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             hidden_states=out.hidden_states,
             balance_loss=shared.get("balance_loss"),
         )
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        return output if return_dict else output.to_tuple()
+
+    def _replayed(self, input_ids: Any, attention_mask: Any, cache: ReplayedCache) -> PrismOutput | None:
+        """The answer to one more token a row, if that is all that is asked for."""
+        idle = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not cache.states
+        if idle or input_ids is None or input_ids.ndim != 2 or input_ids.shape[1] != 1:
+            return None
+        if self.config.output_hidden_states or _padding_mask(attention_mask, len(input_ids), 1) is not None:
+            return None
+        logits: Any = cache.next_logits(self, input_ids)
+        return None if logits is None else PrismOutput(logits=logits, past_key_values=cache)
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Any, next_sequence_length: int | None = None, inputs_embeds: Any = None, **kwargs: Any
@@ -247,7 +265,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
                 "this model brings its own, leave it out"
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = PrismCache()
+            model_kwargs["past_key_values"] = cache_for(self)
 
 
 def _padding_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:

@@ -28,9 +28,10 @@ def chain_kernel(
     head = pid // BLOCKS
     ks = tl.arange(0, K)
     vs = pid % BLOCKS * BV + tl.arange(0, BV)
-    tile = ks[:, None] * V + vs[None, :]
-    square = ks[:, None] + ks[None, :] * K if BACKWARD else ks[:, None] * K + ks[None, :]
-    S = tl.zeros((K, BV), tl.float32)
+    square = ks[:, None] * K + ks[None, :]
+    # A map is a factor as it lies in memory: M S forward, and backward Sᵀ M, everything turned.
+    tile = ks[None, :] * V + vs[:, None] if BACKWARD else ks[:, None] * V + vs[None, :]
+    S = tl.zeros((BV, K) if BACKWARD else (K, BV), tl.float32)
     if GIVEN:
         S = tl.load(given + head.to(tl.int64) * (K * V) + tile)
     for i in range(segments):
@@ -38,5 +39,9 @@ def chain_kernel(
         place = (s * heads + head).to(tl.int64)
         tl.store(entering + place * (K * V) + tile, S)
         if i + 1 < segments:
-            moved = tl.dot(tl.load(maps + place * (K * K) + square), S, input_precision=PRECISION)
-            S = moved + tl.load(added + place * (K * V) + tile)
+            over = tl.load(maps + place * (K * K) + square)
+            given_on = tl.load(added + place * (K * V) + tile)
+            if BACKWARD:
+                S = given_on + tl.dot(S, over, input_precision=PRECISION)
+            else:
+                S = given_on + tl.dot(over, S, input_precision=PRECISION)

@@ -160,15 +160,11 @@ class Launch:
             BV = min(how.block, V)
             ws, fs, d_os, d_ws = (rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
             d_tiles = tiles(d_states, BV, BK)
-        for is_fed in (True, False) if u.erases else (False,):
-            columns = 1 if is_fed else self.J - u.erases
-            if columns:
-                self.start(
-                    writes_kernel, how, parts * columns * self.chunks * self.heads,
-                    queries, xs, fs if is_fed else ws, lookups, *gates, d_os, d_tiles, d_ws, d_xs, d_cumulated, tails,
-                    *self.sizes,
-                    V=V, BK=BK, BV=BV, C=C, STEP=self.step, FED=is_fed,
-                )  # fmt: skip
+        self.start(
+            writes_kernel, how, parts * self.J * self.chunks * self.heads,
+            queries, xs, fs, ws, lookups, *gates, d_os, d_tiles, d_ws, d_xs, d_cumulated, tails, *self.sizes,
+            V=V, BK=BK, BV=BV, C=C, STEP=self.step,
+        )  # fmt: skip
         if touched is not None:
             assert u.log_decay is not None
             self.touch_ends(touched, states, d_states, state, d_final)
@@ -203,7 +199,7 @@ class Launch:
         entering = torch.empty_like(added)
         block = min(16, self.V)
         self.start(
-            chain_kernel, Tiling(block, 4, 3), self.V // block * self.heads,
+            chain_kernel, Tiling(block, 8, 3), self.V // block * self.heads,
             maps, added, given, entering, added.shape[0], self.heads,
             V=self.V, BV=block, BACKWARD=backward, GIVEN=given is not None,
         )  # fmt: skip

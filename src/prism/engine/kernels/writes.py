@@ -33,8 +33,8 @@ def key_products(
     return gram
 
 
-@triton.jit(do_not_specialize=["T", "H", "padded"])
-def writes_kernel(
+@triton.jit
+def gradients_of_column(
     q,
     x,
     values,
@@ -51,6 +51,11 @@ def writes_kernel(
     T,
     H,
     padded,
+    heads,
+    bh,
+    n,
+    j,
+    block,
     J: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -66,19 +71,10 @@ def writes_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """FED: column 0, which the erase feeds (`values` are Y_0 `[B, T, H, V]`); else all others at once (`values` are w).
-    Partial sums are described in `decay.py`."""
     BLOCKS: tl.constexpr = K // BK
-    COLUMNS: tl.constexpr = 1 if FED else (J - 1 if ERASE else J)
     SIDES: tl.constexpr = 2 if ERASE else 1
     chunks = padded // C
-    pid = tl.program_id(0)
-    block = pid % BLOCKS
-    j = 0 if FED else (pid // BLOCKS) % COLUMNS + (1 if ERASE else 0)
-    n = (pid // (BLOCKS * COLUMNS)) % chunks
-    bh = pid // (BLOCKS * COLUMNS * chunks)
     b, h = bh // H, bh % H
-    heads = tl.num_programs(0) // (BLOCKS * COLUMNS * chunks)
     t = n * C
     k = block * BK
     matrix = (bh * chunks + n) * V
@@ -119,6 +115,8 @@ def writes_kernel(
         dx = tl.dot((d_gram_b * strict).to(x.dtype), lookup, dx, input_precision=PRECISION)
     if DECAY:
         tl.store(tails + place, tail)
+        if BK <= 64:  # without the keys' registers from above until here a third program fits onto a multiprocessor
+            keys = load_rows(x, b, t, key + k, C, BK)
         tl.store(
             d_cumulated + (SIDES * BLOCKS * heads).to(tl.int64) * padded + place,
             tail - tl.sum(keys.to(tl.float32) * dx, 1),
@@ -146,3 +144,59 @@ def writes_kernel(
                 wanted = load_rows(d_w, b, t, h * (J * V) + v, C, BV)
                 dw = tl.dot(seen_b, wanted, dw, input_precision=PRECISION)
             store_rows(d_w, b, t, value + v, dw, C, BV)
+
+
+@triton.jit(do_not_specialize=["T", "H", "padded"])
+def writes_kernel(
+    q,
+    x,
+    fed,
+    w,
+    erase_key,
+    strengths,
+    cumulated,
+    documents,
+    d_o,
+    d_states,
+    d_w,
+    d_x,
+    d_cumulated,
+    tails,
+    T,
+    H,
+    padded,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STEP: tl.constexpr,
+    ERASE: tl.constexpr,
+    TIED: tl.constexpr,
+    STRENGTH: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a chunk, head and column; those of a chunk run next to one another and share the L2 cache."""
+    BLOCKS: tl.constexpr = K // BK
+    chunks = padded // C
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    j = (pid // BLOCKS) % J
+    n = (pid // (BLOCKS * J)) % chunks
+    bh = pid // (BLOCKS * J * chunks)
+    heads = tl.num_programs(0) // (BLOCKS * J * chunks)
+    if ERASE and j == 0:
+        gradients_of_column(
+            q, x, fed, erase_key, strengths, cumulated, documents, d_o, d_states, d_w, d_x, d_cumulated, tails,
+            T, H, padded, heads, bh, n, j, block,
+            J, K, V, BK, BV, C, STEP, True, ERASE, TIED, STRENGTH, DECAY, DOCUMENTS, PRECISION,
+        )  # fmt: skip
+    elif not ERASE or J > 1:
+        gradients_of_column(
+            q, x, w, erase_key, strengths, cumulated, documents, d_o, d_states, d_w, d_x, d_cumulated, tails,
+            T, H, padded, heads, bh, n, j, block,
+            J, K, V, BK, BV, C, STEP, False, ERASE, TIED, STRENGTH, DECAY, DOCUMENTS, PRECISION,
+        )  # fmt: skip
