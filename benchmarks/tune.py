@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
+import triton
 
 import accuracy
 import speed
@@ -23,43 +25,51 @@ from prism.engine.kernels.told import Columns
 
 
 def time_kernels(u: Columns, d_o: torch.Tensor, chosen: Configuration, name: str) -> float:
-    """Milliseconds of one pass with everything before it done once."""
+    """Milliseconds of one pass with everything before it done once; of all serial passes for `step`."""
     with forced(replace(chosen, segments=1)):
         run = Launch(u)
         ready = run.prepare()
         o, d_w = run.empty(run.B, run.T, run.H, run.V), torch.empty_like(u.w)
         states = run.empty(run.B, run.H, run.chunks, run.V, run.K)
         fed, d_states = torch.empty_like(o), torch.empty_like(states)
-        if name == "prepare_warps":
-            return speed.milliseconds(run.prepare)
-        run.scan(ready, None, 1, o=o, states=states, fed=fed)
-        if name == "scan":
-            return speed.milliseconds(lambda: run.scan(ready, None, 1, o=o, states=states, fed=fed))
-        run.reverse(ready, d_o, None, 1, d_states, d_w)
-        if name == "reverse":
-            return speed.milliseconds(lambda: run.reverse(ready, d_o, None, 1, d_states, d_w))
-        return speed.milliseconds(lambda: run.tokens(ready, states, fed, d_o, d_states, d_w, None, None))
+        passes = {
+            "prepare_warps": run.prepare,
+            "scan": lambda: run.scan(ready, None, 1, o=o, states=states, fed=fed),
+            "reverse": lambda: run.reverse(ready, d_o, None, 1, d_states, d_w),
+        }
+        for go in passes.values():
+            go()
+        if name == "step":
+            return sum(speed.milliseconds(go) for go in passes.values())
+        tokens = lambda: run.tokens(ready, states, fed, d_o, d_states, d_w, None, None)  # noqa: E731
+        return speed.milliseconds(passes.get(name, tokens))
 
 
-def tune(width: int, writes: int, blocks: list[int], warps: list[int], stages: list[int]) -> Configuration:
+def tune(width: int, writes: int, arguments: argparse.Namespace) -> Configuration:
     shape = speed.Shape(8, 4096, 16, width)
     q, k, w, g, beta, d_o = (x.detach() for x in speed.inputs(shape, writes))
     u = Columns(q, k, w, g, None, beta, None)
     best = configuration(width, width, writes, w.dtype, w.device)
-    tilings = [Tiling(*t) for t in product(sorted({min(b, width) for b in blocks}), warps, stages)]
-    candidates: dict[str, list[Tiling] | list[int]] = {"prepare_warps": [1, 2, 4]}
-    candidates |= dict.fromkeys(("scan", "reverse", "lookups", "writes"), tilings)
+    blocks = sorted({min(b, width) for b in arguments.blocks})
+    tilings = [Tiling(*t) for t in product(blocks, arguments.warps, arguments.stages)]
+    capped = [replace(t, registers=r or None) for t, r in product(tilings, arguments.registers)]
+    candidates: dict[str, list[Any]] = {"step": [16, 32], "prepare_warps": [1, 2, 4]}
+    candidates |= {"scan": tilings, "reverse": tilings, "lookups": capped, "writes": capped}
     for name, choices in candidates.items():
         times = {}
         for choice in choices:
             try:
-                times[choice] = time_kernels(u, d_o, replace(best, **{name: choice}), name)  # type: ignore[arg-type]
-            except Exception as error:  # a tiling may need more shared memory than there is, or stump the compiler
+                times[choice] = time_kernels(u, d_o, replace(best, **{name: choice}), name)
+            except (triton.TritonError, RuntimeError) as error:  # too much shared memory, or the compiler's own failure
+                if "illegal" in str(error):  # nothing runs in this process any more
+                    raise SystemExit(
+                        f"{name} {choice} was compiled wrongly: {error}\nLeave it out and run again."
+                    ) from error
                 print(f"  {name} {choice}: {type(error).__name__}", flush=True)
                 continue
             print(f"  {name} {choice}: {times[choice]:.3f} ms", flush=True)
         if times:
-            best = replace(best, **{name: min(times, key=times.__getitem__)})  # type: ignore[arg-type]
+            best = replace(best, **{name: min(times, key=times.__getitem__)})
     return best
 
 
@@ -68,15 +78,23 @@ def main() -> None:
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128], help="K = V")
     parser.add_argument("--writes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--blocks", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--warps", nargs="+", type=int, default=[4, 8])
+    # Eight warps: Triton 3.6 makes an illegal access of `scan` with 4 columns; they were slower elsewhere.
+    parser.add_argument("--warps", nargs="+", type=int, default=[4])
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument(
+        "--registers",
+        nargs="+",
+        type=int,
+        default=[0, 168, 128],
+        help="most a thread has, in the parallel passes (0: any)",
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     where = architecture(torch.device("cuda"))
     for width, writes in product(arguments.widths, arguments.writes):
         print(f"K = V = {width}, {writes} writes", flush=True)
-        best = tune(width, writes, arguments.blocks, arguments.warps, arguments.stages)
+        best = tune(width, writes, arguments)
         cases = [
             accuracy.Case(tokens, writes, width, width, alike=alike) for tokens, alike in ((777, True), (65, False))
         ]

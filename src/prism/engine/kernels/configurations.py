@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,15 +46,20 @@ class Configuration:
 _HOPPER = Configuration(
     Tiling(64, stages=2), Tiling(64, stages=3), Tiling(64, stages=2, registers=168), Tiling(64, stages=2)
 )
+_HOPPER_64 = replace(_HOPPER, lookups=Tiling(64, stages=2, registers=128), writes=Tiling(64, stages=2, registers=168))
+# The tiles of four columns leave room for one program on a multiprocessor; half as many tokens, for two.
+_SHORT, _SHORT_64 = replace(_HOPPER, step=16), replace(_HOPPER_64, step=16)
 
 # (K, V, columns, architecture) -> what was fastest there in bfloat16.
 MEASURED: dict[tuple[int, int, int, str], Configuration] = {
-    (64, 64, 1, "sm90"): _HOPPER,
-    (64, 64, 2, "sm90"): _HOPPER,
-    (64, 64, 4, "sm90"): _HOPPER,
+    (64, 64, 1, "sm90"): _HOPPER_64,
+    (64, 64, 2, "sm90"): _SHORT_64,
+    (64, 64, 3, "sm90"): _SHORT_64,
+    (64, 64, 4, "sm90"): _SHORT_64,
     (128, 128, 1, "sm90"): _HOPPER,
     (128, 128, 2, "sm90"): _HOPPER,
-    (128, 128, 4, "sm90"): _HOPPER,
+    (128, 128, 3, "sm90"): _HOPPER,
+    (128, 128, 4, "sm90"): _SHORT,
 }
 
 _forced: list[Configuration] = []

@@ -1,4 +1,5 @@
-"""Backward, the parallel half, columns: what was written. One program a chunk, head and column.
+"""Backward, the parallel half, columns: what was written. One program a chunk, head and column; those of a chunk run next to
+one another and find each other's tiles in the L2 cache.
 
 dX_j = dN_jᵀ Q + dM_jᵀ B + e^{G_C - G} ⊙ Y_j dS'ᵀ         (where B is X_0, dX_0 takes dB up)
 dW_j = N_jᵀ dO + M_jᵀ dR + e^{G_C - G} ⊙ X_j dS'          for j > 0; dW_0 = dU is known
@@ -34,7 +35,7 @@ def key_products(
 
 
 @triton.jit
-def gradients_of_column(
+def column_gradients(
     q,
     x,
     values,
@@ -71,6 +72,7 @@ def gradients_of_column(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """FED: column 0, which the erase feeds (`values` are Y_0); any other column has its values in w, and dW_j to find."""
     BLOCKS: tl.constexpr = K // BK
     SIDES: tl.constexpr = 2 if ERASE else 1
     chunks = padded // C
@@ -179,7 +181,7 @@ def writes_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a chunk, head and column; those of a chunk run next to one another and share the L2 cache."""
+    """`fed` is Y_0 `[B, T, H, V]`, None without an erase. Partial sums are described in `decay.py`."""
     BLOCKS: tl.constexpr = K // BK
     chunks = padded // C
     pid = tl.program_id(0)
@@ -189,13 +191,13 @@ def writes_kernel(
     bh = pid // (BLOCKS * J * chunks)
     heads = tl.num_programs(0) // (BLOCKS * J * chunks)
     if ERASE and j == 0:
-        gradients_of_column(
+        column_gradients(
             q, x, fed, erase_key, strengths, cumulated, documents, d_o, d_states, d_w, d_x, d_cumulated, tails,
             T, H, padded, heads, bh, n, j, block,
             J, K, V, BK, BV, C, STEP, True, ERASE, TIED, STRENGTH, DECAY, DOCUMENTS, PRECISION,
         )  # fmt: skip
     elif not ERASE or J > 1:
-        gradients_of_column(
+        column_gradients(
             q, x, w, erase_key, strengths, cumulated, documents, d_o, d_states, d_w, d_x, d_cumulated, tails,
             T, H, padded, heads, bh, n, j, block,
             J, K, V, BK, BV, C, STEP, False, ERASE, TIED, STRENGTH, DECAY, DOCUMENTS, PRECISION,
