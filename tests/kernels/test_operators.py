@@ -20,7 +20,7 @@ from prism.rules.parts import l2_normalize
 pytestmark = pytest.mark.skipif(not paths.INTERPRETED, reason="needs Triton's interpreter")
 
 if paths.INTERPRETED:
-    from prism.engine.kernels import ops, segments
+    from prism.engine.kernels import launch, ops, segments
     from prism.engine.kernels.configurations import Configuration, Tiling, forced
 
 
@@ -172,6 +172,29 @@ def test_step_in_place() -> None:
     torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="in place"):
         ops.step_(u.q, u.k, u.w, u.log_decay, u.erase_key, u.erase_strength, None, None, None, state.mT, 1)
+
+
+def test_the_erase_reads_its_keys_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of k's keys, all one vector, a size of 1 with a stride of its own; and one that must be copied."""
+    B, T, H, K = 3, 2, 2, 16
+    k, w, q = torch.randn(B, T, H, 2, K), torch.randn(B, T, H, 2, K), torch.randn(B, T, H, K)
+    beta, state = torch.rand(B, T, H), torch.randn(B, H, K, K)
+    one = torch.randn(B, 1, H, K)
+    lone = torch.randn(B, 1, 1, K)
+    turned = torch.randn(T, B, H, K).transpose(0, 1)
+    cases = [(k[..., 0, :], True), (k[..., 1, :], True), (torch.randn(K).expand(B, T, H, K), True), (turned, False)]
+    cases += [(one.expand(B, T, H, K), False), (lone.as_strided(lone.shape, (K, 5, 7, 1)), True)]
+    started = []
+    run = launch.step
+    monkeypatch.setattr(launch, "step", lambda given, *more: started.append(given) or run(given, *more))
+    for b, in_place in cases:
+        t = b.shape[1]
+        given = q[:, :t], k[:, :t], w[:, :t], None, b, beta[:, :t], None, None, None, state, 1
+        o, end = ops.step(*given)
+        assert (started[-1][4].data_ptr() == b.data_ptr()) == in_place
+        u = prism.Update(q[:, :t], k[:, :t], w[:, :t], erase_key=b.contiguous(), erase_strength=beta[:, :t])
+        expected = prism.memory(u, state, "recurrent", "torch")
+        torch.testing.assert_close((o, end), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_compiled_whole() -> None:

@@ -11,10 +11,10 @@ import triton.language as tl
 
 
 @triton.jit
-def load_row(tensor, row, h, H, groups, ks, K: tl.constexpr, L: tl.constexpr, l: tl.constexpr):
-    """Vector l of `[rows, groups, L, K]`, as float32 `[K, 1]`."""
+def load_row(tensor, row, h, H, groups, apart, ks, K: tl.constexpr):
+    """A vector of `[rows, groups, K]`, whose vectors begin `apart` numbers after one another, as float32 `[K, 1]`."""
     group = h // (H // groups)
-    return tl.load(tensor + ((row * groups + group) * L + l) * K + ks, mask=ks < K, other=0.0).to(tl.float32)[:, None]
+    return tl.load(tensor + (row * groups + group) * apart + ks, mask=ks < K, other=0.0).to(tl.float32)[:, None]
 
 
 @triton.jit(do_not_specialize=["T", "H", "q_groups", "k_groups", "b_groups", "a_groups"])
@@ -37,6 +37,7 @@ def step_kernel(
     k_groups,
     b_groups,
     a_groups,
+    b_apart,
     SUBSTEPS: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
@@ -44,7 +45,8 @@ def step_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """`state` and `new_state` `[B, H, K, V]` may be the same memory. Tensors that are None are left out of the code."""
+    """`state` and `new_state` `[B, H, K, V]` may be the same memory. Tensors that are None are left out of the code. The
+    erase's vectors begin `b_apart` numbers after one another: it may be the first of k's, as it lies there."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     bh = pid // BLOCKS
@@ -70,18 +72,18 @@ def step_kernel(
         for s in tl.static_range(SUBSTEPS):
             row = token * SUBSTEPS + s
             if erase_key is not None:
-                lookup = load_row(erase_key, row, h, H, b_groups, ks, K, 1, 0)
+                lookup = load_row(erase_key, row, h, H, b_groups, b_apart, ks, K)
                 seen = tl.sum(S * lookup, 0)
                 if erase_strength is not None:
                     seen *= tl.load(erase_strength + row * H + h).to(tl.float32)
                     S = S - lookup * seen[None, :]
                 else:
-                    S = S - load_row(erase_write, row, h, H, a_groups, ks, K, 1, 0) * seen[None, :]
+                    S = S - load_row(erase_write, row, h, H, a_groups, K, ks, K) * seen[None, :]
             for l in tl.static_range(L):
-                key = load_row(k, row, h, H, k_groups, ks, K, L, l)
+                key = load_row(k + l * K, row, h, H, k_groups, L * K, ks, K)
                 value = tl.load(w + ((row * H + h) * L + l) * V + vs, mask=vs < V, other=0.0).to(tl.float32)
                 S = S + key * value[None, :]
-        out = tl.sum(S * load_row(q, token, h, H, q_groups, ks, K, 1, 0), 0)
+        out = tl.sum(S * load_row(q, token, h, H, q_groups, K, ks, K), 0)
         if mask is not None:
             out = tl.where(live, out, 0.0)
             S = tl.where(live, S, before)

@@ -214,11 +214,13 @@ def step(given: list[Tensor | None], new_state: Tensor, substeps: int) -> Tensor
     groups = {
         name: 1 if z is None else z.shape[2] for name, z in {"q": q, "k": k, "b": erase_key, "a": erase_write}.items()
     }
+    # (A contiguous tensor may have any stride where its size is 1.)
+    apart = K if erase_key is None or erase_key.is_contiguous() else erase_key.stride(2)
     o = w.new_empty(B, T, H, V)
     block = min(padded(V), 32)
     step_kernel[(-(-V // block) * B * H,)](
         q, k, w, log_decay, erase_key, erase_strength, erase_write, _bytes(reset), _bytes(mask), state, new_state, o,
-        T=T, H=H, **{f"{name}_groups": count for name, count in groups.items()},
+        T=T, H=H, **{f"{name}_groups": count for name, count in groups.items()}, b_apart=apart,
         SUBSTEPS=substeps, L=L, K=K, V=V, BK=padded(K), BV=block, num_warps=4,
     )  # fmt: skip
     return o
