@@ -30,6 +30,7 @@ import torch
 from peer_model import fla_kernels
 from prism.evaluate.report import write_results
 from prism.models import PrismCache, PrismConfig, PrismForCausalLM, ReplayedCache
+from prism.models.replay import PATIENCE
 from training_step import Trainer
 
 HEAD = {"key_dim": 128, "value_dim": 128}
@@ -78,6 +79,7 @@ def _train(
         for context in contexts:
             trainer = Trainer(config, arguments.device, form, arguments.compile, recompute)
             yield from _turns(name, trainer, (context,), tokens, arguments, recompute)
+            del trainer
     else:
         trainer = Trainer(config, arguments.device, form, arguments.compile, recompute)
         yield from _turns(name, trainer, contexts, tokens, arguments, recompute)
@@ -92,22 +94,24 @@ def _turns(
     recompute: bool,
 ) -> Iterator[dict[str, Any]]:
     """A row for each context, after a first step of each, then `turns` times `steps` timed ones of each."""
-    batches, first, peaks = {}, {}, {}
+    batches, first, peaks, losses = {}, {}, {}, {}
     seconds: dict[int, list[float]] = {context: [] for context in contexts}
     for context in contexts:
         shape = max(1, tokens // context), context + 1
         batches[context] = torch.randint(0, trainer.model.config.vocab_size, shape, device=arguments.device)
+        _reset_peak(arguments.device)
         started = time.perf_counter()
         (trainer.capture if arguments.graph else trainer.step)(batches[context])
         first[context] = time.perf_counter() - started
     for _ in range(arguments.turns):
         for context, batch in batches.items():
-            _reset_peak(arguments.device)
+            if not arguments.graph:  # a replay allocates nothing: its memory is the capture's
+                _reset_peak(arguments.device)
             if first[context] < 10:  # slower ones have no start-up costs to speak of
                 trainer.step(batch)
             for _ in range(arguments.steps):
                 started = time.perf_counter()
-                loss = trainer.step(batch)
+                losses[context] = trainer.step(batch)
                 seconds[context].append(time.perf_counter() - started)
             peaks[context] = _peak(arguments.device)
     for context, batch in batches.items():
@@ -121,7 +125,7 @@ def _turns(
             "recomputed": recompute,
             "graph": arguments.graph,
             "first_step_seconds": first[context],
-            "loss": loss,
+            "loss": losses[context],
         }
 
 
@@ -138,22 +142,22 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
         cache = PrismCache()
         logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits
         states = cache.states if model.config.constant_state else []  # a growing cache would be kept twice
-        called, after = _token_by_token(model, cache, logits, arguments.steps + 4)
+        called, after = _token_by_token(model, cache, logits)
         row = {"model": name, "context": context, "batch": batch, "called_milliseconds": called}
         row["milliseconds"] = called
         if states:
             replayed = ReplayedCache()
             replayed.update(states, context)
-            row["milliseconds"], again = _token_by_token(model, replayed, logits, arguments.steps + 4)
+            row["milliseconds"], again = _token_by_token(model, replayed, logits)
             if not torch.equal(after, again):
                 raise AssertionError(f"{name}: replayed steps differ by {(after - again).abs().max().item():.1e}")
         yield {**row, "state_bytes_a_row": cache.nbytes // batch}
 
 
 def _token_by_token(
-    model: PrismForCausalLM, cache: PrismCache, logits: torch.Tensor, count: int
+    model: PrismForCausalLM, cache: PrismCache, logits: torch.Tensor, count: int = 20, skip: int = PATIENCE + 3
 ) -> tuple[float, torch.Tensor]:
-    """The median milliseconds of a token, greedily, without the first three, and the last token's logits."""
+    """The median milliseconds of a token, greedily, without the first ones, and the last token's logits."""
     seconds = []
     for _ in range(count):
         following = logits[:, -1:].argmax(-1)
@@ -162,7 +166,7 @@ def _token_by_token(
         logits = model(following, past_key_values=cache, logits_to_keep=1).logits
         logits[0, 0, 0].item()
         seconds.append(time.perf_counter() - started)
-    return 1e3 * statistics.median(seconds[3:]), logits
+    return 1e3 * statistics.median(seconds[skip:]), logits
 
 
 def _reset_peak(device: str) -> None:
@@ -188,7 +192,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models, for a machine without a GPU")
     parser.add_argument("--graph", action="store_true", help="replay forward and backward as a CUDA graph")
     parser.add_argument("--compile", choices=["pieces", "layers", "no"], default="pieces")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no row is begun")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds after which no other model is begun"
+    )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "throughput.json")
     arguments = parser.parse_args()
     arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -196,6 +202,8 @@ def main() -> None:
         parser.error("no GPU here: only --tiny makes sense")
     if arguments.device == "cpu" and arguments.graph:
         parser.error("--graph needs a GPU")
+    if arguments.steps < 1 or arguments.turns < 1:
+        parser.error("--steps and --turns must be at least 1")
 
     begun = time.perf_counter()
 
@@ -222,8 +230,6 @@ def main() -> None:
                         f"{row['tokens_per_second'] / 1e3:9.1f} K tokens/s  {memory}  first {row['first_step_seconds']:.1f} s",
                         flush=True,
                     )
-                    if spent():
-                        break
         except Exception as error:  # one model out of memory, or one compiler's refusal, must not cost the others
             failed.append({"model": name, "error": (str(error).splitlines() or [type(error).__name__])[0]})
             print(f"{name:16} failed: {failed[-1]['error']}", flush=True)
@@ -244,9 +250,10 @@ def main() -> None:
                     flush=True,
                 )
                 keep()
-        except torch.OutOfMemoryError as error:
-            failed.append({"model": name, "error": str(error).splitlines()[0]})
+        except (torch.OutOfMemoryError, AssertionError) as error:
+            failed.append({"model": f"{name}, decoding", "error": str(error).splitlines()[0]})
             print(f"decode {name:14} failed: {failed[-1]['error']}", flush=True)
+            keep()
     print("written to", arguments.output)
 
 

@@ -1,21 +1,34 @@
 """Steps that are replayed: the numbers of ordinary steps, whatever happens to the cache, the rows or the model in between.
 
-Without a GPU nothing is captured: the step runs on the same memory instead. `benchmarks/throughput.py` compares replayed
-graphs with ordinary steps on a GPU before it times them.
+Without a GPU a recorder stands in for graphs (recorded.py), so that a step which should have been recorded anew is seen.
+`benchmarks/throughput.py` compares replayed graphs with ordinary steps on a GPU before it times them.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import recorded
 import torch
 from stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
-from torch import Tensor
+from torch import Tensor, nn
 
-from prism.models import PrismCache, PrismForCausalLM, ReplayedCache
+from prism.models import PrismCache, PrismForCausalLM, ReplayedCache, captured, replay
 from prism.models.replay import cache_for
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded with the first step of a kind."""
+    monkeypatch.setattr(replay, "PATIENCE", 0)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(captured, "record", recorded.record)
 
 
 @torch.no_grad()
@@ -97,26 +110,177 @@ def test_logits_are_the_callers_own() -> None:
     assert torch.equal(first, before)
 
 
-def test_weights_may_change_and_move() -> None:
+def replaced_weight(lm: PrismForCausalLM) -> None:
+    lm.lm_head.weight = nn.Parameter(lm.lm_head.weight.data * 1.5)
+
+
+def loaded_weights(lm: PrismForCausalLM) -> None:
+    lm.load_state_dict({name: z * 1.1 for name, z in lm.state_dict().items()}, assign=True)
+
+
+def replaced_module(lm: PrismForCausalLM) -> None:
+    lm.model.norm = nn.RMSNorm(16, eps=0.3, dtype=torch.float64)
+
+
+def moved_weight(lm: PrismForCausalLM) -> None:
+    lm.model.norm.weight.data = lm.model.norm.weight.data * 0.5
+
+
+def weight_in_place(lm: PrismForCausalLM) -> None:
+    lm.lm_head.weight.data.mul_(1.5)
+
+
+@pytest.mark.parametrize("change", [replaced_weight, loaded_weights, replaced_module, moved_weight, weight_in_place])
+def test_the_model_may_change(change: Callable[[PrismForCausalLM], None]) -> None:
     lm, ids = model("prism*2"), tokens(1, 20)
     plain, replayed = pair(lm, ids[:, :5])
-    captured = []
-    for change in (None, "in place", "elsewhere"):
-        if change == "in place":
-            lm.lm_head.weight.data.mul_(1.5)
-        elif change == "elsewhere":
-            lm.model.norm.weight.data = lm.model.norm.weight.data * 0.5
-        assert torch.equal(steps(lm, replayed, ids[:, 5:8]), steps(lm, plain, ids[:, 5:8]))
-        captured.append(replayed._step)
-    assert captured[0] is captured[1] and captured[1] is not captured[2]
+    assert torch.equal(steps(lm, replayed, ids[:, 5:8]), before := steps(lm, plain, ids[:, 5:8]))
+    step = replayed._step
+    change(lm)
+    after = steps(lm, plain, ids[:, 5:8])
+    assert not torch.equal(after, before)
+    assert torch.equal(steps(lm, replayed, ids[:, 5:8]), after)
+    assert (replayed._step is step) == (change is weight_in_place), "recorded anew only where it must be"
+
+
+def test_adapters_are_switched_between_steps() -> None:
+    peft = pytest.importorskip("peft")
+    lm, ids = model("prism*2", torch.float32), tokens(1, 20)
+    adapted = peft.get_peft_model(lm, peft.LoraConfig(target_modules=["up", "down"], init_lora_weights=False)).eval()
+    plain, replayed = pair(adapted, ids[:, :5])
+    assert torch.equal(steps(adapted, replayed, ids[:, 5:8]), steps(adapted, plain, ids[:, 5:8]))
+    with adapted.disable_adapter():
+        assert torch.equal(steps(adapted, replayed, ids[:, 5:8]), steps(adapted, plain, ids[:, 5:8]))
+
+
+def test_hooks_run_at_every_step() -> None:
+    lm, ids = model("prism*2"), tokens(1, 20)
+    _, replayed = pair(lm, ids[:, :5])
+    steps(lm, replayed, ids[:, 5:8])
+    seen: list[int] = []
+    handle = lm.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    steps(lm, replayed, ids[:, 8:12])
+    assert len(seen) == 4
+    handle.remove()
+    steps(lm, replayed, ids[:, 12:16])
+    assert len(seen) == 4 and replayed._step is not None
+
+
+def test_autocast_casts_the_weights_of_today() -> None:
+    lm, ids = model("prism*2", torch.float32), tokens(1, 20)
+    plain, replayed = pair(lm, ids[:, :5])
+
+    def answers(cache: PrismCache) -> Tensor:
+        parts = []
+        for i in range(5, 9):
+            with torch.autocast("cpu", torch.bfloat16):
+                parts.append(steps(lm, cache, ids[:, i : i + 1]))
+        return torch.cat(parts, 1)
+
+    before = answers(plain)
+    answers(replayed)
+    step = replayed._step
+    with torch.no_grad():
+        lm.lm_head.weight.mul_(-3.0)
+    after = answers(plain)
+    # Not bit for bit: under the recorder a linear map is another operation of bfloat16.
+    assert (answers(replayed) - after).abs().max() < (after - before).abs().max() / 4
+    assert replayed._step is step is not None
+
+
+def test_asked_not_to_use_the_cache() -> None:
+    lm, ids = model("prism*2"), tokens(1, 8)
+    _, replayed = pair(lm, ids[:, :5])
+    with torch.no_grad():
+        answers = [lm(ids[:, 5:6], past_key_values=replayed, use_cache=False) for _ in range(2)]
+    assert torch.equal(answers[0].logits, answers[1].logits)
+    assert answers[0].past_key_values is None and replayed.get_seq_length() == 5
+
+
+def test_answers_are_those_of_an_ordinary_step() -> None:
+    lm, ids = model("mom*2"), tokens(2, 8)
+    plain, replayed = pair(lm, ids[:, :5])
+    with torch.no_grad():
+        a, b = (lm(ids[:, 5:6], past_key_values=cache) for cache in (plain, replayed))
+        assert replayed._step is not None
+        assert torch.equal(a.balance_loss, b.balance_loss)
+        for options in ({"return_dict": False}, {"logits_to_keep": torch.tensor([0, 0])}, {"logits_to_keep": 5}):
+            a, b = (lm(ids[:, 6:7], past_key_values=cache, **options) for cache in (plain, replayed))
+            if options.get("return_dict", True):
+                assert torch.equal(a.logits, b.logits)
+            else:
+                assert len(a) == len(b) and torch.equal(a[0], b[0])
 
 
 def test_gradients_take_the_ordinary_way() -> None:
+    """Also after a replayed step, which has none: what came before it is out of their reach."""
+    lm, ids = model("prism*2"), tokens(1, 8)
+    found = []
+    for cache in (PrismCache(), ReplayedCache()):
+        lm.zero_grad()
+        lm(ids[:, :5], past_key_values=cache)
+        steps(lm, cache, ids[:, 5:6])
+        lm(ids[:, 6:7], past_key_values=cache).logits.sum().backward()
+        found.append([z.grad.clone() for z in lm.parameters() if z.grad is not None])
+    assert cache._step is not None
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+
+
+def test_what_was_kept_of_a_cache_stays() -> None:
+    lm, ids = model("prism*2"), tokens(1, 20)
+    _, replayed = pair(lm, ids[:, :5])
+    steps(lm, replayed, ids[:, 5:8])
+    kept = [copy.copy(replayed), PrismCache.load(replayed.tensors()), pickle.loads(pickle.dumps(replayed))]
+    answer = steps(lm, replayed, ids[:, 8:12])
+    for cache in kept:
+        assert torch.equal(steps(lm, cache, ids[:, 8:12]), answer)
+
+
+def test_a_dropped_cache_is_gone() -> None:
+    """Without the garbage collector's help: states and graphs are large."""
     lm, ids = model("prism*2"), tokens(1, 8)
     _, replayed = pair(lm, ids[:, :5])
-    lm(ids[:, 5:6], past_key_values=replayed).logits.sum().backward()
-    assert lm.lm_head.weight.grad is not None
-    assert replayed._step is None
+    steps(lm, replayed, ids[:, 5:8])
+    gone = weakref.ref(replayed._step)
+    gc.disable()
+    try:
+        del replayed
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_first_steps_of_a_kind_are_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "PATIENCE", 3)
+    lm, ids = model("prism*2"), tokens(2, 20)
+    _, replayed = pair(lm, ids[:, :5])
+    recorded_after = []
+    for i in range(5, 10):
+        steps(lm, replayed, ids[:, i : i + 1])
+        recorded_after.append(replayed._step is not None)
+    assert recorded_after == [False, False, False, True, True]
+    replayed.batch_select_indices(torch.tensor([1]))
+    steps(lm, replayed, ids[:1, 10:13])
+    assert replayed._step is None, "another kind"
+
+
+def test_a_step_that_cannot_be_recorded_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fails(step: captured.CapturedStep) -> bool:
+        tried.append(step)
+        try:
+            raise RuntimeError("a value was asked for")
+        except RuntimeError:
+            raise RuntimeError("the capture failed")  # noqa: B904 (as torch does)
+
+    monkeypatch.setattr(captured, "record", fails)
+    lm, ids = model("prism*2"), tokens(1, 20)
+    plain, replayed = pair(lm, ids[:, :5])
+    with pytest.warns(UserWarning, match="cannot be replayed.*a value was asked for"):
+        answers = steps(lm, replayed, ids[:, 5:12])
+    assert torch.equal(answers, steps(lm, plain, ids[:, 5:12]))
+    assert len(tried) == 1
 
 
 def test_from_inference_mode_to_no_grad_and_back() -> None:
@@ -154,6 +318,8 @@ def test_graphs_on_a_gpu(layers: Any) -> None:
     assert_same(plain, replayed)
     assert (replayed._step is not None) == lm.config.constant_state
     assert isinstance(cache_for(lm), ReplayedCache) == lm.config.constant_state
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(steps(lm, replayed, ids[:, :20]), steps(lm, plain, ids[:, :20]))
 
 
 def test_a_model_on_a_cpu_gets_an_ordinary_cache() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from prism.nn.state import State
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class PrismCache(Cache):
@@ -38,7 +41,7 @@ class PrismCache(Cache):
         return {**named, "tokens": torch.tensor(self.tokens)}
 
     @classmethod
-    def load(cls, tensors: dict[str, Tensor]) -> PrismCache:
+    def load(cls, tensors: dict[str, Tensor]) -> Self:
         cache, layers = cls(), dict[int, dict[str, Tensor]]()
         for key, x in tensors.items():
             if key != "tokens":
@@ -51,7 +54,7 @@ class PrismCache(Cache):
         return len(self.states)
 
     def __repr__(self) -> str:
-        return f"PrismCache(layers={len(self.states)}, tokens={self.tokens}, nbytes={self.nbytes})"
+        return f"{type(self).__name__}(layers={len(self.states)}, tokens={self.tokens}, nbytes={self.nbytes})"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.tokens

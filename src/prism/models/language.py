@@ -197,9 +197,10 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             logits_to_keep: how many of the last tokens get logits (0: all), or which (indices).
         """
         return_dict = self.config.return_dict if return_dict is None else return_dict
-        special = (position_ids, inputs_embeds, labels, reset, output_hidden_states or None)
-        if isinstance(past_key_values, ReplayedCache) and all(argument is None for argument in special):
-            replayed = self._replayed(input_ids, attention_mask, past_key_values)
+        if isinstance(past_key_values, ReplayedCache):
+            special = (position_ids, inputs_embeds, labels, reset, output_hidden_states or None)
+            plain = use_cache is not False and isinstance(logits_to_keep, int) and all(z is None for z in special)
+            replayed = self._replayed(input_ids, attention_mask, past_key_values) if plain else None
             if replayed is not None:
                 return replayed if return_dict else replayed.to_tuple()
         shared: dict[str, Tensor] = {}
@@ -238,8 +239,10 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             return None
         if self.config.output_hidden_states or _padding_mask(attention_mask, len(input_ids), 1) is not None:
             return None
-        logits: Any = cache.next_logits(self, input_ids)
-        return None if logits is None else PrismOutput(logits=logits, past_key_values=cache)
+        answers: Any = cache.step(self, input_ids)
+        if answers is None:
+            return None
+        return PrismOutput(logits=answers[0], past_key_values=cache, balance_loss=answers[1])
 
     def prepare_inputs_for_generation(  # type: ignore[override]
         self, input_ids: Any, next_sequence_length: int | None = None, inputs_embeds: Any = None, **kwargs: Any

@@ -47,7 +47,7 @@ _HOPPER = Configuration(
     Tiling(64, stages=2), Tiling(64, stages=3), Tiling(64, stages=2, registers=168), Tiling(64, stages=2)
 )
 _HOPPER_64 = replace(_HOPPER, lookups=Tiling(64, stages=2, registers=128), writes=Tiling(64, stages=2, registers=168))
-# The tiles of four columns leave room for one program on a multiprocessor; half as many tokens, for two.
+# Where the tiles of many columns leave room for too few programs on a multiprocessor: half as many tokens at a time.
 _SHORT, _SHORT_64 = replace(_HOPPER, step=16), replace(_HOPPER_64, step=16)
 
 # (K, V, columns, architecture) -> what was fastest there in bfloat16.

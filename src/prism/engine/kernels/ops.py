@@ -192,7 +192,7 @@ def step_(
     state: Tensor,
     substeps: int,
 ) -> Tensor:
-    """`step` that updates the state in place: contiguous float32 `[B, H, K, V]`. What a captured decode loop replays."""
+    """`step` that updates the state in place: contiguous float32 `[B, H, K, V]`, for decode loops of one's own."""
     if state.dtype != torch.float32 or not state.is_contiguous():
         raise ValueError(
             f"state must be contiguous float32 to be updated in place, got {state.dtype} {list(state.stride())}"

@@ -1,0 +1,148 @@
+"""A step of one token, recorded once: places for the token and the states that stay, and a CUDA graph from the one to the next.
+
+A graph repeats kernels on memory; it does not look at the model again. So a step remembers what it was recorded from, and says
+when that is no longer so: a parameter, buffer or module replaced or moved, a hook that would have to run, another precision.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from prism.models.cache import PrismCache
+from prism.nn.state import State
+
+if TYPE_CHECKING:
+    from prism.models.language import PrismForCausalLM
+
+_one_capture = threading.Lock()
+
+
+class CapturedStep:
+    """One more token a row for the same number of rows, into `states`, which belong to it."""
+
+    def __init__(self, model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> None:
+        self.model = model
+        modules = list(model.modules())
+        registries = [z for m in modules for z in (m._parameters, m._buffers, m._modules)]
+        self.contents = [(registry, name, value) for registry in registries for name, value in registry.items()]
+        self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.weights = [*model.parameters(), *model.buffers()]
+        self.places = [z.data_ptr() for z in self.weights]
+        self.precision = _precision(tokens.device)
+        with torch.inference_mode(False), torch.no_grad():  # written to whatever mode later steps are called in
+            self.tokens = tokens.clone()
+            self.states = [state.map(torch.clone) for state in states]
+        self.answers: tuple[Tensor, Tensor | None] = tokens, None
+        self.replay: Callable[[], None] | None = None
+
+    def run(self) -> None:
+        logits, balance, new = self.compute()
+        self.answers = logits, balance
+        for state, after in zip(self.states, new, strict=True):
+            _copy(after, state)
+
+    def compute(self) -> tuple[Tensor, Tensor | None, list[State]]:
+        """Logits, balance loss and new states, with the model as it is now. The states stay as they are."""
+        cache = PrismCache()
+        cache.update(self.states, 0)
+        out: Any = self.model.forward(self.tokens, past_key_values=cache, use_cache=True, return_dict=True)
+        return out.logits, out.balance_loss, cache.states
+
+    def steady(self) -> bool:
+        """Whether the states come back as they went in. Also compiles whatever is compiled on first use."""
+        return layout(self.compute()[-1]) == layout(self.states)
+
+    def serves(self, model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> bool:
+        alike = (tokens.shape, tokens.dtype, tokens.device) == (
+            self.tokens.shape,
+            self.tokens.dtype,
+            self.tokens.device,
+        )
+        if model is not self.model or not alike or _precision(tokens.device) != self.precision:
+            return False
+        return (states is self.states or layout(states) == layout(self.states)) and not self.outdated()
+
+    def outdated(self) -> bool:
+        """Whether the model is another than the one that was recorded. Numbers may have changed in place."""
+        if any(registry.get(name) is not value for registry, name, value in self.contents) or any(self.hooks):
+            return True
+        return self.places != [z.data_ptr() for z in self.weights]
+
+    def __call__(self, tokens: Tensor, states: list[State]) -> tuple[Tensor, Tensor | None]:
+        """Logits `[B, 1, vocabulary]` and the balance loss."""
+        self.tokens.copy_(tokens)
+        if states is not self.states:  # an ordinary step, or a choice among beams, was taken since
+            for mine, given in zip(self.states, states, strict=True):
+                _copy(given, mine)
+        (self.replay or self.run)()
+        logits, balance = self.answers
+        return logits.clone(), None if balance is None else balance.clone()
+
+
+def repeatable(model: PrismForCausalLM) -> bool:
+    """Whether a step is the same every time, as far as can be told without one: no growing states, no hooks, and no adapters
+    of peft's, which are switched by flags that a graph does not see."""
+    fixed = model.config.constant_state
+    return fixed and not any(
+        m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_disable_adapters") for m in model.modules()
+    )
+
+
+def capture(model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> CapturedStep | None:
+    """None where a step's states do not come back as they went in; and, with a warning, where it does something that no graph
+    can do."""
+    step = CapturedStep(model, tokens, states)
+    try:
+        with _casting_anew(tokens.device):
+            return step if record(step) else None
+    except RuntimeError as error:  # of the two errors of a failed capture, the first says why
+        why = error.__context__ or error
+        warnings.warn(f"a step of this model cannot be replayed, and will be slower: {why}", stacklevel=2)
+        return None
+
+
+def record(step: CapturedStep) -> bool:
+    """Make the step's graph, on a GPU; elsewhere it is run again every time. False where its states do not stay alike."""
+    device = step.tokens.device
+    if device.type != "cuda":
+        return step.steady()
+    graph = torch.cuda.CUDAGraph()
+    with _one_capture, torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # leaves the stream as it was also when a capture fails
+            if not step.steady():
+                return False
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                step.run()
+        torch.cuda.current_stream().wait_stream(stream)
+    step.replay = graph.replay
+    return True
+
+
+def layout(states: list[State]) -> list[dict[str, Any]]:
+    return [{name: (z.shape, z.dtype, z.device) for name, z in state.tensors().items()} for state in states]
+
+
+def _copy(source: State, target: State) -> None:
+    given = source.tensors()
+    for name, value in target.tensors().items():
+        value.copy_(given[name])
+
+
+def _precision(device: torch.device) -> torch.dtype | None:
+    """Autocast's, where it is on."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _casting_anew(device: torch.device) -> AbstractContextManager[Any]:
+    """Autocast as it is, but weights are cast in the graph: copies that it keeps are gone when its block ends."""
+    precision = _precision(device)
+    return torch.autocast(device.type, precision, enabled=precision is not None, cache_enabled=False)
