@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import prism
@@ -20,3 +21,27 @@ def test_a_memory_is_computed_in_float32_whatever_autocast_says() -> None:
             assert torch.is_autocast_enabled("cpu")
         assert cast_state.dtype == torch.float32
         assert torch.equal(plain, cast) and torch.equal(state, cast_state), form
+
+
+def test_a_backward_where_autocast_is_on() -> None:
+    """As users write it who put the whole step under autocast: the chunk form's own backward keeps its precision too."""
+    k = torch.randn(2, 70, 2, 2, 8, requires_grad=True)
+    w, g = torch.randn(2, 70, 2, 2, 4, requires_grad=True), -torch.rand(2, 70, 2)
+    for beta in (None, torch.rand(2, 70, 2)):
+        erase = {} if beta is None else {"erase_strength": beta, "erase_first": True}
+        o, state = prism.memory(prism.Update(k[..., 0, :], k / 4, w, g, **erase), form="chunkwise")
+        plain = torch.autograd.grad([o.sum(), state.sum()], [k, w], retain_graph=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = torch.autograd.grad([o.sum(), state.sum()], [k, w])
+        assert all(map(torch.equal, plain, cast))
+
+
+@pytest.mark.parametrize("rule", prism.rules.names())
+def test_every_rule_learns_in_a_step_that_is_wholly_under_autocast(rule: str) -> None:
+    mixer, x = prism.Mixer(rule, 16, 2), torch.randn(2, 9, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = mixer(x)
+        y, _ = mixer(x, state)
+        y.float().sum().backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in mixer.parameters())
+    assert any(p.grad is not None and bool(p.grad.any()) for p in mixer.parameters())

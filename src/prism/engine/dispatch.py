@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from prism.engine import attention
+from prism.engine.autocast import without_autocast
 from prism.engine.chunkwise import chunkwise
 from prism.engine.kernels import fla, paths
 from prism.engine.parallel import parallel
@@ -101,15 +100,6 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
         return engine.delegate(update, state, form, backend)
     run = choose_path(engine, update, form, backend).run
     return run(update, state) if engine.autocast else without_autocast(run, update, state)
-
-
-def without_autocast(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `run` in the precision of its arguments, whatever `torch.autocast` says."""
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return run(*arguments)
-    return run(*arguments)
 
 
 def choose_path(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> Path:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from prism.engine.autocast import without_autocast
 from prism.engine.decay import Documents, HeadDecay
 from prism.engine.steps import Steps
 from prism.engine.triangular import unit_lower_inverse
@@ -79,7 +80,8 @@ class _HeadChunks(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: under gradient checkpointing every read computes the segment again
         (*fields, reset), flat = saved[:7], saved[7:]
         kept = [flat[i : i + 4] for i in range(0, len(flat), 4)]
-        return (*_backward(tuple(fields), reset, kept, dO, dS, ctx.kind), None)
+        # Autocast is on here if `backward()` was called where it is.
+        return (*without_autocast(_backward, tuple(fields), reset, kept, dO, dS, ctx.kind), None)
 
 
 def _forward(fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: bool) -> tuple[Tensor, Tensor, list]:

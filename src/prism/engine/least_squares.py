@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prism.engine.autocast import without_autocast
 from prism.engine.block import blocks, hand_on, unblocks
 from prism.engine.decay import HeadDecay
 from prism.engine.steps import resolve
@@ -132,7 +133,8 @@ class _Solution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        z = conjugate_gradients(lambda p: ctx.operator(p, *tensors), gradients[0], ctx.iterations)
+        # Autocast is on here if `backward()` was called where it is.
+        z = without_autocast(conjugate_gradients, lambda p: ctx.operator(p, *tensors), gradients[0], ctx.iterations)
         return (z, *[None] * (3 + len(tensors)))
 
 
