@@ -114,7 +114,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder of gpu.json and throughput.json")
     parser.add_argument("--pictures", type=Path, default=HERE.parent / "docs" / "images")
     arguments = parser.parse_args()
-    for path in sorted(arguments.results.glob("*.json")):
+    found = [p for p in sorted(arguments.results.glob("*.json")) if p.stem.startswith(("gpu", "throughput"))]
+    if not found:
+        parser.error(f"there are no results in {arguments.results}: run gpu.py and throughput.py first, on a GPU")
+    for path in found:
         results = json.loads(path.read_text())["results"]
         print(f"## {path.stem}\n")
         if path.stem.startswith("gpu"):

@@ -10,6 +10,7 @@ from typing import Any
 from prism import rules
 from prism.autoload import register_with_transformers
 from prism.engine import Update, memory
+from prism.extras import missing
 from prism.nn import Mixer, State
 
 __version__ = "0.1.0"
@@ -18,10 +19,16 @@ __all__ = ["Mixer", "Recommender", "State", "Update", "__version__", "memory", "
 
 def __getattr__(name: str) -> Any:
     """`prism.models` and `prism.Recommender` are imported when first asked for, because they import transformers."""
-    if name == "models":
-        return import_module("prism.models")
-    if name == "Recommender":
-        return import_module("prism.recommend").Recommender
+    try:
+        if name == "models":
+            return import_module("prism.models")
+        if name == "Recommender":
+            return import_module("prism.recommend").Recommender
+    except ModuleNotFoundError as error:
+        told = missing(error, "rec" if name == "Recommender" else "lm")
+        if told is None:
+            raise
+        raise ImportError(f"prism.{name} {told}") from error
     raise AttributeError(f"module 'prism' has no attribute {name!r}")
 
 

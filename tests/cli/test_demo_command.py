@@ -23,6 +23,21 @@ def test_steps_fit_into_the_time() -> None:
     assert _affordable(costs, -5.0) == 40
 
 
+@pytest.mark.parametrize("name", ["report.html", "results.json", "notes.txt", "prism/mine.txt"])
+def test_files_of_others_are_not_replaced(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    assert main(["demo", "--output", str(tmp_path)]) == 2
+    assert "holds what no demo wrote" in capsys.readouterr().err
+    assert path.read_text() == "mine"
+
+
+def test_no_time_at_all_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--minutes", "0", "--output", str(tmp_path)]) == 2
+    assert "minutes must be above 0" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_demo_writes_its_report_and_can_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "demo"

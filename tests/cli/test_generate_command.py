@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prism.cli import main
+from prism.evaluate.generate import Session
 from tiny_lm import save_lm
 
 Captured = pytest.CaptureFixture[str]
@@ -91,3 +95,24 @@ def test_text_that_is_not_utf8(folder: Path, tmp_path: Path, capsys: Captured) -
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert main(["generate", str(folder), "--file", str(tmp_path / "latin.txt")]) == 2
     assert "latin.txt is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_an_interrupted_text_is_saved_and_goes_on(
+    folder: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = generate(capsys, folder, "--prompt", "abc", "--max-new-tokens", 30)
+    state, write = tmp_path / "state.safetensors", Session.write
+
+    def interrupted(session: Session, *arguments: Any) -> Iterator[str]:
+        for i, piece in enumerate(write(session, *arguments)):
+            if i == 10:
+                signal.raise_signal(signal.SIGINT)
+            yield piece
+
+    monkeypatch.setattr(Session, "write", interrupted)
+    words = ["generate", str(folder), "--prompt", "abc", "--max-new-tokens", "30", "--save-state", str(state)]
+    assert main(words) == 130
+    first = capsys.readouterr()
+    assert "interrupted, saved to" in first.err
+    monkeypatch.undo()
+    assert first.out + generate(capsys, folder, "--state", state, "--max-new-tokens", 19) == whole

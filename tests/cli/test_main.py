@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,49 @@ def test_rules_table_names_every_rule(capsys: pytest.CaptureFixture[str], monkey
     printed = capsys.readouterr().out
     assert all(name in printed for name in rules.names())
     assert f"{rules.get('gated_delta').build(64, 2).state_size:,}" in printed
+
+
+def test_names_are_whole_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["rules"]) == 0
+    table = capsys.readouterr().out.partition("forms:")[0]
+    assert all(name in table for name in rules.names())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["probe", "mqar", "--output", "FILE"],
+        ["demo", "--output", "FILE"],
+        ["evaluate", "rec", "nowhere", "--output", "FILE"],
+        ["evaluate", "lm", "nowhere", "FILE", "--output", "FOLDER"],
+        ["rules", "--output", "FOLDER"],
+        ["probe", "mqar", "--output", "FILE/below"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_output_is_told_before_the_work(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("text")
+    places = {"FILE": tmp_path / "file", "FOLDER": tmp_path, "FILE/below": tmp_path / "file" / "below"}
+    assert main([str(places.get(word, word)) for word in words]) == 2
+    assert " is a f" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "text" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(("command", "extra"), [("train lm", "lm"), ("train rec", "rec"), ("generate", "lm")])
+def test_a_missing_library_is_told_with_its_extra(
+    command: str, extra: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers.utils")
+
+    monkeypatch.setattr("prism.cli.import_module", without)
+    assert main([*command.split(), "x"]) == 2
+    assert f"needs transformers, of the extra {extra}: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_a_log_in_memory_and_items_with_features(tmp_path: Path) -> None:
     settings = small(tmp_path, steps=3)
     first = train_rec(settings, log)
     other = Prepared(log.histories, Catalogue(log.catalogue.items), log.users)
-    with pytest.raises(ValueError, match=r"was started with events .* now it is"):
+    with pytest.raises(ValueError, match=r"was started with other events"):
         train_rec(settings, other)
     second = train_rec(replace(settings, out=tmp_path / "plain"), other)
     a, b = (load_file(outcome.model / "model.safetensors") for outcome in (first, second))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from standin import Standin, build_plain, build_with_dropout
 
 from children import final_tensors, finish, reached, same_tensors, signal_when
+from prism.cli.export import export
 from prism.engine.update import InvalidValueError
 from prism.train.finite import NotFiniteError
 from prism.train.language import train_lm
@@ -132,8 +133,32 @@ def test_a_finished_run_is_not_trained_again_but_can_be_prolonged(tmp_path: Path
     assert train_lm(small(tmp_path), build_plain).step == 24
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
     assert train_lm(small(tmp_path, steps=30), build_plain).step == 30
+    config = (tmp_path / "run" / "config.json").read_bytes()
     with pytest.raises(ValueError, match="is at step 30, beyond steps 24"):
         train_lm(small(tmp_path), build_plain)
+    assert (tmp_path / "run" / "config.json").read_bytes() == config, "a refused command changes nothing"
+
+
+def test_an_unknown_rule_is_refused_before_any_data_is_read(tmp_path: Path) -> None:
+    settings = small(tmp_path, model={"layers": "foo"}, data={"sources": [str(tmp_path / "nowhere")]})
+    with pytest.raises(ValueError, match="unknown rule 'foo'"):
+        train_lm(settings)
+
+
+def test_other_data_is_told_without_hashes_by_the_yard(tmp_path: Path) -> None:
+    train_lm(small(tmp_path, steps=2), build_plain)
+    (tmp_path / "other.txt").write_text("another text, long enough to be cut into windows\n" * 40)
+    with pytest.raises(ValueError, match=r"was started with other tokens \(\w{12}…; now \w{12}…\)"):
+        train_lm(small(tmp_path, steps=2, data={"sources": [str(tmp_path / "other.txt")]}), build_plain)
+
+
+def test_export_of_a_run_with_patience_is_its_best_step(tmp_path: Path) -> None:
+    best = {"every": 2, "sequences": 6, "patience": 2}
+    outcome = train_lm(small(tmp_path, steps=40, optimizer={"lr": 3.0}, validation=best, checkpoint={"every": 2}))
+    assert outcome.best_step is not None and outcome.best_step < outcome.step, "it must have become worse"
+    trained = (outcome.run / "model" / "model.safetensors").read_bytes()
+    export(outcome.run)
+    assert (outcome.run / "model" / "model.safetensors").read_bytes() == trained
 
 
 def test_runs_are_not_mixed_or_overwritten(tmp_path: Path) -> None:

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
+from prism.extras import missing
+
+INTERRUPTED = 130
+"""The exit code after a signal, also where everything was saved: whoever waits for the end must not go on as if it were."""
+
 
 class Command(NamedTuple):
     target: str
@@ -75,11 +80,12 @@ def _run(words: list[str]) -> int:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("PRISM_DEBUG") == "1":
             raise
-        print(f"prism {name}: {error}", file=sys.stderr)
+        told = missing(error, "rec" if "rec" in name else "lm") or error
+        print(f"prism {name}: {told}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _choose(words: list[str]) -> tuple[str, list[str]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from prism.cli.probe import mqar
-from prism.data.files import read_json, remove_folder
+from prism.data.files import check_target, read_json, remove_folder
 from prism.evaluate.demo import TrainedModel, write_report
 from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.jobs import run_jobs
@@ -58,11 +58,14 @@ def demo(
         prompt: what the samples start with.
     """
     started = time.perf_counter()
+    if minutes <= 0:
+        raise ValueError(f"minutes must be above 0, got {minutes:g}")
     pyplot()  # a missing plotting library should be known now, not after the training
+    runs = {name: output / rule for name, rule in MODELS.items()}
+    _check_output(output, list(runs.values()))
     print("1. associative recall")
     mqar(RECALL_RULES, steps=recall_steps, output=output / "recall")
     print(f"2. language models on {TEXT}")
-    runs = {name: output / rule for name, rule in MODELS.items()}
     for folder in runs.values():
         if stored_config(folder) is not None:
             remove_folder(folder)
@@ -90,6 +93,29 @@ def demo(
         seconds=seconds,
     )
     print(f"done in {seconds:.0f} s; the report: {report.resolve()}")
+
+
+def _check_output(output: Path, runs: list[Path]) -> None:
+    """Only what an earlier demo left is replaced, whole or in part."""
+    if not check_target(output, folder=True).exists():
+        return
+    ours = {"recall", "report.html", "results.json", *(run.name for run in runs)}
+    foreign = [path.name for path in output.iterdir() if path.name not in ours and not path.name.startswith(".")]
+    foreign += [run.name for run in runs if run.is_dir() and any(run.iterdir()) and stored_config(run) is None]
+    figures = output / "results.json"
+    if (figures.exists() or (output / "report.html").exists()) and not _is_demo(figures):
+        foreign += ["results.json or report.html"]
+    if foreign:
+        raise ValueError(
+            f"{output} holds what no demo wrote ({', '.join(foreign[:3])}): give another folder with --output"
+        )
+
+
+def _is_demo(figures: Path) -> bool:
+    try:
+        return {"models", "recall"} <= set(read_json(figures)["results"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 @dataclass(frozen=True)

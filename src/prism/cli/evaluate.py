@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from tyro.conf import Positional
 
+from prism.data.files import check_target
 from prism.data.text import find_files
 from prism.evaluate.harness import run_tasks
 from prism.evaluate.language_model import LanguageModel, open_model
@@ -54,6 +55,8 @@ def evaluate_lm(
         raise ValueError("nothing to evaluate: give files, or --tasks with --data-dir")
     if tasks and data_dir is None:
         raise ValueError("--tasks needs --data-dir, the folder with their rows")
+    if output is not None:
+        check_target(output, folder=False)
     how, results = Context(context, stride, segment, batch), dict[str, Any]()
     sizes = {path: count_bytes(path, field) for path in find_files(files)}
     with model_folder(model, lambda message: print(message, file=sys.stderr)) as folder:

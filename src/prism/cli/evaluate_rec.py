@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from tyro.conf import Positional
 
+from prism.data.files import check_target
 from prism.data.interactions import Prepared
 from prism.evaluate.rec_report import SHOWN_AT, figure_table, group_table
 from prism.evaluate.rec_report import report as write_report
@@ -57,8 +58,8 @@ def evaluate_rec(
         output: a folder for results.json (with command and machine) and report.html.
         device: cpu, cuda …; auto is cuda where there is one.
     """
-    if output is not None and output.is_file():
-        raise ValueError(f"output must be a folder, and {output} is a file")
+    if output is not None:
+        check_target(output, folder=True)
     with model_folder(model, _say) as folder:
         recommender = open_weights(PrismForRecommendation, folder, device)
         training = training_of(folder)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from prism.train.checkpoint import find_newest_good
+from prism.train.checkpoint import find_newest_good, good_checkpoint
 from prism.train.export import export as export_checkpoint
 
 
 def export(run: Positional[Path], out: Path | None = None) -> None:
-    """Write the newest good checkpoint of a run as a folder that transformers opens.
+    """Write the newest good checkpoint of a run as a folder that transformers opens; with `validation.patience`, the best.
 
     Args:
-        run: the run folder that `prism train lm` wrote to.
+        run: the run folder that `prism train lm` or `prism train rec` wrote to.
         out: where to write; `model` in the run folder unless given. Must not exist then.
     """
     if out is not None and out.exists():
@@ -23,4 +23,7 @@ def export(run: Positional[Path], out: Path | None = None) -> None:
     found = find_newest_good(run / "checkpoints", lambda message: print(message, file=sys.stderr))
     if found is None:
         raise ValueError(f"{run} has no checkpoint to export")
+    best = found.state.get("best")
+    if best is not None:
+        found = good_checkpoint(run / "checkpoints", best["step"])
     print(f"{found.folder.name} is exported to {export_checkpoint(run, found, out or run / 'model')}")

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from prism.cli import INTERRUPTED
 from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.language_model import open_model
 from prism.train.saved import model_folder
+from prism.train.stop import StopRequest
 
 
 def generate(
@@ -25,7 +27,7 @@ def generate(
     state: Path | None = None,
     save_state: Path | None = None,
     device: str = "auto",
-) -> None:
+) -> int:
     """Continue a text. The new text goes to the output as it is written, everything else to the error stream.
 
     The text to continue is --prompt, --file, or else the standard input (not with --state, which needs none). A run that
@@ -41,7 +43,7 @@ def generate(
         top_p: choose among the most likely tokens that have this probability together.
         seed: of the random choices; None is 0, or with --state where the random numbers were.
         state: go on from this file; a prompt, if there is one, follows what was read and written then.
-        save_state: write the state after the last token to this file (.safetensors).
+        save_state: write the state after the last token to this file (.safetensors), also if the writing is interrupted.
         device: cpu, cuda …; auto is cuda where there is one.
     """
     sampling = Sampling(temperature, top_k, top_p)
@@ -54,17 +56,23 @@ def generate(
     session = Session(lm, seed or 0) if state is None else Session.load(state, lm, seed)
     session.read(text)
     started, count = time.perf_counter(), 0
-    for piece in session.write(max_new_tokens, sampling):
-        count += 1
-        print(piece, end="", flush=True)
+    with StopRequest() as stop:  # between two tokens, so that the state is that of what was written
+        for piece in session.write(max_new_tokens, sampling):
+            count += 1
+            print(piece, end="", flush=True)
+            if stop.name is not None:
+                break
     seconds = time.perf_counter() - started
     if save_state is None:
         print(session.text.flush())
     else:  # an unfinished character is finished by whoever goes on
         session.save(save_state)
     stopped = ", end of text" if session.ended else ""
+    if stop.name is not None:
+        stopped = ", interrupted" if save_state is None else f", interrupted, saved to {save_state}"
     rate = f", {count / seconds:,.0f} tokens/s" if count else ""
     _say(f"\n[{count} tokens{rate}, state of {session.nbytes:,} bytes{stopped}]")
+    return 0 if stop.name is None else INTERRUPTED
 
 
 def _prompt(prompt: str | None, file: Path | None, state: Path | None) -> str:

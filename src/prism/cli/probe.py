@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from prism.data.files import check_target
 from prism.data.mqar import Recall
 from prism.evaluate.jobs import run_jobs
 from prism.evaluate.plots import pyplot, recall_picture
@@ -53,6 +54,7 @@ def mqar(
         output: folder for results.json and recall.png.
     """
     pyplot()  # a missing plotting library should be known now, not after the training
+    check_target(output, folder=True)
     runs, labels = [], []
     for name in ("easy", "starved") if setting == "both" else (setting,):
         base = SETTINGS[name]

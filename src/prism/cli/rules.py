@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prism import rules as registry
+from prism.data.files import check_target
 from prism.engine import FORMS, engine_of
 from prism.engine.dispatch import path_taken
 from prism.engine.folded import Folded
@@ -40,12 +41,13 @@ def rules(width: int = WIDTH, heads: int = HEADS, output: Path | None = None) ->
         output: write the table to this file, as Markdown, instead of printing it.
     """
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        check_target(output, folder=False).parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page(width, heads), encoding="utf-8")
         return
     table = Table(title=f"Rules at width {width} with {heads} heads (defaults)", header_style="bold")
     for column in Row._fields:
-        table.add_column(_title(column), overflow="fold", justify=_justify(column))
+        # Names are there to be copied.
+        table.add_column(_title(column), overflow="fold", no_wrap=column == "rule", justify=_justify(column))
     for row in rows(width, heads):
         table.add_row(*row)
     Console().print(table)

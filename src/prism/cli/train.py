@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prism.cli import INTERRUPTED
 from prism.cli.flags import parse_settings
 from prism.train.language import train_lm
 from prism.train.presets import preset
 from prism.train.settings import Settings
 
 
-def train(arguments: Sequence[str]) -> None:
+def train(arguments: Sequence[str]) -> int:
     outcome = train_lm(parse(arguments))
     if outcome.model is not None:
         score = "" if outcome.score is None else f" at {outcome.score.bits_per_byte:.4f} bits per byte"
         print(f"trained {outcome.step} steps{score}; the model is in {outcome.model}")
+    return INTERRUPTED if outcome.stopped else 0
 
 
 def parse(arguments: Sequence[str]) -> Settings:

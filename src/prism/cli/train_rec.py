@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from prism.cli import INTERRUPTED
 from prism.cli.evaluate_rec import evaluate_rec
 from prism.cli.flags import parse_settings
 from prism.train.rec import train_rec
@@ -12,11 +13,13 @@ from prism.train.rec_presets import preset
 from prism.train.rec_settings import RecSettings
 
 
-def train(arguments: Sequence[str]) -> None:
+def train(arguments: Sequence[str]) -> int:
     settings = parse(arguments)
     outcome = train_rec(settings)
+    if outcome.stopped:
+        return INTERRUPTED
     if outcome.model is None or os.environ.get("RANK", "0") != "0":
-        return
+        return 0
     best = "" if outcome.best_step is None else f", of which {outcome.best_step} was the best"
     print(f"trained {outcome.step} steps{best}; the model is in {outcome.model}")
     if settings.report:
@@ -26,6 +29,7 @@ def train(arguments: Sequence[str]) -> None:
             device=settings.device,
             output=outcome.run / "report",
         )
+    return 0
 
 
 def parse(arguments: Sequence[str]) -> RecSettings:

@@ -42,6 +42,18 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
+def check_target(path: Path, folder: bool) -> Path:
+    """A place for results, before anything is computed: a file, or a folder that files go into."""
+    if folder and path.exists() and not path.is_dir():
+        raise ValueError(f"output must be a folder, and {path} is a file")
+    if not folder and path.is_dir():
+        raise ValueError(f"output must be a file, and {path} is a folder")
+    above = next((parent for parent in path.absolute().parents if parent.exists()), None)
+    if above is not None and not above.is_dir():
+        raise ValueError(f"{path} cannot be written: {above} is a file")
+    return path
+
+
 def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 

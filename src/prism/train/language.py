@@ -17,7 +17,7 @@ from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.language_export import write_model
 from prism.train.loop import Outcome, Report, train
-from prism.train.model import Builder, build_model, initialize, read_weights, vocabulary
+from prism.train.model import Builder, build_model, check_stack, initialize, read_weights, vocabulary
 from prism.train.overrides import to_plain
 from prism.train.run import check_folder
 from prism.train.settings import Settings
@@ -33,6 +33,7 @@ def train_lm(settings: Settings, build: Builder = build_model, report: Report | 
     """
     settings.check()
     check_folder(settings.out, settings.resume)
+    check_stack(settings.model)
     weights = None if settings.model.weights is None else read_weights(settings.model.weights)
     verify = settings.data.verify and os.environ.get("LOCAL_RANK", "0") == "0"
     corpus = prepare(

@@ -37,7 +37,7 @@ from prism.train.finite import NotFiniteError
 from prism.train.log import Log
 from prism.train.optimizer import Optimizers
 from prism.train.progress import Bar
-from prism.train.run import open_run
+from prism.train.run import note_settings, open_run
 from prism.train.schedule import lr_factor
 from prism.train.stop import StopRequest
 from prism.train.task import Samples, Task
@@ -58,6 +58,8 @@ class Outcome:
     model: Path | None
     best_step: int | None = None
     """With `validation.patience`: the step that the model is of."""
+    stopped: bool = False
+    """By a signal, before its end; everything is saved."""
 
 
 def train(task: Task, report: Report | None = None) -> Outcome:
@@ -101,6 +103,7 @@ class _Run:
         self.model.train()
         with self.bar() as bar:
             self.resume(bar)
+        self.world.on_main(lambda: note_settings(self.task, self.folder))
         if self.settings.compile:
             for layer in layers_of(self.model):  # alike layers share one compilation
                 layer.compile()
@@ -110,7 +113,7 @@ class _Run:
                 stopped = self.advance(log, bar, stop)
                 if stopped:
                     bar.say(f"stopped at step {self.step} and saved: the same command goes on from here")
-                    return self.outcome(None)
+                    return self.outcome(None, stopped=True)
             if self.best.run_out:
                 bar.say(f"no better validation in {self.best.patience}: the model is that of step {self.best.step}")
         return self.outcome(self.world.on_main(self.export))
@@ -119,8 +122,8 @@ class _Run:
     def ended(self) -> bool:
         return self.step >= self.settings.steps or self.best.run_out
 
-    def outcome(self, model: Path | None) -> Outcome:
-        return Outcome(self.folder, self.step, self.skipped, self.loss, self.score, model, self.best.step)
+    def outcome(self, model: Path | None, stopped: bool = False) -> Outcome:
+        return Outcome(self.folder, self.step, self.skipped, self.loss, self.score, model, self.best.step, stopped)
 
     def bar(self) -> Bar:
         return Bar(self.step, self.settings.steps, self.bar_shown, self.task.unit)

@@ -63,6 +63,13 @@ def rule_options(settings: StackSettings) -> dict[str, dict[str, Any]]:
     return chosen
 
 
+def check_stack(settings: StackSettings) -> None:
+    """Refuse a rule or an option that does not exist, before any data is read."""
+    for layer in parse_layers(settings.layers):
+        rules.get(layer.rule)
+    rule_options(settings)
+
+
 def vocabulary(settings: ModelSettings, manifest: Manifest) -> int:
     """Rows of the embedding: those asked for, or the tokenizer's up to a multiple of 64 (which GPUs like)."""
     if settings.vocab_size is None:

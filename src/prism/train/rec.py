@@ -16,7 +16,7 @@ from prism.data.interactions.prepared import ITEMS, USERS
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.loop import Outcome, Report, train
-from prism.train.model import read_weights
+from prism.train.model import check_stack, read_weights
 from prism.train.overrides import to_plain
 from prism.train.rec_export import write_model
 from prism.train.rec_model import Learner, build_recommender, make_loss
@@ -36,6 +36,7 @@ def train_rec(settings: RecSettings, log: Prepared | None = None, report: Report
     """
     settings.check()
     check_folder(settings.out, settings.resume)
+    check_stack(settings.model)
     weights = None if settings.model.weights is None else read_weights(settings.model.weights)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if log is None:

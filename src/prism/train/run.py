@@ -24,6 +24,8 @@ from prism.train.settings import RunSettings
 from prism.train.task import Task
 
 CONFIG = "config.json"
+HASHES = ("tokenizer", "tokens", "events")
+"""Parts of an identity that only say whether something is the same."""
 S = TypeVar("S", bound=RunSettings)
 
 
@@ -77,9 +79,8 @@ def open_run(task: Task, world: World) -> Iterator[Path]:
         stored = stored_config(folder)
         if stored is not None:
             _check_identity({"task": stored["task"], **stored["identity"]}, identity, folder)
-        for name, content in task.files().items():
-            write_atomically(folder / name, content)
-        write_json(folder / CONFIG, {"task": task.name, **task.config(), "identity": identity})
+        else:
+            note_settings(task, folder)
 
     try:
         world.on_main(claim)
@@ -89,10 +90,19 @@ def open_run(task: Task, world: World) -> Iterator[Path]:
             lock.release()
 
 
+def note_settings(task: Task, folder: Path) -> None:
+    """What the run goes on with. For one that goes on, only once that is sure: a refused command changes nothing."""
+    for name, content in task.files().items():
+        write_atomically(folder / name, content)
+    identity = {"task": task.name, **task.identity()}
+    write_json(folder / CONFIG, {"task": task.name, **task.config(), "identity": identity})
+
+
 def _check_identity(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     for name, value in now.items():
         if before.get(name) != value:
+            was, now_is = (f"{str(z)[:12]}…" if name in HASHES else z for z in (before.get(name), value))
+            what = f"other {name} ({was}; now {now_is})" if name in HASHES else f"{name} {was}, now it is {now_is}"
             raise ValueError(
-                f"the run in {folder} was started with {name} {before.get(name)}, now it is {value}: "
-                "keep it to go on, or give another run folder with --out"
+                f"the run in {folder} was started with {what}: keep it to go on, or give another run folder with --out"
             )
