@@ -98,6 +98,7 @@ def memory() -> None:
     token = [leaf(B, 1, H, *more).detach() for more in ((128,), (2, 128), (2, 128))]
     gate = leaf(B, 1, H, dtype=single).detach()
     ops.step(*token, gate, token[0], gate, None, None, None, torch.zeros(B, H, 128, 128), 1)
+    ops.step(*token, gate, token[1][..., 0, :], None, token[0], None, None, torch.zeros(B, H, 128, 128), 1)
     ops.step(*token, None, None, None, None, gate[..., 0] > 1, gate[..., 0] > 1, None, 1)
 
 

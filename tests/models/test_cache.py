@@ -130,3 +130,15 @@ def test_another_kind_of_cache_is_refused() -> None:
 
     with pytest.raises(ValueError, match="past_key_values must be a PrismCache, got DynamicCache"):
         model("prism")(tokens(1, 3), past_key_values=DynamicCache())
+
+
+def test_layers_hand_out_no_states_that_nobody_keeps() -> None:
+    """In training they would be outputs that a wrapper such as FSDP has to look after."""
+    lm, seen = model("prism*2"), []
+    for layer in lm.model.layers:
+        layer.register_forward_hook(lambda _, __, output: seen.append(output[1].tensors()))
+    kept = lm(tokens(2, 9)).logits
+    assert all(seen)
+    seen.clear()
+    assert torch.equal(lm(tokens(2, 9), use_cache=False).logits, kept)
+    assert seen == [{}, {}]

@@ -139,7 +139,7 @@ class PrismModel(PrismPreTrainedModel):
         hidden: list[Any] = [x]
         new: list[State] = []
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
-            x, state = layer(x, state, mask, reset, shared)
+            x, state = layer(x, state, mask, reset, shared, keep_state=use_cache)
             hidden.append(x)
             new.append(state)
         x = self.norm(x)

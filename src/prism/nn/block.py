@@ -57,13 +57,15 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         reset: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
+        keep_state: bool = True,
     ) -> tuple[Tensor, State]:
-        """`[B, T, width]` → `[B, T, width]` and the mixer's state, all as in `Mixer.forward`."""
+        """`[B, T, width]` → `[B, T, width]` and the mixer's state, all as in `Mixer.forward`. Without `keep_state` that is
+        empty: nobody need look after what will not be used (FSDP warns of windows, which are views)."""
         mixed, state = self.mixer(_lowered(self.mixer_norm(x)), state, mask, reset, shared=shared)
         x = x + self.dropout(mixed)
         if self.has_mlp:
             x = x + self.dropout(self.mlp(_lowered(self.mlp_norm(x))))
-        return x, state
+        return x, state if keep_state else State()
 
 
 def _lowered(x: Tensor) -> Tensor:
