@@ -1,12 +1,15 @@
 """`prism probe mqar`: results and a picture; nothing is trained when a rule or option is wrong."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prism.cli import main
+from prism.cli import main, probe
 from prism.cli.probe import parse_rule
+from prism.evaluate.jobs import run_jobs
 from prism.evaluate.recall import RecallRun, train_recall
 
 
@@ -46,3 +49,28 @@ def test_a_wrong_rule_is_told_before_anything_is_trained(
     assert main(["probe", "mqar", "--rules", rule, "--output", str(tmp_path / "out")]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_leaves_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> None:
+        *_, keep = arguments
+        keep([None, train_recall(arguments[1][1])])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(probe, "run_jobs", interrupted)
+    words = ["probe", "mqar", "--rules", "linear", "delta", "--setting", "easy", "--steps", "2"]
+    assert main([*words, "--output", str(tmp_path / "out")]) == 130
+    saved = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [result["name"] for result in saved["results"]] == ["delta"]
+
+
+def test_results_come_in_order_and_as_they_are_ready() -> None:
+    seen: list[list[Any]] = []
+    results = run_jobs(square, [3, 1, 2], ["a", "b", "c"], [1, 1, 1], 1, lambda found: seen.append(list(found)))
+    assert results == seen[-1] == [9, 1, 4]
+    assert all(None in found for found in seen[:-1])
+
+
+def square(number: int, report: Callable[[int, float], None]) -> int:
+    report(1, 0.0)
+    return number**2

@@ -51,7 +51,7 @@ def mqar(
         steps: training steps, instead of the setting's.
         learning_rate: peak learning rate, instead of the setting's.
         jobs: runs at a time; one a core unless given.
-        output: folder for results.json and recall.png.
+        output: folder for results.json, which has every model as soon as it is trained, and recall.png.
     """
     pyplot()  # a missing plotting library should be known now, not after the training
     check_target(output, folder=True)
@@ -72,11 +72,14 @@ def mqar(
     check_runs(runs)
     started = time.perf_counter()
     names = [f"{label} {run.name} seed {run.seed}" for label, run in zip(labels, runs, strict=True)]
-    results = run_jobs(train_recall, runs, names, [run.steps for run in runs], jobs)
-    results = [{"setting": label, **result} for label, result in zip(labels, results, strict=True)]
+    data, results = output / "results.json", list[dict[str, Any]]()
 
+    def keep(found: list[Any]) -> None:  # as they come: an interrupt loses only what is under way
+        results[:] = [{"setting": label, **result} for label, result in zip(labels, found, strict=True) if result]
+        write_results(data, results, command=shlex.join(["prism", *sys.argv[1:]]))
+
+    run_jobs(train_recall, runs, names, [run.steps for run in runs], jobs, keep)
     Console().print(_table(results))
-    data = write_results(output / "results.json", results, command=shlex.join(["prism", *sys.argv[1:]]))
     recall_picture(results, output / "recall.png")
     print(f"{len(runs)} models in {time.perf_counter() - started:.0f} s; figures in {data}")
     print(f"picture: {(output / 'recall.png').resolve()}")

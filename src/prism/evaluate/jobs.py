@@ -33,8 +33,14 @@ def run_jobs(
     names: Sequence[str],
     steps: Sequence[int],
     jobs: int | None = None,
+    keep: Callable[[list[Any]], None] = lambda results: None,
 ) -> list[Any]:
-    """`function(run, report)` for every run, `jobs` at a time; results in the order of `runs`."""
+    """`function(run, report)` for every run, `jobs` at a time; results in the order of `runs`.
+
+    Args:
+        keep: gets all results so far, None for those that are not there yet, whenever there are more: an interrupt then
+            loses only what was under way.
+    """
     jobs = min(len(runs), jobs or os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, _progress() as progress:
@@ -44,9 +50,14 @@ def run_jobs(
         ]
         with ProcessPoolExecutor(jobs, context, _start, (channel,)) as pool:
             futures: list[Future[Any]] = [pool.submit(_work, i, function, run) for i, run in enumerate(runs)]
+            known = 0
             try:
-                while not all(future.done() for future in futures) or not channel.empty():
+                while known < len(futures) or not channel.empty():
                     _drain(channel, progress, bars)
+                    done = [future.done() for future in futures]
+                    if sum(done) > known:
+                        known = sum(done)
+                        keep([future.result() if there else None for future, there in zip(futures, done, strict=True)])
                 return [future.result() for future in futures]
             except BaseException:
                 for future in futures:
