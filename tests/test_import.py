@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import prism
 
 HEAVY = {
     "transformers",
@@ -48,3 +51,17 @@ def test_import_prism_is_light(modules: dict[str, set[str]]) -> None:
 def test_running_every_rule_is_light_too(modules: dict[str, set[str]]) -> None:
     """Rules are loaded by name and the engine by form: neither may bring in what the import left out."""
     assert not (modules["mixers"] - modules["torch"]) & HEAVY
+
+
+def test_type_checkers_may_use_the_annotations() -> None:
+    assert (Path(prism.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize(("name", "extra"), [("Recommender", "rec"), ("models", "lm")])
+def test_what_needs_an_extra_says_which(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(module: str) -> None:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr(prism, "import_module", without)
+    with pytest.raises(ImportError, match=rf"prism.{name} needs transformers, of the extra {extra}: pip install"):
+        prism.__getattr__(name)

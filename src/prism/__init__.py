@@ -5,13 +5,17 @@ computes any rule, exactly, in several *forms*. Importing this package imports t
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prism import rules
 from prism.autoload import register_with_transformers
 from prism.engine import Update, memory
 from prism.extras import missing
 from prism.nn import Mixer, State
+
+if TYPE_CHECKING:
+    from prism import models as models
+    from prism.recommend import Recommender
 
 __version__ = "0.1.0"
 __all__ = ["Mixer", "Recommender", "State", "Update", "__version__", "memory", "rules"]
