@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prism.cli import main
-from prism.cli.demo import MODELS, _affordable, _side_by_side
+from prism.cli.demo import MARK, MODELS, _affordable, _check_output, _side_by_side
 
 
 def test_steps_fit_into_the_time() -> None:
@@ -31,6 +31,15 @@ def test_files_of_others_are_not_replaced(tmp_path: Path, name: str, capsys: pyt
     assert main(["demo", "--output", str(tmp_path)]) == 2
     assert "holds what no demo wrote" in capsys.readouterr().err
     assert path.read_text() == "mine"
+
+
+def test_a_run_of_somebodys_own_is_not_taken_for_the_demos(tmp_path: Path) -> None:
+    (tmp_path / "prism").mkdir()
+    (tmp_path / "prism" / "config.json").write_text('{"task": "lm", "settings": {}}')
+    with pytest.raises(ValueError, match="holds what no demo wrote"):
+        _check_output(tmp_path)
+    (tmp_path / MARK).touch()  # what an interrupted demo left is its own
+    _check_output(tmp_path)
 
 
 def test_no_time_at_all_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,15 @@ def test_results_come_in_order_and_as_they_are_ready() -> None:
     assert all(None in found for found in seen[:-1])
 
 
-def square(number: int, report: Callable[[int, float], None]) -> int:
+def test_one_job_that_fails_does_not_cost_the_others_results() -> None:
+    seen: list[list[Any]] = []
+    with pytest.raises(ValueError, match="not a number"):
+        run_jobs(square, [3, None], ["a", "b"], [1, 1], 1, lambda found: seen.append(list(found)))
+    assert seen[-1] == [9, None]
+
+
+def square(number: int | None, report: Callable[[int, float], None]) -> int:
     report(1, 0.0)
+    if number is None:
+        raise ValueError("not a number")
     return number**2

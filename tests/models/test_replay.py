@@ -1,7 +1,7 @@
 """Steps that are replayed: the numbers of ordinary steps, whatever happens to the cache, the rows or the model in between.
 
 Without a GPU a recorder stands in for graphs (recorded.py), so that a step which should have been recorded anew is seen.
-`benchmarks/throughput.py` compares replayed graphs with ordinary steps on a GPU before it times them.
+`benchmarks/throughput.py` compares replayed graphs with ordinary steps on a GPU.
 """
 
 from __future__ import annotations
@@ -126,11 +126,29 @@ def moved_weight(lm: PrismForCausalLM) -> None:
     lm.model.norm.weight.data = lm.model.norm.weight.data * 0.5
 
 
+def shortened_weight(lm: PrismForCausalLM) -> None:
+    lm.lm_head.weight.data = lm.lm_head.weight.data[:10]
+
+
+def replaced_forward(lm: PrismForCausalLM) -> None:
+    norm = lm.model.norm
+    norm.forward = lambda x: 2 * nn.RMSNorm.forward(norm, x)
+
+
+def dropout_in_training(lm: PrismForCausalLM) -> None:
+    torch.manual_seed(0)
+    lm.model.layers[0].dropout = nn.Dropout(1.0).train()
+
+
 def weight_in_place(lm: PrismForCausalLM) -> None:
     lm.lm_head.weight.data.mul_(1.5)
 
 
-@pytest.mark.parametrize("change", [replaced_weight, loaded_weights, replaced_module, moved_weight, weight_in_place])
+CHANGES = [replaced_weight, loaded_weights, replaced_module, moved_weight, shortened_weight, replaced_forward]
+CHANGES += [dropout_in_training, weight_in_place]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_the_model_may_change(change: Callable[[PrismForCausalLM], None]) -> None:
     lm, ids = model("prism*2"), tokens(1, 20)
     plain, replayed = pair(lm, ids[:, :5])
@@ -178,6 +196,55 @@ def test_hooks_run_at_every_step() -> None:
     handle.remove()
     steps(lm, replayed, ids[:, 12:16])
     assert len(seen) == 4 and replayed._step is not None
+
+
+def test_hooks_on_all_modules_run_too() -> None:
+    lm, ids, seen = model("prism*2"), tokens(1, 20), []
+    _, replayed = pair(lm, ids[:, :5])
+    steps(lm, replayed, ids[:, 5:8])
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
+    try:
+        steps(lm, replayed, ids[:, 8:10])
+    finally:
+        handle.remove()
+    assert len(seen) > 10
+
+
+def test_a_layers_state_may_be_exchanged() -> None:
+    lm, ids = model("prism*2"), tokens(1, 20)
+    plain, replayed = pair(lm, ids[:, :5])
+    for cache in (plain, replayed):
+        steps(lm, cache, ids[:, 5:8])
+        cache.states[0] = cache.states[0].map(lambda z: 0.5 * z)
+    assert torch.equal(steps(lm, replayed, ids[:, 8:12]), steps(lm, plain, ids[:, 8:12]))
+
+
+def test_without_room_for_a_second_set_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, ids = model("prism*2"), tokens(1, 12)
+    plain, replayed = pair(lm, ids[:, :5])
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(captured.CapturedStep, "__init__", full)
+    with pytest.warns(UserWarning, match="cannot be replayed.*no room"):
+        answers = steps(lm, replayed, ids[:, 5:12])
+    assert torch.equal(answers, steps(lm, plain, ids[:, 5:12]))
+
+
+def test_an_interrupted_capture_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, ids = model("prism*2"), tokens(1, 12)
+    _, replayed = pair(lm, ids[:, :5])
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(captured, "record", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            steps(lm, replayed, ids[:, 5:6])
+    steps(lm, replayed, ids[:, 5:8])
+    assert replayed._step is not None
 
 
 def test_autocast_casts_the_weights_of_today() -> None:

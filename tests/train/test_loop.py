@@ -16,10 +16,12 @@ from standin import Standin, build_plain, build_with_dropout
 
 from children import final_tensors, finish, reached, same_tensors, signal_when
 from prism.cli.export import export
+from prism.data.files import remove_folder
 from prism.engine.update import InvalidValueError
 from prism.train.finite import NotFiniteError
 from prism.train.language import train_lm
 from prism.train.log import read_log
+from prism.train.saved import model_folder
 
 
 def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:
@@ -159,6 +161,9 @@ def test_export_of_a_run_with_patience_is_its_best_step(tmp_path: Path) -> None:
     trained = (outcome.run / "model" / "model.safetensors").read_bytes()
     export(outcome.run)
     assert (outcome.run / "model" / "model.safetensors").read_bytes() == trained
+    remove_folder(outcome.run / "model")
+    with model_folder(outcome.run) as folder:
+        assert (folder / "model.safetensors").read_bytes() == trained
 
 
 def test_runs_are_not_mixed_or_overwritten(tmp_path: Path) -> None:

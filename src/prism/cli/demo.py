@@ -28,7 +28,6 @@ from prism.train.language import train_lm
 from prism.train.log import read_log
 from prism.train.overrides import override
 from prism.train.presets import preset
-from prism.train.run import stored_config
 from prism.train.settings import Settings
 
 MODELS = {"PRISM, L = 2": "prism", "Gated DeltaNet": "gated_delta", "linear attention": "linear"}
@@ -37,6 +36,8 @@ RECALL_RULES = ("prism:steps=2", "gated_delta", "linear")
 TEXT = "the source text of this machine's Python standard library"
 SEED = 0
 VALIDATIONS = 5
+MARK = ".demo"
+"""An empty file that says whose folder it is."""
 RESERVE = 30
 """Seconds for starting, samples and the report."""
 
@@ -62,12 +63,14 @@ def demo(
         raise ValueError(f"minutes must be above 0, got {minutes:g}")
     pyplot()  # a missing plotting library should be known now, not after the training
     runs = {name: output / rule for name, rule in MODELS.items()}
-    _check_output(output, list(runs.values()))
+    _check_output(output)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / MARK).touch()
     print("1. associative recall")
     mqar(RECALL_RULES, steps=recall_steps, output=output / "recall")
     print(f"2. language models on {TEXT}")
     for folder in runs.values():
-        if stored_config(folder) is not None:
+        if folder.is_dir():
             remove_folder(folder)
     if steps is None:
         costs = _step_seconds([_settings(rule, 1, runs[name]) for name, rule in MODELS.items()])
@@ -95,16 +98,11 @@ def demo(
     print(f"done in {seconds:.0f} s; the report: {report.resolve()}")
 
 
-def _check_output(output: Path, runs: list[Path]) -> None:
-    """Only what an earlier demo left is replaced, whole or in part."""
-    if not check_target(output, folder=True).exists():
+def _check_output(output: Path) -> None:
+    """Only what an earlier demo left is replaced, whole or in part: its folder has a mark."""
+    if not check_target(output, folder=True).exists() or (output / MARK).exists() or _is_demo(output / "results.json"):
         return
-    ours = {"recall", "report.html", "results.json", *(run.name for run in runs)}
-    foreign = [path.name for path in output.iterdir() if path.name not in ours and not path.name.startswith(".")]
-    foreign += [run.name for run in runs if run.is_dir() and any(run.iterdir()) and stored_config(run) is None]
-    figures = output / "results.json"
-    if (figures.exists() or (output / "report.html").exists()) and not _is_demo(figures):
-        foreign += ["results.json or report.html"]
+    foreign = [path.name for path in output.iterdir() if not path.name.startswith(".")]
     if foreign:
         raise ValueError(
             f"{output} holds what no demo wrote ({', '.join(foreign[:3])}): give another folder with --output"
@@ -150,7 +148,8 @@ def _step_seconds(settings: list[Settings], trial: int = 6) -> list[float]:
     for each in settings:
         with tempfile.TemporaryDirectory() as folder:
             quick = {"out": f"{folder}/run", "steps": trial, "log": {"every": 1}, "validation": {"sequences": 1}}
-            train_lm(override(each, quick, "trial"), report=lambda step, loss: None)
+            if train_lm(override(each, quick, "trial"), report=lambda step, loss: None).stopped:
+                raise KeyboardInterrupt
             speeds = [r["tokens_per_second"] for r in read_log(Path(folder) / "run" / "log.jsonl") if "loss" in r]
         seconds.append(each.batch.sequences * each.data.context / statistics.median(speeds[1:]))
     torch.set_num_threads(threads)

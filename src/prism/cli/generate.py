@@ -62,17 +62,18 @@ def generate(
             print(piece, end="", flush=True)
             if stop.name is not None:
                 break
-    seconds = time.perf_counter() - started
-    if save_state is None:
-        print(session.text.flush())
-    else:  # an unfinished character is finished by whoever goes on
-        session.save(save_state)
+        seconds = time.perf_counter() - started
+        if save_state is None:
+            print(session.text.flush())
+        else:  # an unfinished character is finished by whoever goes on
+            session.save(save_state)
+    interrupted = stop.name is not None and count < max_new_tokens and not session.ended
     stopped = ", end of text" if session.ended else ""
-    if stop.name is not None:
+    if interrupted:
         stopped = ", interrupted" if save_state is None else f", interrupted, saved to {save_state}"
     rate = f", {count / seconds:,.0f} tokens/s" if count else ""
     _say(f"\n[{count} tokens{rate}, state of {session.nbytes:,} bytes{stopped}]")
-    return 0 if stop.name is None else INTERRUPTED
+    return INTERRUPTED if interrupted else 0
 
 
 def _prompt(prompt: str | None, file: Path | None, state: Path | None) -> str:

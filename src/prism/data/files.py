@@ -48,9 +48,13 @@ def check_target(path: Path, folder: bool) -> Path:
         raise ValueError(f"output must be a folder, and {path} is a file")
     if not folder and path.is_dir():
         raise ValueError(f"output must be a file, and {path} is a folder")
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} cannot be written: it is a link to nowhere")
     above = next((parent for parent in path.absolute().parents if parent.exists()), None)
     if above is not None and not above.is_dir():
         raise ValueError(f"{path} cannot be written: {above} is a file")
+    if above is not None and not os.access(path if path.exists() else above, os.W_OK):
+        raise ValueError(f"{path} cannot be written: there is no permission to")
     return path
 
 

@@ -1,4 +1,8 @@
-"""Memories compute in the precision of what they are given, forward and backward, whatever `torch.autocast` says."""
+"""Memories compute in the precision of what they are given, whatever `torch.autocast` says.
+
+In a `backward()` that is called where autocast is on, that holds for the library's own backward passes (the chunk form with
+decay per head, the kernels). What torch differentiates itself is cast there: call `backward()` outside, as torch advises.
+"""
 
 from __future__ import annotations
 

@@ -13,17 +13,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 _channel: Any = None
 """In a worker: where progress is told."""
+_over: Any = None
+"""In a worker: set when nobody waits for results any more."""
 
 
-def _start(channel: Any) -> None:
-    global _channel
+def _start(channel: Any, over: Any) -> None:
+    global _channel, _over
     import torch
 
     torch.set_num_threads(1)  # one run a core is faster than one run on all of them
-    _channel = channel
+    _channel, _over = channel, over
 
 
 def _work(index: int, function: Callable[..., Any], argument: Any) -> Any:
+    if _over.is_set():  # a pool hands out one job more than it has workers, which cannot be taken back
+        raise KeyboardInterrupt
     return function(argument, lambda step, loss: _channel.put((index, step, loss)))
 
 
@@ -44,11 +48,11 @@ def run_jobs(
     jobs = min(len(runs), jobs or os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, _progress() as progress:
-        channel = manager.Queue()
+        channel, over = manager.Queue(), manager.Event()
         bars = [
             progress.add_task(name, total=total, loss="", start=False) for name, total in zip(names, steps, strict=True)
         ]
-        with ProcessPoolExecutor(jobs, context, _start, (channel,)) as pool:
+        with ProcessPoolExecutor(jobs, context, _start, (channel, over)) as pool:
             futures: list[Future[Any]] = [pool.submit(_work, i, function, run) for i, run in enumerate(runs)]
             known = 0
             try:
@@ -57,9 +61,13 @@ def run_jobs(
                     done = [future.done() for future in futures]
                     if sum(done) > known:
                         known = sum(done)
-                        keep([future.result() if there else None for future, there in zip(futures, done, strict=True)])
+                        ended = [future if there else None for future, there in zip(futures, done, strict=True)]
+                        keep([None if f is None or f.exception() is not None else f.result() for f in ended])
+                        for future in filter(None, ended):
+                            future.result()  # raises what a job raised
                 return [future.result() for future in futures]
             except BaseException:
+                over.set()
                 for future in futures:
                     future.cancel()
                 raise

@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
 def write_results(path: Path, results: Any, **about: Any) -> Path:
     """`about` (the command, say) stands beside the results."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f".{path.name}.partial")
     with temporary.open("w") as file:
         json.dump({"machine": machine(), **about, "results": results}, file, indent=2)
         file.write("\n")

@@ -6,14 +6,17 @@ when that is no longer so: a parameter, buffer or module replaced or moved, a ho
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from prism.models.cache import PrismCache
 from prism.nn.state import State
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from prism.models.language import PrismForCausalLM
 
 _one_capture = threading.Lock()
+_failed: list[torch.cuda.CUDAGraph] = []
 
 
 class CapturedStep:
@@ -32,9 +36,11 @@ class CapturedStep:
         modules = list(model.modules())
         registries = [z for m in modules for z in (m._parameters, m._buffers, m._modules)]
         self.contents = [(registry, name, value) for registry in registries for name, value in registry.items()]
-        self.hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.hooks = [_global_forward_hooks, _global_forward_pre_hooks]
+        self.hooks += [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.modes = [(m, m.training, m.__dict__.get("forward")) for m in modules]
         self.weights = [*model.parameters(), *model.buffers()]
-        self.places = [z.data_ptr() for z in self.weights]
+        self.places = _places(self.weights)
         self.precision = _precision(tokens.device)
         with torch.inference_mode(False), torch.no_grad():  # written to whatever mode later steps are called in
             self.tokens = tokens.clone()
@@ -67,18 +73,24 @@ class CapturedStep:
         )
         if model is not self.model or not alike or _precision(tokens.device) != self.precision:
             return False
-        return (states is self.states or layout(states) == layout(self.states)) and not self.outdated()
+        return (self.holds(states) or layout(states) == layout(self.states)) and not self.outdated()
+
+    def holds(self, states: list[State]) -> bool:
+        """Whether these are its own, where the last step left them."""
+        return len(states) == len(self.states) and all(map(is_, states, self.states))
 
     def outdated(self) -> bool:
         """Whether the model is another than the one that was recorded. Numbers may have changed in place."""
         if any(registry.get(name) is not value for registry, name, value in self.contents) or any(self.hooks):
             return True
-        return self.places != [z.data_ptr() for z in self.weights]
+        if any(m.training != training or m.__dict__.get("forward") is not own for m, training, own in self.modes):
+            return True
+        return self.places != _places(self.weights)
 
     def __call__(self, tokens: Tensor, states: list[State]) -> tuple[Tensor, Tensor | None]:
         """Logits `[B, 1, vocabulary]` and the balance loss."""
         self.tokens.copy_(tokens)
-        if states is not self.states:  # an ordinary step, or a choice among beams, was taken since
+        if not self.holds(states):  # an ordinary step, or a choice among beams, was taken since
             for mine, given in zip(self.states, states, strict=True):
                 _copy(given, mine)
         (self.replay or self.run)()
@@ -89,17 +101,18 @@ class CapturedStep:
 def repeatable(model: PrismForCausalLM) -> bool:
     """Whether a step is the same every time, as far as can be told without one: no growing states, no hooks, and no adapters
     of peft's, which are switched by flags that a graph does not see."""
-    fixed = model.config.constant_state
-    return fixed and not any(
-        m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_disable_adapters") for m in model.modules()
-    )
+    if not model.config.constant_state or _global_forward_hooks or _global_forward_pre_hooks:
+        return False
+    if os.environ.get("PRISM_CHECK") == "1":  # values are looked at, which waits for the device
+        return False
+    return not any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_disable_adapters") for m in model.modules())
 
 
 def capture(model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> CapturedStep | None:
     """None where a step's states do not come back as they went in; and, with a warning, where it does something that no graph
     can do."""
-    step = CapturedStep(model, tokens, states)
     try:
+        step = CapturedStep(model, tokens, states)
         with _casting_anew(tokens.device):
             return step if record(step) else None
     except RuntimeError as error:  # of the two errors of a failed capture, the first says why
@@ -117,14 +130,33 @@ def record(step: CapturedStep) -> bool:
     with _one_capture, torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # leaves the stream as it was also when a capture fails
-            if not step.steady():
-                return False
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                step.run()
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):  # leaves the stream as it was also when a capture fails
+                if not step.steady():
+                    return False
+                _record(graph, stream, step.run)
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
     step.replay = graph.replay
     return True
+
+
+def _record(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, run: Callable[[], None]) -> None:
+    try:
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            run()
+    except BaseException:
+        # Torch does not end what a failed capture began: the allocator may still ask the graph, so it stays, and random
+        # numbers believe that they are captured until another capture ends.
+        _failed.append(graph)
+        again = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")
+        with suppress(RuntimeError), torch.cuda.stream(stream), again:
+            torch.zeros(1, device=stream.device)
+        raise
+
+
+def _places(weights: list[Tensor]) -> list[tuple[int, torch.dtype, torch.Size]]:
+    return [(z.data_ptr(), z.dtype, z.shape) for z in weights]
 
 
 def layout(states: list[State]) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ class ReplayedCache(PrismCache):
         super().__init__()
         self._step: CapturedStep | None = None
         self._kind: Any = None
-        self._waited = 0
+        self._waited, self._patience = 0, PATIENCE
 
     def step(self, model: PrismForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """The logits `[B, 1, vocabulary]` after one more token `[B, 1]` a row, and the balance loss; None where an ordinary
@@ -47,12 +47,13 @@ class ReplayedCache(PrismCache):
             return None
         if self._step is not None and not self._step.serves(model, tokens, self.states):
             self._step, self._kind = None, None  # and its memory with it
+            self._patience *= 2  # where this happens again and again, graphs are made ever more seldom
         if self._step is None:
             self._step = self._after_a_while(model, tokens)
         if self._step is None:
             return None
         answers = self._step(tokens, self.states)
-        self.update(self._step.states, 1)
+        self.update(list(self._step.states), 1)
         return answers
 
     def _after_a_while(self, model: PrismForCausalLM, tokens: Tensor) -> CapturedStep | None:
@@ -65,7 +66,13 @@ class ReplayedCache(PrismCache):
         kind = id(model), tokens.shape, tokens.dtype, tokens.device, autocast, layout(self.states)
         self._waited = self._waited + 1 if kind == self._kind else 0
         self._kind = kind
-        return capture(model, tokens, self.states) if self._waited == PATIENCE else None
+        if self._waited != self._patience:
+            return None
+        try:
+            return capture(model, tokens, self.states)
+        except BaseException:  # an interrupt: the next steps may try again
+            self._kind = None
+            raise
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in super().tensors().items()}

@@ -137,6 +137,8 @@ class _Run:
             return
         state = checkpoint.state
         self.step, self.skipped = state["step"], state["skipped"]
+        if self.step > self.settings.steps:
+            raise ValueError(f"the run in {self.folder} is at step {self.step}, beyond steps {self.settings.steps}")
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.best.restore(state)
         tensors.load(checkpoint.tensors, self.model, self.optimizers, self.world)
@@ -145,8 +147,6 @@ class _Run:
             rng.restore(random)
         self.saved = checkpoint
         bar.say(f"going on from {checkpoint.folder.name} in {self.folder}")
-        if self.step > self.settings.steps:
-            raise ValueError(f"the run in {self.folder} is at step {self.step}, beyond steps {self.settings.steps}")
 
     def advance(self, log: Log | None, bar: Bar, stop: StopRequest) -> bool:
         """One step and all that follows from it; True if a signal asked to end here."""

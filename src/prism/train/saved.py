@@ -8,14 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prism.data.files import read_json
-from prism.train.checkpoint import find_newest_good
+from prism.train.checkpoint import find_chosen, find_newest_good
 from prism.train.export import export
 from prism.train.run import CONFIG
 
 
 @contextmanager
 def model_folder(path: Path, report: Callable[[str], None] = lambda message: None) -> Iterator[Path]:
-    """The folder to open. Of a run: its `model`, or if a checkpoint is newer, that one, exported for the time being."""
+    """The folder to open. Of a run: its `model`, or if a checkpoint is newer, what the run would become now, exported for the
+    time being."""
     config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
     if "settings" not in config:
         yield path
@@ -29,6 +30,7 @@ def model_folder(path: Path, report: Callable[[str], None] = lambda message: Non
         raise ValueError(
             f"{path} is a run without a checkpoint: let `prism train {task} --out {path}` go on until it has one"
         )
-    report(f"using checkpoint {newest.folder.name} of {path}")
+    chosen = find_chosen(path / "checkpoints", lambda message: None) or newest
+    report(f"using checkpoint {chosen.folder.name} of {path}")
     with tempfile.TemporaryDirectory() as folder:
-        yield export(path, newest, Path(folder) / path.resolve().name)
+        yield export(path, chosen, Path(folder) / path.resolve().name)
