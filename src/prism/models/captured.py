@@ -11,7 +11,8 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,12 +36,14 @@ class CapturedStep:
         self.model = model
         modules = list(model.modules())
         registries = [z for m in modules for z in (m._parameters, m._buffers, m._modules)]
-        self.contents = [(registry, name, value) for registry in registries for name, value in registry.items()]
+        entries = [(registry, name, value) for registry in registries for name, value in registry.items()]
+        self.registries, self.names, self.contents = zip(*entries, strict=True)
         self.hooks = [_global_forward_hooks, _global_forward_pre_hooks]
         self.hooks += [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self.modes = [(m, m.training, m.__dict__.get("forward")) for m in modules]
+        self.attributes = [m.__dict__ for m in modules]
+        self.modes = self.modes_now()
         self.weights = [*model.parameters(), *model.buffers()]
-        self.places = _places(self.weights)
+        self.places = self.places_now()
         self.precision = _precision(tokens.device)
         with torch.inference_mode(False), torch.no_grad():  # written to whatever mode later steps are called in
             self.tokens = tokens.clone()
@@ -81,11 +84,16 @@ class CapturedStep:
 
     def outdated(self) -> bool:
         """Whether the model is another than the one that was recorded. Numbers may have changed in place."""
-        if any(registry.get(name) is not value for registry, name, value in self.contents) or any(self.hooks):
-            return True
-        if any(m.training != training or m.__dict__.get("forward") is not own for m, training, own in self.modes):
-            return True
-        return self.places != _places(self.weights)
+        same = all(map(is_, map(dict.get, self.registries, self.names), self.contents)) and not any(self.hooks)
+        return not same or self.modes_now() != self.modes or self.places_now() != self.places
+
+    # Asked before every step, so without a loop in Python.
+    def modes_now(self) -> list[Any]:
+        """Training or not, and a `forward` of a module's own, which accelerate gives them."""
+        return [*map(dict.get, self.attributes, repeat("training")), *map(dict.get, self.attributes, repeat("forward"))]
+
+    def places_now(self) -> list[Any]:
+        return [*map(Tensor.data_ptr, self.weights), *map(attrgetter("dtype", "shape"), self.weights)]
 
     def __call__(self, tokens: Tensor, states: list[State]) -> tuple[Tensor, Tensor | None]:
         """Logits `[B, 1, vocabulary]` and the balance loss."""
@@ -153,10 +161,6 @@ def _record(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, run: Callabl
         with suppress(RuntimeError), torch.cuda.stream(stream), again:
             torch.zeros(1, device=stream.device)
         raise
-
-
-def _places(weights: list[Tensor]) -> list[tuple[int, torch.dtype, torch.Size]]:
-    return [(z.data_ptr(), z.dtype, z.shape) for z in weights]
 
 
 def layout(states: list[State]) -> list[dict[str, Any]]:
