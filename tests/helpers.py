@@ -169,7 +169,7 @@ class Problem:
 
     def update(self, tensors: Mapping[str, Tensor]) -> prism.Update:
         named = {name: tensors.get(name) for name in (*INPUTS, "reset", "mask")}
-        return prism.Update(**named, erase_on=self.erase_on, read=self.read, substeps=self.substeps)  # type: ignore[arg-type]
+        return prism.Update(**named, erase_on=self.erase_on, read=self.read, substeps=self.substeps)
 
     def run(self, tensors: Tensors, form: str, dtype: torch.dtype = torch.float64) -> Tensors:
         """Output, final state, and the gradient of everything that has one."""

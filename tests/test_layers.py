@@ -42,12 +42,12 @@ def imported(path: Path) -> Iterator[tuple[int, str]]:
             module = ".".join([*origin, *([node.module] if node.module else [])])
             names = [f"{module}.{alias.name}" for alias in node.names]
         elif _loads_by_name(node):
-            names = [node.args[0].value]  # type: ignore[attr-defined]
+            names = [node.args[0].value]
         else:
             continue
         for name in names:
             if name == "prism" or name.startswith("prism."):
-                yield node.lineno, name  # type: ignore[attr-defined]
+                yield node.lineno, name
 
 
 def _loads_by_name(node: ast.AST) -> bool:

@@ -49,5 +49,5 @@ class _AfterImport(MetaPathFinder):
                 execute(module)
                 _register()
 
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this one loader
         return spec

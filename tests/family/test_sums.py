@@ -71,7 +71,7 @@ def test_mlstm_is_a_ratio_of_unstabilised_sums(form: str) -> None:
     for t in range(T):
         weight = [left(log_f, t, j) * written[:, j] * (q[:, t] * k[:, j]).sum(-1) for j in range(t + 1)]
         numerator = sum(w[..., None] * v[:, j] for j, w in enumerate(weight))
-        divisor = sum(weight).abs().clamp(min=1.0)[..., None]  # type: ignore[union-attr]
+        divisor = sum(weight).abs().clamp(min=1.0)[..., None]
         assert_close(f"token {t}", got[:, t], (numerator / divisor).flatten(1), 1e-10)
 
 

@@ -53,7 +53,7 @@ def compile_only() -> None:
 
     driver.set_active(NoDriver())
     JITFunction.run = compiled
-    Program.start = start  # type: ignore[method-assign]
+    Program.start = start
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -209,7 +209,7 @@ def unit(x: Tensor) -> Tensor:
 def convolve(x: Tensor, taps: Tensor) -> Tensor:
     """SiLU of the causal convolution of one sequence `[T, D]`; the last of `taps` `[4, D]` meets the newest token."""
     padded = torch.cat([x.new_zeros(len(taps) - 1, x.shape[1]), x])
-    return F.silu(sum(taps[i] * padded[i : i + len(x)] for i in range(len(taps))))  # type: ignore[arg-type]
+    return F.silu(sum(taps[i] * padded[i : i + len(x)] for i in range(len(taps))))
 
 
 def corrections(r: Tensor, gains: list[Tensor], solver: str) -> list[Tensor]:

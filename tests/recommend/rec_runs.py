@@ -54,5 +54,5 @@ def _train(settings: RecSettings, slow: bool) -> None:
             time.sleep(0.01)
             return forward(self, *arguments)
 
-        Learner.forward = slow_forward  # type: ignore[method-assign]
+        Learner.forward = slow_forward
     train_rec(settings)

@@ -114,7 +114,7 @@ def test_results_name_their_protocol(model: PrismForRecommendation, split: Split
         mean = sum(group["targets"] * group["metrics"]["NDCG@10"] for group in groups) / results["targets"]
         assert mean == pytest.approx(results["metrics"]["NDCG@10"])
     with pytest.raises(ValueError, match="'test' or 'validation'"):
-        evaluate_split(model, split, "train", max_length=7)  # type: ignore[arg-type]
+        evaluate_split(model, split, "train", max_length=7)
 
 
 def test_popularity_is_that_of_what_was_learned_from(model: PrismForRecommendation, split: Split) -> None:
@@ -128,18 +128,18 @@ def test_popularity_is_that_of_what_was_learned_from(model: PrismForRecommendati
 def test_coverage_counts_what_is_in_the_lists(model: PrismForRecommendation, split: Split) -> None:
     recommended = Recommended(ITEMS)
     how = {"max_length": 20, "filter_seen": False}
-    rank_targets(model, split.test, split.histories, recommended=recommended, **how)  # type: ignore[arg-type]
+    rank_targets(model, split.test, split.histories, recommended=recommended, **how)
     assert set(recommended.counts) == {1, 5, 10, 20}, "no list is longer than the catalogue"
     for k, counts in recommended.counts.items():
         assert counts.sum() == k * len(split.test) and counts[0] == 0
-    coverage = evaluate_ranking(model, split.test, split.histories, **how)["coverage"]  # type: ignore[arg-type]
+    coverage = evaluate_ranking(model, split.test, split.histories, **how)["coverage"]
     assert coverage == recommended.coverage()
     assert 1 / ITEMS <= coverage["coverage@1"] <= coverage["coverage@5"] <= coverage["coverage@20"] <= 1
 
 
 @pytest.mark.parametrize("by", ["uniform", "popularity"])
 def test_sampled_figures_say_so(model: PrismForRecommendation, split: Split, by: str) -> None:
-    sampled = Sampled(5, by, seed=1)  # type: ignore[arg-type]
+    sampled = Sampled(5, by, seed=1)
     results = evaluate_split(model, split, max_length=20, sampled=sampled)
     assert all(name.startswith("sampled ") for name in results["metrics"])
     assert "5 sampled items" in protocol_line(results["protocol"])
@@ -185,7 +185,7 @@ def test_a_model_with_gaps_needs_times(model: PrismForRecommendation, split: Spl
         rank_targets(model, split.test, untimed, max_length=5)
     for wrong in ({"count": 0}, {"count": 5, "by": "age"}):
         with pytest.raises(ValueError, match="sampled"):
-            Sampled(**wrong)  # type: ignore[arg-type]
+            Sampled(**wrong)
 
 
 def test_a_log_in_terms_of_another_catalogue() -> None:

@@ -272,7 +272,7 @@ def test_ids_and_rows() -> None:
     with pytest.raises(ValueError, match="1 of 1 users are not in the log: 'six'"):
         Users([5, 6]).index(["six"])
     with pytest.raises(ValueError, match="'error' or 'skip'"):
-        catalogue.index([], unknown="guess")  # type: ignore[arg-type]
+        catalogue.index([], unknown="guess")
     with pytest.raises(ValueError, match="not distinct"):
         Users([1, 1]).index([1])
     with pytest.raises(ValueError, match="feature brand needs one value"):

@@ -44,7 +44,7 @@ def test_nothing_that_is_held_out_is_learned_from(tmp_path: Path, log: Prepared,
     for user in range(len(log.histories)):
         items, times = log.histories.user(user)
         assert times is not None and len(set(items.tolist())) == len(items)
-        cut = len(items) - 2 if split == "leave_one_out" else int((times < task.split.cuts[0]).sum())  # type: ignore[index]
+        cut = len(items) - 2 if split == "leave_one_out" else int((times < task.split.cuts[0]).sum())
         held_out |= {(user, item) for item in items[cut:].tolist()}
         np.add.at(counts, items[:cut], 1)
     assert held_out and not learned & held_out

@@ -145,17 +145,15 @@ def test_sequences_come_in_any_shape() -> None:
             [(1, 2), (3, 4)],
             [pl.Series([1, 2]), pl.Series([3, 4])],
         ):
-            assert numbered.recommend(sequences=sequences, k=3).items == expected.items  # type: ignore[arg-type]
-            assert numbered.recommend(sequences, k=3).items == expected.items  # type: ignore[arg-type]
-        states = numbered.observe(numbered.observe(numbered.start(2), tensor[:, 0]), tensor[:, 1])  # type: ignore[arg-type]
+            assert numbered.recommend(sequences=sequences, k=3).items == expected.items
+            assert numbered.recommend(sequences, k=3).items == expected.items
+        states = numbered.observe(numbered.observe(numbered.start(2), tensor[:, 0]), tensor[:, 1])
     assert numbered.recommend(states, 3, exclude=[[1, 2], [3, 4]]).items == expected.items
     nobody = it.recommend([], k=3)
     assert len(nobody) == 0 and nobody.rows.shape == (0, 3) and nobody.items == []
     assert (
         it.recommend(["ann"], ITEMS, False, exclude=["i9"]).items
-        == it.recommend(  # type: ignore[list-item]
-            ["ann"], ITEMS, False, exclude=[["i9"]]
-        ).items
+        == it.recommend(["ann"], ITEMS, False, exclude=[["i9"]]).items
     )
 
 
@@ -197,13 +195,13 @@ def test_bad_input_is_named() -> None:
         (lambda: it.recommend(["ann"], max_length=-1), "max_length must be"),
         (lambda: it.recommend(["ann"], exclude=[]), "one list of items for each of 1"),
         (lambda: it.recommend("ann"), "users must be a list, got 'ann'"),
-        (lambda: it.recommend(users=3), "users must be a list, got 3"),  # type: ignore[arg-type]
-        (lambda: it.recommend(["ann"], k=1.5), "k must be at least 1 and whole, got 1.5"),  # type: ignore[arg-type]
-        (lambda: it.recommend(states=(1, 2)), "what start or observe returned, got tuple"),  # type: ignore[arg-type]
+        (lambda: it.recommend(users=3), "users must be a list, got 3"),
+        (lambda: it.recommend(["ann"], k=1.5), "k must be at least 1 and whole, got 1.5"),
+        (lambda: it.recommend(states=(1, 2)), "what start or observe returned, got tuple"),
         (lambda: it.observe(states, "ab"), "items must be a list, got 'ab'"),
         (lambda: it.recommend([["i1"], "i2"]), "users are texts or whole numbers, got list"),
         (lambda: it.recommend(sequences=[[["i1"]]]), "items are texts or whole numbers, got list"),
-        (lambda: it.recommend(sequences=[["i1"]], unknown="ignore"), "unknown must be"),  # type: ignore[arg-type]
+        (lambda: it.recommend(sequences=[["i1"]], unknown="ignore"), "unknown must be"),
         (lambda: it.observe(states, ["i1", None], [datetime(2020, 1, 1), None]), "seconds since 1970"),
         (lambda: it.start(0), "users must be at least 1"),
         (lambda: it.observe(states, ["i1"]), "one entry for each of the 2 users"),

@@ -70,7 +70,7 @@ def test_leave_one_out(lengths: list[int]) -> None:
 @given(st.lists(st.integers(0, 12), min_size=3, max_size=6), st.integers(1, 11), st.integers(1, 11))
 def test_global_time_holds_out_every_later_event(lengths: list[int], valid_from: int, test_from: int) -> None:
     whole = histories_of(lengths, seed=3)
-    events = [(u, n, t) for u in range(len(whole)) for n, t in enumerate(whole.user(u)[1].tolist())]  # type: ignore[union-attr]
+    events = [(u, n, t) for u in range(len(whole)) for n, t in enumerate(whole.user(u)[1].tolist())]
     periods = ((0, valid_from), (valid_from, test_from), (test_from, np.inf))
     expected = [[(u, n) for u, n, t in events if low <= t < high and (n or not low)] for low, high in periods]
     if not all(expected):
@@ -184,7 +184,7 @@ def test_gaps_are_times_since_the_event_before(lengths: list[int], length: int) 
         times = whole.user(user)[1]
         count = int(batch.mask[row].sum())
         start = place[user] - count
-        expected = [times[n] - times[n - 1] if n else 0.0 for n in range(start, start + count)]  # type: ignore[index]
+        expected = [times[n] - times[n - 1] if n else 0.0 for n in range(start, start + count)]
         assert batch.gaps[row, :count].tolist() == expected
         assert not batch.gaps[row, count:].any()
         place[user] = start
@@ -200,7 +200,7 @@ def test_last_keeps_one_stretch_of_each_user() -> None:
     assert (batch[:1].tensors()["inputs"] == batch.inputs[:1]).all()
     for wrong in ({"length": 0}, {"length": 4, "order": "first"}):
         with pytest.raises(ValueError, match=r"length|order"):
-            Samples(whole, **wrong)  # type: ignore[arg-type]
+            Samples(whole, **wrong)
 
 
 def test_contexts_are_the_events_before_a_target() -> None:
@@ -223,4 +223,4 @@ def test_contexts_are_the_events_before_a_target() -> None:
 def test_arrays_that_do_not_fit_are_refused(arrays: tuple, sentence: str) -> None:
     offsets, items, times = (None if x is None else np.array(x) for x in arrays)
     with pytest.raises(ValueError, match=sentence):
-        Histories(offsets, items, times)  # type: ignore[arg-type]
+        Histories(offsets, items, times)

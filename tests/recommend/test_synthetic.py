@@ -26,9 +26,9 @@ def test_times_ascend_within_a_user_and_overlap_between_users() -> None:
     histories = synthetic_log(users=40, items=200, events=4000).histories
     assert histories.times is not None
     spans = [histories.user(u)[1] for u in range(40)]
-    assert all((np.diff(times) >= 0).all() for times in spans)  # type: ignore[arg-type]
-    starts = [times[0] for times in spans]  # type: ignore[index]
-    assert max(starts) < max(times[-1] for times in spans)  # type: ignore[index]
+    assert all((np.diff(times) >= 0).all() for times in spans)
+    starts = [times[0] for times in spans]
+    assert max(starts) < max(times[-1] for times in spans)
     assert min(starts) < np.median(starts)
 
 

@@ -69,7 +69,7 @@ def _train(settings: Settings, build: Builder, slow: str | None) -> None:
             time.sleep(0.005)
             append(self, tokens)
 
-        StreamWriter.append = slow_append  # type: ignore[method-assign]
+        StreamWriter.append = slow_append
     plain = build
 
     def build_slow(*arguments: Any) -> torch.nn.Module:

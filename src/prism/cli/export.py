@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from prism.train.checkpoint import find_chosen
+from prism.train.checkpoint import chosen_by, find_newest_good
 from prism.train.export import export as export_checkpoint
 
 
@@ -20,7 +20,8 @@ def export(run: Positional[Path], out: Path | None = None) -> None:
     """
     if out is not None and out.exists():
         raise ValueError(f"{out} exists already: give another folder")
-    found = find_chosen(run / "checkpoints", lambda message: print(message, file=sys.stderr))
+    found = find_newest_good(run / "checkpoints", lambda message: print(message, file=sys.stderr))
     if found is None:
         raise ValueError(f"{run} has no checkpoint to export")
-    print(f"{found.folder.name} is exported to {export_checkpoint(run, found, out or run / 'model')}")
+    chosen = chosen_by(found)
+    print(f"{chosen.folder.name} is exported to {export_checkpoint(run, chosen, out or run / 'model')}")

@@ -17,5 +17,5 @@ def without_autocast(run: Callable[..., Any], *arguments: Any) -> Any:
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return run(*arguments)
+                return without_autocast(run, *arguments)  # it may be on for the other, too
     return run(*arguments)

@@ -79,7 +79,7 @@ class RecallModel(nn.Module):
     @property
     def state_size(self) -> int:
         """Numbers in all memories of one sequence."""
-        return sum(mixer.state_size for mixer in self.mixers)  # type: ignore[misc]
+        return sum(mixer.state_size for mixer in self.mixers)  # type: ignore[misc]  # a ModuleList forgets what it holds
 
     def forward(self, tokens: Tensor, asked: Tensor) -> Tensor:
         x = self.embedding(tokens)

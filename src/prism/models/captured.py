@@ -44,7 +44,7 @@ class CapturedStep:
         self.modes = self.modes_now()
         self.weights = [*model.parameters(), *model.buffers()]
         self.places = self.places_now()
-        self.precision = _precision(tokens.device)
+        self.precision = precision(tokens.device)
         with torch.inference_mode(False), torch.no_grad():  # written to whatever mode later steps are called in
             self.tokens = tokens.clone()
             self.states = [state.map(torch.clone) for state in states]
@@ -74,7 +74,7 @@ class CapturedStep:
             self.tokens.dtype,
             self.tokens.device,
         )
-        if model is not self.model or not alike or _precision(tokens.device) != self.precision:
+        if model is not self.model or not alike or precision(tokens.device) != self.precision:
             return False
         return (self.holds(states) or layout(states) == layout(self.states)) and not self.outdated()
 
@@ -173,12 +173,12 @@ def _copy(source: State, target: State) -> None:
         value.copy_(given[name])
 
 
-def _precision(device: torch.device) -> torch.dtype | None:
+def precision(device: torch.device) -> torch.dtype | None:
     """Autocast's, where it is on."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _casting_anew(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast as it is, but weights are cast in the graph: copies that it keeps are gone when its block ends."""
-    precision = _precision(device)
-    return torch.autocast(device.type, precision, enabled=precision is not None, cache_enabled=False)
+    dtype = precision(device)
+    return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)

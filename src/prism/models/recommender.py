@@ -46,7 +46,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
     (2, 51)
     """
 
-    config_class = PrismRecConfig  # type: ignore[assignment]
+    config_class = PrismRecConfig  # type: ignore[assignment]  # narrower than the base class says
 
     def __init__(self, config: PrismRecConfig) -> None:
         super().__init__(config)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from prism.models.cache import PrismCache
-from prism.models.captured import CapturedStep, capture, layout, repeatable
+from prism.models.captured import CapturedStep, capture, layout, precision, repeatable
 
 if TYPE_CHECKING:
     from prism.models.language import PrismForCausalLM
@@ -61,9 +61,8 @@ class ReplayedCache(PrismCache):
         if not repeatable(model):
             self._kind = None
             return None
-        device = tokens.device.type
-        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        kind = id(model), tokens.shape, tokens.dtype, tokens.device, autocast, layout(self.states)
+        about = tokens.shape, tokens.dtype, tokens.device, precision(tokens.device)
+        kind = id(model), *about, layout(self.states)
         self._waited = self._waited + 1 if kind == self._kind else 0
         self._kind = kind
         if self._waited != self._patience:

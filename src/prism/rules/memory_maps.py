@@ -30,11 +30,11 @@ class MemoryMaps(nn.Module):
         self.blocks = maps[0].blocks if isinstance(maps[0], BlockLinear) else 1
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = torch.stack([one.weight for one in self.maps]).unflatten(1, (self.blocks, -1))  # type: ignore[misc]
+        weight = torch.stack([one.weight for one in self.maps]).unflatten(1, (self.blocks, -1))  # type: ignore[misc]  # a ModuleList forgets what it holds
         rows = x.unflatten(-1, (self.blocks, -1)).unflatten(0, (-1, len(weight)))
         y = torch.einsum("bmtni,mnoi->bmtno", rows, weight).flatten(-2)
         if self.maps[0].bias is not None:
-            y = y + torch.stack([one.bias for one in self.maps]).unsqueeze(1)  # type: ignore[misc]
+            y = y + torch.stack([one.bias for one in self.maps]).unsqueeze(1)  # type: ignore[misc]  # a ModuleList forgets what it holds
         y = y.flatten(0, 1)
         return y if self.first is None else torch.cat([self.first(x), y], -1)
 

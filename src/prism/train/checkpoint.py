@@ -165,11 +165,10 @@ def find_newest_good(folder: Path, report: Callable[[str], None]) -> Checkpoint 
     return None
 
 
-def find_chosen(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The checkpoint that a run's model is made of: the newest good one, or the best step that it names."""
-    newest = find_newest_good(folder, report)
-    best = None if newest is None else newest.state.get("best")
-    return newest if best is None else good_checkpoint(folder, best["step"])
+def chosen_by(newest: Checkpoint) -> Checkpoint:
+    """The checkpoint that a run's model is made of: the best step, if the newest one names it."""
+    best = newest.state.get("best")
+    return newest if best is None else good_checkpoint(newest.folder.parent, best["step"])
 
 
 def good_checkpoint(folder: Path, step: int) -> Checkpoint:

@@ -26,7 +26,7 @@ def write_model(run: Path, checkpoint: Checkpoint, folder: Path, build: Builder 
     model = build(settings.model, stored["identity"]["model.vocab_size"], tokenizer.end)
     tensors.load(checkpoint.tensors, model, None, World(torch.device("cpu")))
     with without_progress_bars():
-        model.save_pretrained(folder)  # type: ignore[operator]
+        model.save_pretrained(folder)  # type: ignore[operator]  # transformers models have it
     _save_tokenizer(run / "tokenizer.json", tokenizer.end_token, folder)
     records = [record for record in read_log(run / "log.jsonl") if record["step"] <= checkpoint.state["step"]]
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -88,7 +88,7 @@ def initialize(model: nn.Module, seed: int, weights: dict[str, Tensor] | None = 
         if hasattr(part, "_is_hf_initialized"):
             del part._is_hf_initialized
     torch.manual_seed(seed)
-    model.init_weights()  # type: ignore[operator]
+    model.init_weights()  # type: ignore[operator]  # transformers models have it
     if weights is not None:
         _assign_weights(model, weights)
 

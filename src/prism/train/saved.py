@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prism.data.files import read_json
-from prism.train.checkpoint import find_chosen, find_newest_good
+from prism.train.checkpoint import chosen_by, find_newest_good
 from prism.train.export import export
 from prism.train.run import CONFIG
 
@@ -30,7 +30,7 @@ def model_folder(path: Path, report: Callable[[str], None] = lambda message: Non
         raise ValueError(
             f"{path} is a run without a checkpoint: let `prism train {task} --out {path}` go on until it has one"
         )
-    chosen = find_chosen(path / "checkpoints", lambda message: None) or newest
+    chosen = chosen_by(newest)
     report(f"using checkpoint {chosen.folder.name} of {path}")
     with tempfile.TemporaryDirectory() as folder:
         yield export(path, chosen, Path(folder) / path.resolve().name)
