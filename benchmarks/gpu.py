@@ -31,8 +31,14 @@ Keep = Callable[[list[dict[str, Any]]], None]
 """Gets all rows after each one: a run that is cut short leaves what it has."""
 
 
-def check_all(device: str, tiny: bool, keep: Keep) -> None:
-    """Every case with the configuration it gets by itself, then every measured configuration by name."""
+def check_all(device: str, tiny: bool, keep: Keep, part: int, parts: int) -> None:
+    """Every case with the configuration it gets by itself, then every measured configuration by name; or one part of them,
+    in which those that share kernels stay together."""
+    kinds: dict[tuple[Any, ...], int] = {}
+
+    def mine(*kind: Any) -> bool:
+        return kinds.setdefault(kind, len(kinds)) % parts == part
+
     table = Table("tokens", "L", "K × V", "dtype", "what", "worst kernel / torch", "of", "")
     rows = []
 
@@ -52,7 +58,7 @@ def check_all(device: str, tiny: bool, keep: Keep) -> None:
         width = f"{case.key_dim} × {case.value_dim}"
         note(result, str(case.tokens), str(case.writes), width, case.dtype, ", ".join(what))
 
-    for dtype in (torch.float32,) if tiny else (torch.bfloat16, torch.float32):
+    for dtype in (torch.float32,) if tiny else (torch.bfloat16, torch.float32) if part == 0 else ():
         for result in accuracy.passes(device, dtype):
             note(result, "", "", "", result["case"]["dtype"], result["case"]["what"])
     if tiny:
@@ -60,10 +66,11 @@ def check_all(device: str, tiny: bool, keep: Keep) -> None:
         one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1, packed=True))
     else:
         for case in accuracy.cases():
-            one(case)
+            if mine(case.key_dim, case.value_dim, case.writes, case.dtype):
+                one(case)
         here = architecture(torch.device(device))
         for (K, V, writes, where), configuration in MEASURED.items():
-            if where == here:
+            if where == here and mine(K, V, writes, "bfloat16"):
                 one(accuracy.Case(777, writes, K, V, alike=True), configuration=configuration, seed=1)
     Console().print(table)
 
@@ -117,6 +124,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--peers", action="store_true", help="time flash-linear-attention too")
+    parser.add_argument(
+        "--part", nargs=2, type=int, default=(0, 1), metavar=("I", "N"),
+        help="of the accuracy cases only part I of N: parts can run side by side",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="two small float32 cases, for Triton's interpreter")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu.json")
     arguments = parser.parse_args()
@@ -131,7 +142,7 @@ def main() -> None:
 
     if "accuracy" in parts:
         device = "cpu" if arguments.tiny else "cuda"
-        check_all(device, arguments.tiny, lambda rows: keep("accuracy", rows))
+        check_all(device, arguments.tiny, lambda rows: keep("accuracy", rows), *arguments.part)
     if {"speed", "decode"} & set(parts):
         have = speed.ceilings()
         keep("ceilings", have._asdict())
