@@ -27,7 +27,7 @@ TEXTS = [
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     tokenizer: Tokenizer | None = train_bpe(TEXTS, 300) if request.param == "bpe" else None
     layers = "gated_delta" if request.param == "bpe" else request.param
-    return open_model(save_lm(tmp_path_factory.mktemp("lm"), layers, tokenizer))
+    return open_model(save_lm(tmp_path_factory.mktemp("lm"), layers, tokenizer), "cpu")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from where import STARTED, needs_kernels
 
 import prism
 from helpers import assert_close, unwritten_memory_is_nan
@@ -20,9 +21,9 @@ from prism.rules.parts import UNIT_EPS, ShortConv
 from prism.rules.solver import solve, solved_writes
 from prism.rules.span import Span
 
-pytestmark = pytest.mark.skipif(not paths.INTERPRETED, reason="needs Triton's interpreter")
+pytestmark = needs_kernels
 
-if paths.INTERPRETED:
+if STARTED:
     from prism.engine.kernels import ops_beside
 
 
@@ -208,6 +209,7 @@ def test_a_layer_on_these_kernels_is_the_layer_in_torch(
         y = checkpoint(lambda z: mixer(z)[0], leaf, use_reentrant=False) if again else mixer(leaf)[0]
         return [y, *torch.autograd.grad(y.square().sum(), [leaf, *mixer.parameters()])]
 
+    monkeypatch.setattr(paths, "fuses", lambda x: False)
     expected = gradients(False)
     monkeypatch.setattr(paths, "fuses", lambda x: True)
     for again in (False, True):

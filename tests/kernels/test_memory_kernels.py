@@ -1,4 +1,4 @@
-"""The chunk and decode kernels in Triton's interpreter (float32, small shapes), against the float64 recurrence.
+"""The chunk and decode kernels (float32, small shapes: Triton's interpreter is slow), against the float64 recurrence.
 
 A kernel may err at most twice what the same computation errs in torch with the same input dtype, both against float64.
 """
@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from where import DEVICE, needs_kernels
 
 import prism
 from prism.engine.kernels import paths
 from prism.rules.parts import l2_normalize
 
-pytestmark = pytest.mark.skipif(
-    not (paths.INSTALLED and (paths.INTERPRETED or torch.cuda.is_available())),
-    reason="needs Triton's interpreter or a GPU",
-)
-DEVICE = "cpu" if paths.INTERPRETED else "cuda"
+pytestmark = needs_kernels
 
 
 def problem(
@@ -27,7 +24,7 @@ def problem(
 ):
     """Leaves in float32 and the keyword arguments of an Update that is built from them."""
     B, H = 2, 2
-    generator = torch.Generator().manual_seed(T * 100 + L)
+    generator = torch.Generator(DEVICE).manual_seed(T * 100 + L)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
@@ -131,13 +128,12 @@ def test_decode_steps_equal_the_recurrence() -> None:
             o, state = prism.memory(
                 _update({n: z[:, t : t + 1] for n, z in leaves.items()}), state, "recurrent", "triton"
             )
-            torch.testing.assert_close(o[:, 0].cpu(), expected[:, t], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state.cpu(), end, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(o[:, 0], expected[:, t], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-5)
 
 
 def _update(leaves: dict[str, Tensor]) -> prism.Update:
-    x = {name: z.to(DEVICE) for name, z in leaves.items()}
-    return prism.Update(**x, erase_key=x["k"][..., 0, :])
+    return prism.Update(**leaves, erase_key=leaves["k"][..., 0, :])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +152,7 @@ def test_what_the_kernels_cannot_serve_is_said(change: dict[str, str], told: str
 def test_a_state_is_not_rounded_on_its_way_to_the_gates(T: int) -> None:
     """In half precision, where ⟨gradient, state⟩ is nearly all of the gradient of the decay."""
     leaves, _ = problem(T, erase="none")
-    d_end = torch.randn(leaves["state"].shape, generator=torch.Generator().manual_seed(0))
+    d_end = torch.randn(leaves["state"].shape, generator=torch.Generator(DEVICE).manual_seed(0))
 
     def gradient(dtype: torch.dtype, kept: torch.dtype, form: str, backend: str) -> Tensor:
         device = DEVICE if backend == "triton" else "cpu"

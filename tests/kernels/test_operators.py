@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from where import DEVICE, STARTED, needs_kernels
 
 import prism
 from helpers import unwritten_memory_is_nan
@@ -17,16 +18,20 @@ from prism.engine.dispatch import choose_path, engine_of
 from prism.engine.kernels import paths
 from prism.rules.parts import l2_normalize
 
-pytestmark = pytest.mark.skipif(not paths.INTERPRETED, reason="needs Triton's interpreter")
+pytestmark = needs_kernels
 
-if paths.INTERPRETED:
+if STARTED:
     from prism.engine.kernels import launch, ops, segments
     from prism.engine.kernels.configurations import Configuration, Tiling, forced
 
 
-def tiles(step: int, chunk: int, segments: int | None = None, key_block: int = 16) -> Configuration:
-    small = Tiling(16)
-    return Configuration(small, small, small, small, step=step, chunk=chunk, key_block=key_block, segments=segments)
+SMALLEST = 16 if DEVICE == "cpu" else 32
+"""The side of the smallest tile that was ever checked there."""
+
+
+def tiles(step: int, chunk: int, segments: int | None = None) -> Configuration:
+    small = Tiling(SMALLEST)
+    return Configuration(small, small, small, small, step=step, chunk=chunk, key_block=SMALLEST, segments=segments)
 
 
 def leaves(T: int, H: int = 2, G: int = 2, K: int = 16, V: int = 16, L: int = 2, n: int = 1, dtype=torch.float64):
@@ -62,12 +67,12 @@ def assert_same(x: dict[str, Tensor], tolerance: float = 1e-5, form: str = "chun
 @pytest.mark.parametrize(("step", "chunk"), [(16, 16), (32, 64)])
 def test_every_result_is_written(step: int, chunk: int) -> None:
     with unwritten_memory_is_nan(), forced(tiles(step, chunk)):
-        assert_same(leaves(70, K=32))
+        assert_same(leaves(70, K=2 * SMALLEST))
 
 
 def test_segments_side_by_side() -> None:
     """More segments than fill the chunks evenly, documents that end inside one, key blocks of their own."""
-    x = leaves(90, H=1, G=1, K=32)
+    x = leaves(90, H=1, G=1, K=2 * SMALLEST)
     reset = torch.zeros(1, 90, dtype=torch.bool)
     reset[0, [20, 41]] = True
     with forced(tiles(16, 16, segments=4)):
@@ -222,22 +227,25 @@ def test_fake_tensors_have_the_real_shapes() -> None:
 
 
 def test_automatic_choice_on_a_cpu_is_torch() -> None:
-    u = update(leaves(4, dtype=torch.float32))
+    with torch.device("cpu"):
+        u = update(leaves(4, dtype=torch.float32))
     assert choose_path(engine_of(prism.Update), u).run.__module__ == "prism.engine.chunkwise"
 
 
 @pytest.mark.parametrize(
-    ("x", "told"),
+    ("sizes", "told"),
     [
-        (leaves(2, L=5, dtype=torch.float32), "4 writes"),
-        (leaves(2, K=257, L=1, dtype=torch.float32), "256"),
-        (leaves(2), "float64"),
-        (leaves(2, dtype=torch.bfloat16), "interpreter"),
+        ({"L": 5, "dtype": torch.float32}, "4 writes"),
+        ({"K": 257, "L": 1, "dtype": torch.float32}, "256"),
+        ({"dtype": torch.float64}, "float64"),
+        pytest.param(
+            {"dtype": torch.bfloat16}, "interpreter", marks=pytest.mark.skipif(DEVICE != "cpu", reason="on a CPU")
+        ),
     ],
 )
-def test_sizes_beyond_the_kernels_are_refused(x: dict[str, Tensor], told: str) -> None:
+def test_sizes_beyond_the_kernels_are_refused(sizes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        prism.memory(update(x), form="chunkwise", backend="triton")
+        prism.memory(update(leaves(2, **sizes)), form="chunkwise", backend="triton")
 
 
 @pytest.mark.parametrize(
@@ -267,8 +275,9 @@ def test_decay_per_channel_is_left_to_others() -> None:
     x["log_decay"] = -torch.rand(1, 2, 2, 16)
     with pytest.raises(ValueError, match="decay per key channel"):
         prism.memory(update(x), backend="triton")
+    on_cpu = update({name: z.cpu() for name, z in x.items()})
     with pytest.raises(ValueError, match="'fla' needs"):
-        prism.memory(update(x), backend="fla")
+        prism.memory(on_cpu, backend="fla")
 
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])
@@ -286,7 +295,7 @@ def test_segments_whose_maps_are_too_large_do_not_run_side_by_side(
 ) -> None:
     monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
     told = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
-    run: Any = SimpleNamespace(u=told, how=tiles(32, 64), K=key_dim, V=64, heads=8, chunks=512)
+    run: Any = SimpleNamespace(u=told, how=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
     assert segments.side_by_side(run) == expected
 
 
@@ -296,7 +305,7 @@ def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.Monkey
     def on(index: int) -> Any:
         return SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
 
-    assert isinstance(paths.home(torch.zeros(1)), nullcontext)
+    assert isinstance(paths.home(torch.zeros(1, device="cpu")), nullcontext)
     assert isinstance(paths.home(on(0)), nullcontext)
     there = paths.home(on(1))
     assert isinstance(there, torch.cuda.device) and there.idx == 1

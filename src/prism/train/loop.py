@@ -144,7 +144,7 @@ class _Run:
         tensors.load(checkpoint.tensors, self.model, self.optimizers, self.world)
         random = checkpoint.rng(self.world.rank)
         if random is not None:
-            rng.restore(random)
+            rng.restore(random, self.world.device)
         self.saved = checkpoint
         bar.say(f"going on from {checkpoint.folder.name} in {self.folder}")
 
@@ -245,7 +245,7 @@ class _Run:
             "torch": torch.__version__,
         }
         held = tensors.model_tensors(self.model) | tensors.optimizer_tensors(self.model, self.optimizers)
-        self.saved = self.checkpoints.save(held, rng.capture(), state)
+        self.saved = self.checkpoints.save(held, rng.capture(self.world.device), state)
 
     def give_up(self, samples: Samples) -> str:
         """Keep what was being learned from when it happened, and say where it is."""

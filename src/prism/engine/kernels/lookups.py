@@ -152,20 +152,25 @@ def lookups_kernel(
     elif ERASE:
         looking = x if TIED else erase_key
         first = h * (J * K) if TIED else h * K
-        db, rows = looked_up(
-            looking, first, d_w, h * (J * V), x, values, value, w, states, matrix, from_start, off_diagonal(weights, C),
-            b, h, t, k, J, K, V, BK, BV, C, False, PRECISION,
-        )  # fmt: skip
+        # β goes in before the product is rounded, as in `writes.py`: the two halves of dG cancel only what was rounded alike.
+        # Where it is too small to be divided out of dβ again it goes in later: what does not cancel is then as small.
         beta = tl.full((C,), 1.0, tl.float32)
         if STRENGTH:
             beta = load_gate(strengths, bh, t, padded, C)
+        early = tl.where(tl.abs(beta) < 0.0625, 1.0, beta)
+        db, rows = looked_up(
+            looking, first, d_w, h * (J * V), x, values, value, w, states, matrix, from_start * -early,
+            off_diagonal(weights * -early[:, None], C), b, h, t, k, J, K, V, BK, BV, C, False, PRECISION,
+        )  # fmt: skip
+        late = beta / early
+        if STRENGTH:
             i = t + tl.arange(0, C)
             at = ((block * (heads // H) + b).to(tl.int64) * T + i) * H + h
-            tl.store(d_strength + at, -rows, mask=i < T)
-        db *= -beta[:, None]
+            tl.store(d_strength + at, rows / early, mask=i < T)
+        db *= late[:, None]
         if TIED:
             store_rows(d_x, b, t, h * (J * K) + k, db, C, BK)
         else:
             store_rows(d_erase_key, b, t, h * K + k, db, C, BK)
         if DECAY:
-            tl.store(d_cumulated + (BLOCKS * heads).to(tl.int64) * padded + place, rows * -beta)
+            tl.store(d_cumulated + (BLOCKS * heads).to(tl.int64) * padded + place, rows * late)
