@@ -38,8 +38,9 @@ unit: $(VENV)/ready
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
 
+# The kernels and what replays them, on the GPU at hand; `make test` is the same with and without one.
 test-gpu: $(VENV)/ready
-	$(BIN)/python -m pytest -m gpu
+	PRISM_TEST_GPU=1 $(BIN)/python -m pytest -m "not slow" tests/kernels tests/family/test_online_kernel.py tests/models/test_replay.py
 
 bench: $(VENV)/ready
 	cd benchmarks && ../$(BIN)/python cpu.py

@@ -187,8 +187,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=131072, help="tokens in a batch")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--turns", type=int, default=3, help="how often each context has its turn")
-    parser.add_argument("--decode", nargs="*", default=["prism-2", "gated_delta", "mamba2", "transformer"])
-    parser.add_argument("--decode-batch", type=int, default=32)
+    parser.add_argument(
+        "--decode", nargs="*", default=["prism-2", "gated_delta", "mamba2", "transformer"],
+        help="of these models also the time of one more token after each context",
+    )  # fmt: skip
+    parser.add_argument("--decode-batch", type=int, default=32, help="rows that are decoded at once")
     parser.add_argument("--tiny", action="store_true", help="small models, for a machine without a GPU")
     parser.add_argument("--graph", action="store_true", help="replay forward and backward as a CUDA graph")
     parser.add_argument("--compile", choices=["pieces", "layers", "no"], default="pieces")

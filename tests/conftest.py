@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import os
 
-import torch
-
-if not torch.cuda.is_available():  # kernels are tested all the same; Triton reads this once, when it is imported
+if os.environ.get("PRISM_TEST_GPU") != "1":  # alike on every machine: no command takes a GPU, kernels are interpreted
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import hypothesis
 import pytest
+import torch
 
 torch.set_num_threads(1)
+
+ON_GPU = os.environ.get("PRISM_TEST_GPU") == "1"
+if ON_GPU and not torch.cuda.is_available():
+    raise pytest.UsageError("PRISM_TEST_GPU=1, but torch finds no GPU")
 
 _UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, database=None, **_UNTIMED)
 hypothesis.settings.register_profile("search", max_examples=500, database=None, print_blob=True, **_UNTIMED)
 # HYPOTHESIS_PROFILE=search looks for new counterexamples; the default always tries the same ones.
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not ON_GPU:
+        pytest.skip("on a GPU, with PRISM_TEST_GPU=1 (`make test-gpu`)")
 
 
 @pytest.fixture(autouse=True)

@@ -93,11 +93,10 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
         "has no option 'wings'": ["--model.options", "prism.wings=3"],
         "start the run with torchrun": ["--parallel", "fsdp"],
         "device 'abacus' cannot be used here": ["--device", "abacus"],
+        "device 'cuda' cannot be used here": ["--device", "cuda"],
         "is not empty and holds no run": ["--out", str(tmp_path / "used")],
         "there is no tokenizer file": ["--data.tokenizer", "words.json"],
     }
-    if not torch.cuda.is_available():
-        cases["device 'cuda' cannot be used here"] = ["--device", "cuda"]
     for sentence, arguments in cases.items():
         assert main([*command, *arguments]) == 2, sentence
         said = "\n".join(line for line in capsys.readouterr().err.splitlines() if "making tokens" not in line)

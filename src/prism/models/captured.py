@@ -54,8 +54,7 @@ class CapturedStep:
     def run(self) -> None:
         logits, balance, new = self.compute()
         self.answers = logits, balance
-        for state, after in zip(self.states, new, strict=True):
-            _copy(after, state)
+        _copy(new, self.states)
 
     def compute(self) -> tuple[Tensor, Tensor | None, list[State]]:
         """Logits, balance loss and new states, with the model as it is now. The states stay as they are."""
@@ -99,8 +98,7 @@ class CapturedStep:
         """Logits `[B, 1, vocabulary]` and the balance loss."""
         self.tokens.copy_(tokens)
         if not self.holds(states):  # an ordinary step, or a choice among beams, was taken since
-            for mine, given in zip(self.states, states, strict=True):
-                _copy(given, mine)
+            _copy(states, self.states)
         (self.replay or self.run)()
         logits, balance = self.answers
         return logits.clone(), None if balance is None else balance.clone()
@@ -167,10 +165,17 @@ def layout(states: list[State]) -> list[dict[str, Any]]:
     return [{name: (z.shape, z.dtype, z.device) for name, z in state.tensors().items()} for state in states]
 
 
-def _copy(source: State, target: State) -> None:
-    given = source.tensors()
-    for name, value in target.tensors().items():
-        value.copy_(given[name])
+def _copy(sources: list[State], targets: list[State]) -> None:
+    """In one kernel for all tensors of a kind: beside a few large ones there are many small ones."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for source, target in zip(sources, targets, strict=True):
+        given = source.tensors()
+        for name, place in target.tensors().items():
+            places, values = kinds.setdefault(place.dtype, ([], []))
+            places.append(place)
+            values.append(given[name])
+    for places, values in kinds.values():
+        torch._foreach_copy_(places, values)
 
 
 def precision(device: torch.device) -> torch.dtype | None:
