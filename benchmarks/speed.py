@@ -19,6 +19,7 @@ from torch import Tensor
 
 import prism
 from candidates import compile_candidates_together
+from prism.engine import memory_
 
 CHUNK = 64
 
@@ -147,13 +148,11 @@ def flash_linear_attention(shape: Shape, name: str, writes: int) -> dict[str, fl
 
 def decode(batch: int, have: Ceilings, heads: int = 16, width: int = 128, writes: int = 2) -> dict[str, float]:
     """Microseconds of one step: called, and replayed from a CUDA graph of ten; the floor reads and writes the state once."""
-    from prism.engine.kernels import ops
-
     q, k, w, g, beta, _ = (x.detach() for x in inputs(Shape(batch, 1, heads, width), writes))
     state = torch.randn(batch, heads, width, width, device="cuda")
 
     def step() -> None:
-        ops.step_(q, k, w, g, k[..., 0, :], beta, None, None, None, state, 1)
+        memory_(prism.Update(q, k, w, g, erase_strength=beta, erase_first=True), state, "triton")
 
     step()
     torch.cuda.synchronize()

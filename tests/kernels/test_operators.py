@@ -14,6 +14,7 @@ from where import DEVICE, STARTED, needs_kernels
 
 import prism
 from helpers import unwritten_memory_is_nan
+from prism.engine import memory_
 from prism.engine.dispatch import choose_path, engine_of
 from prism.engine.kernels import paths
 from prism.rules.parts import l2_normalize
@@ -170,13 +171,11 @@ def test_step_in_place() -> None:
     expected, end = prism.memory(u, x["state"], "recurrent", "torch")
     state = x["state"].clone()
     with unwritten_memory_is_nan():
-        o = ops.step_(
-            u.q, u.k, u.w, u.log_decay, u.erase_key, u.erase_strength, None, None, None, state, 1
-        )  # fmt: skip
+        o = memory_(u, state, "triton")
     torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="in place"):
-        ops.step_(u.q, u.k, u.w, u.log_decay, u.erase_key, u.erase_strength, None, None, None, state.mT, 1)
+    with pytest.raises(ValueError, match="state has shape"):
+        memory_(u, state[..., :8, :].contiguous(), "triton")
 
 
 def test_the_erase_reads_its_keys_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,9 @@ S_t = (I - a_t b_tᵀ) · Diag(exp g_t) · S_{t-1}  +  Σ_l k_{t,l} w_{t,l}ᵀ  
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,7 +67,7 @@ def _read(S: Tensor, q: Tensor) -> Tensor:
     return (q.unsqueeze(-2) @ S).squeeze(-2)
 
 
-def _rows(steps: Steps):  # type: ignore[no-untyped-def]
+def _rows(steps: Steps) -> Iterable[tuple[Any, ...]]:
     """The rows of every tensor. `unbind` has one backward; indexing in the loop would fill a full tensor per row."""
     fields = (
         steps.q,

@@ -46,7 +46,7 @@ def _check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(f"{folder} does not open as a model: it has no config.json")
-    wanted = kind.config_class.model_type  # type: ignore[union-attr]
+    wanted = kind.config_class.model_type  # type: ignore[union-attr]  # both of ours have one
     found = read_json(config).get("model_type")
     if found != wanted:
         what = "PRISM recommender" if wanted == "prism_rec" else "PRISM model"
@@ -56,7 +56,7 @@ def _check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
 def _load(kind: type[PreTrainedModel], folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
     try:
         with without_progress_bars():
-            loaded: tuple[Any, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]
+            loaded: tuple[Any, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]  # a pair, with loading info
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True
             )
     except (OSError, RuntimeError, SafetensorError) as error:  # transformers explains at length

@@ -26,7 +26,7 @@ class PrismCache(Cache):
         self.states: list[State] = []
         self.tokens = 0
 
-    def update(self, states: list[State], tokens: int) -> None:  # type: ignore[override]
+    def update(self, states: list[State], tokens: int) -> None:  # type: ignore[override]  # whole states, not a layer's keys
         """Take the states after `tokens` more columns (padding included, as transformers counts)."""
         self.states = states
         self.tokens += tokens

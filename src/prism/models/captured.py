@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
@@ -47,25 +48,26 @@ class CapturedStep:
         self.precision = precision(tokens.device)
         with torch.inference_mode(False), torch.no_grad():  # written to whatever mode later steps are called in
             self.tokens = tokens.clone()
-            self.states = [state.map(torch.clone) for state in states]
+            self.states = [state.map(_contiguous) for state in states]
         self.answers: tuple[Tensor, Tensor | None] = tokens, None
         self.replay: Callable[[], None] | None = None
 
     def run(self) -> None:
-        logits, balance, new = self.compute()
+        """Most memories are written where they lie; all else that is new is copied there."""
+        logits, balance, new = self.compute([replace(state, overwrite=True) for state in self.states])
         self.answers = logits, balance
         _copy(new, self.states)
 
-    def compute(self) -> tuple[Tensor, Tensor | None, list[State]]:
-        """Logits, balance loss and new states, with the model as it is now. The states stay as they are."""
+    def compute(self, states: list[State]) -> tuple[Tensor, Tensor | None, list[State]]:
+        """Logits, balance loss and new states, with the model as it is now."""
         cache = PrismCache()
-        cache.update(self.states, 0)
+        cache.update(states, 0)
         out: Any = self.model.forward(self.tokens, past_key_values=cache, use_cache=True, return_dict=True)
         return out.logits, out.balance_loss, cache.states
 
     def steady(self) -> bool:
         """Whether the states come back as they went in. Also compiles whatever is compiled on first use."""
-        return layout(self.compute()[-1]) == layout(self.states)
+        return layout(self.compute(self.states)[-1]) == layout(self.states)
 
     def serves(self, model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> bool:
         alike = (tokens.shape, tokens.dtype, tokens.device) == (
@@ -171,11 +173,16 @@ def _copy(sources: list[State], targets: list[State]) -> None:
     for source, target in zip(sources, targets, strict=True):
         given = source.tensors()
         for name, place in target.tensors().items():
-            places, values = kinds.setdefault(place.dtype, ([], []))
-            places.append(place)
-            values.append(given[name])
+            if given[name] is not place:
+                places, values = kinds.setdefault(place.dtype, ([], []))
+                places.append(place)
+                values.append(given[name])
     for places, values in kinds.values():
         torch._foreach_copy_(places, values)
+
+
+def _contiguous(z: Tensor) -> Tensor:
+    return z.clone(memory_format=torch.contiguous_format)
 
 
 def precision(device: torch.device) -> torch.dtype | None:

@@ -108,7 +108,7 @@ class PrismConfig(PreTrainedConfig):
         """What the configuration says, as it would be saved, wherever it came from."""
         return {name: value for name, value in self.to_diff_dict().items() if name != "_name_or_path"}
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # Python's way to say: equal by contents, which change
 
 
 def _as_json(entry: Any) -> Any:

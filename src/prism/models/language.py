@@ -244,7 +244,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             return None
         return PrismOutput(logits=answers[0], past_key_values=cache, balance_loss=answers[1])
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
+    def prepare_inputs_for_generation(  # type: ignore[override]  # the arguments it reads, by name
         self, input_ids: Any, next_sequence_length: int | None = None, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         if next_sequence_length is not None and next_sequence_length < 1:
@@ -253,13 +253,13 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
                 f"the cache has seen {seen} tokens, input_ids hold {input_ids.shape[1]}: to go on, pass all tokens and new "
                 "ones after them, or only the new ones with an attention_mask over all"
             )
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]  # from GenerationMixin
             input_ids, next_sequence_length=next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
         )
         inputs.pop("position_ids", None)  # generate counts them from the mask; a 0 would look like a new document
         return inputs
 
-    def _prepare_cache_for_generation(  # type: ignore[override]
+    def _prepare_cache_for_generation(  # type: ignore[override]  # the rest is about growing caches
         self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any
     ) -> None:
         if generation_config.cache_implementation not in (None, "dynamic"):

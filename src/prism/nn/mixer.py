@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prism import rules
-from prism.engine import memory
+from prism.engine import in_place, memory
 from prism.nn.parameters import full_precision, gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.span import Span
@@ -81,10 +81,14 @@ class Mixer(nn.Module):
             reset = None if reset is None else reset.gather(1, order) & mask
         span = Span(mask, reset, shared)
         update, carry, extra = self.rule.update(x, state.carry, span)
-        o, new = memory(update, state.memory, form, backend)
+        if state.overwrite and state.memory is not None and in_place.replaces(update, form):
+            o, new = in_place.memory_(update, state.memory, backend), state.memory
+        else:
+            o, new = memory(update, state.memory, form, backend)
         y = self.rule.output(o, x, extra)
         if order is not None:
-            y = _reorder(torch.where(span.mask.unsqueeze(-1), y, 0.0), order.argsort(1))  # type: ignore[union-attr]
+            assert span.mask is not None  # nothing else is reordered
+            y = _reorder(torch.where(span.mask.unsqueeze(-1), y, 0.0), order.argsort(1))
         return y, State(new, {name: value for name, value in carry.items() if value.numel()})
 
     def step(

@@ -18,6 +18,8 @@ class State:
 
     memory: Any = None
     carry: dict[str, Tensor] = field(default_factory=dict)
+    overwrite: bool = False
+    """Whether a step may leave the new memory where this one lies; what is made from this state may not."""
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by a flat name, for saving; `load` is the inverse."""

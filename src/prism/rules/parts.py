@@ -115,7 +115,7 @@ class ShortConv(nn.Module):
         size, T = self.size, x.shape[1]
         seen = history(x, window, size - 1)
         # Under autocast x is bfloat16 and the weight float32: their product must not make the whole layer float32.
-        weight = self.weight.to(x.dtype)  # type: ignore[union-attr]
+        weight = self.weight.to(x.dtype)  # type: ignore[union-attr]  # there is one where size > 1
         y = x * weight[-1]
         for back in range(1, size):
             past = seen[:, size - 1 - back : size - 1 - back + T]

@@ -88,7 +88,7 @@ def online_mlp(
 
 
 @online_mlp.register_fake
-def _(q, k, target, rate, w1, w2, b1, b2, scale, shift, save):  # type: ignore[no-untyped-def]
+def _(q, k, target, rate, w1, w2, b1, b2, scale, shift, save):  # type: ignore[no-untyped-def]  # typed above
     return _outputs(q, w1, w2, b1, b2, save)
 
 
@@ -153,11 +153,11 @@ def online_mlp_backward(
         none.clone() if first_b2 is None else first_b2,
         none.clone() if d_scale is None else d_scale.sum(0),
         none.clone() if d_shift is None else d_shift.sum(0),
-    )  # type: ignore[return-value]
+    )  # type: ignore[return-value]  # ten tensors, of which mypy cannot count the starred ones
 
 
 @online_mlp_backward.register_fake
-def _(d_z, d_w1, d_w2, d_b1, d_b2, q, k, target, rate, w1, w2, scale, shift, *saved):  # type: ignore[no-untyped-def]
+def _(d_z, d_w1, d_w2, d_b1, d_b2, q, k, target, rate, w1, w2, scale, shift, *saved):  # type: ignore[no-untyped-def]  # typed above
     wanted = (q, k, target, rate, w1, w2, d_b1, d_b2, scale, shift)
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
 

@@ -73,10 +73,15 @@ def run(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     if u.erase_on == "undecayed":
         from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
 
-        a = lay(u.erase_write) if u.erase_write is not None else b * lay(u.erase_strength).unsqueeze(-1)  # type: ignore[arg-type]
+        if u.erase_write is not None:
+            a = lay(u.erase_write)
+        else:
+            assert u.erase_strength is not None  # an update with an erase has one or the other
+            a = b * lay(u.erase_strength).unsqueeze(-1)
         return chunk_dplr_delta_rule(q, k, v, b, -a, g, **shared)
     from fla.ops.kda import chunk_kda
 
-    beta = lay(u.erase_strength, torch.float32)  # type: ignore[arg-type]
+    assert u.erase_strength is not None  # all else was refused
+    beta = lay(u.erase_strength, torch.float32)
     tiny = torch.finfo(torch.float32).tiny
     return chunk_kda(q, k, (v / beta.clamp(min=tiny).unsqueeze(-1)).to(dtype), g, beta, **shared)
