@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from where import DEVICE, STARTED, needs_kernels
 
 import prism
@@ -23,6 +24,7 @@ pytestmark = needs_kernels
 
 if STARTED:
     from prism.engine.kernels import launch, ops, segments
+    from prism.engine.kernels.compiled import Compiled, compiled
     from prism.engine.kernels.configurations import Configuration, Tiling, forced
 
 
@@ -123,6 +125,62 @@ def test_an_erase_key_taken_without_gradients_adds_nothing_to_those_of_k() -> No
         return torch.autograd.grad(prism.memory(u, None, "chunkwise", backend)[0].sum(), x["k"])[0]
 
     torch.testing.assert_close(gradient("triton"), gradient("torch"), rtol=1e-4, atol=1e-5)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor:
+        return -d
+
+
+def _hooked(b: Tensor) -> Tensor:
+    b.register_hook(torch.zeros_like)
+    return b
+
+
+@pytest.mark.parametrize("changed", [_hooked, Reversed.apply])
+def test_what_autograd_does_to_an_erase_key_is_done(changed: Any) -> None:
+    x = leaves(6, dtype=torch.float32)
+
+    def gradients(backend: str) -> tuple[Tensor, ...]:
+        b = changed(x["k"][..., 0, :])
+        u = prism.Update(x["q"], x["k"], x["w"], erase_key=b, erase_strength=x["erase_strength"])
+        return torch.autograd.grad(prism.memory(u, None, "chunkwise", backend)[0].square().sum(), [x["k"], b])
+
+    for got, wanted in zip(gradients("triton"), gradients("torch"), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["chunkwise", "recurrent"])
+def test_there_are_no_forward_mode_gradients_and_no_zeros_in_their_place(form: str) -> None:
+    x = {name: z.detach() for name, z in leaves(3, dtype=torch.float32).items()}
+
+    def call(q: Tensor) -> Tensor:
+        return prism.memory(update({**x, "q": q}), x["state"], form, "triton")[0]
+
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        call(forward_ad.make_dual(x["q"], torch.ones_like(x["q"])))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(call, (x["q"],), (torch.ones_like(x["q"]),))
+
+
+def test_results_may_be_written_to() -> None:
+    x = leaves(3, dtype=torch.float32)
+    for result in prism.memory(update(x), x["state"], "chunkwise", "triton"):
+        result.mul_(2)
+
+
+def test_gradients_of_more_writes_than_the_kernels_have_are_left_to_torch() -> None:
+    x = leaves(1, L=5, dtype=torch.float32)
+    for given in (x, {name: z.detach() if name != "state" else z for name, z in x.items()}):
+        with pytest.raises(ValueError, match=r"4 writes a token.* gradients are wanted"):
+            prism.memory(update(given), x["state"], "recurrent", "triton")
+    with torch.no_grad():
+        prism.memory(update(x), x["state"], "recurrent", "triton")
 
 
 def _other_strides(z: Tensor) -> Tensor:
@@ -296,6 +354,45 @@ def test_segments_whose_maps_are_too_large_do_not_run_side_by_side(
     told = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
     run: Any = SimpleNamespace(u=told, how=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
     assert segments.side_by_side(run) == expected
+
+
+@pytest.mark.parametrize("initial", [True, False])
+def test_no_other_length_batch_or_number_of_heads_compiles_anything(
+    initial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a sequence is long enough to be cut into segments."""
+    started: set[Any] = set()
+    program = Compiled.program
+
+    def note(self: Compiled, kernel: Any, how: Tiling, constants: dict[str, Any]) -> Any:
+        started.add((kernel.fn.__name__, how, *constants.values()))
+        return program(self, kernel, how, constants)
+
+    def compile_together(self: Compiled, run: Any, *what: bool) -> None:
+        if what not in self.together:
+            self.together.add(what)
+            run()
+
+    monkeypatch.setattr(Compiled, "program", note)
+    monkeypatch.setattr(Compiled, "compile", compile_together)
+    monkeypatch.setattr(segments, "_cut", lambda run: True)
+    monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
+
+    def call(T: int, H: int, ended: bool) -> None:
+        x = leaves(T, H, G=H, L=1, dtype=torch.float32)
+        o, end = prism.memory(update(x), x["state"] if initial else None, "chunkwise", "triton")
+        torch.autograd.grad(o.sum() + end.sum() if ended else o.sum(), x["w"])
+
+    compiled.cache_clear()
+    try:
+        with forced(tiles(16, 16)):
+            call(5, 2, ended=False)
+            first = set(started)
+            for T, ended in ((40, True), (520, False), (520, True)):
+                call(T, 1, ended)
+        assert started == first and "chain_kernel" in {name for name, *_ in first}
+    finally:
+        compiled.cache_clear()  # it believes that all was compiled
 
 
 def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,12 +30,15 @@ class Recorder(TorchDispatchMode):
     def replay(self) -> None:
         with torch.inference_mode():
             for operation, arguments, named, result in self.calls:
-                if not operation._schema.is_mutable and any(r.alias_info for r in operation._schema.returns):
-                    continue  # a view sees what its base has become
+                bases = {_storage(z) for z in pytree.tree_leaves((arguments, named)) if isinstance(z, Tensor)}
                 again = operation(*arguments, **named)
                 for old, new in zip(pytree.tree_leaves(result), pytree.tree_leaves(again), strict=True):
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    if isinstance(old, Tensor) and _storage(old) not in bases:  # a view sees what its base has become
                         old.copy_(new)
+
+
+def _storage(z: Tensor) -> int:
+    return z.untyped_storage().data_ptr()
 
 
 def record(step: CapturedStep) -> bool:

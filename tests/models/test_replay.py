@@ -135,6 +135,15 @@ def replaced_forward(lm: PrismForCausalLM) -> None:
     norm.forward = lambda x: 2 * nn.RMSNorm.forward(norm, x)
 
 
+class Louder(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def another_class(lm: PrismForCausalLM) -> None:
+    lm.model.norm.__class__ = Louder
+
+
 def dropout_in_training(lm: PrismForCausalLM) -> None:
     torch.manual_seed(0)
     lm.model.layers[0].dropout = nn.Dropout(1.0).train()
@@ -145,7 +154,7 @@ def weight_in_place(lm: PrismForCausalLM) -> None:
 
 
 CHANGES = [replaced_weight, loaded_weights, replaced_module, moved_weight, shortened_weight, replaced_forward]
-CHANGES += [dropout_in_training, weight_in_place]
+CHANGES += [another_class, dropout_in_training, weight_in_place]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -159,6 +168,15 @@ def test_the_model_may_change(change: Callable[[PrismForCausalLM], None]) -> Non
     assert not torch.equal(after, before)
     assert torch.equal(steps(lm, replayed, ids[:, 5:8]), after)
     assert (replayed._step is step) == (change is weight_in_place), "recorded anew only where it must be"
+
+
+def test_a_layer_more_is_told() -> None:
+    lm, ids = model("prism*2"), tokens(1, 20)
+    _, replayed = pair(lm, ids[:, :5])
+    steps(lm, replayed, ids[:, 5:8])
+    lm.model.layers.append(lm.model.layers[0])
+    with pytest.raises(ValueError, match="past_key_values has 2 layers, the model 3"):
+        steps(lm, replayed, ids[:, 5:8])
 
 
 class Adapted(nn.Module):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from prism.engine.autocast import without_autocast
 from prism.engine.dispatch import engine_of, path_taken
 from prism.engine.recurrent import recurrent
-from prism.engine.update import Update, check_state
+from prism.engine.update import Update, check_state, wants_gradients
 
 
 def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
@@ -22,6 +21,7 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
 
     It has no gradients: where one could be wanted it refuses, and `memory` has them.
 
+    >>> import torch
     >>> q, k, w = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 1, 8), torch.randn(1, 1, 2, 1, 4)
     >>> state = torch.zeros(1, 2, 8, 4)
     >>> tuple(memory_(Update(q, k, w), state).shape), bool(state.any())
@@ -35,13 +35,12 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     if state.dtype != update.state_dtype or not state.is_contiguous():
         strides = "" if state.is_contiguous() else f" with strides {list(state.stride())}"
         raise ValueError(f"state must be contiguous {update.state_dtype} to be overwritten, got {state.dtype}{strides}")
-    tensors = _tensors(update)
-    if torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in (*tensors, state)):
+    if wants_gradients(*update.tensors, state):
         raise ValueError("memory_ has no gradients: call it under torch.no_grad(), or call memory")
     if path_taken(engine_of(Update), update, "recurrent", backend)[1] == "triton":
         from prism.engine.kernels import ops
 
-        return ops.step_(*tensors, update.reset, update.mask, state, update.substeps)
+        return ops.step_(*update.tensors, update.reset, update.mask, state, update.substeps)
     o, new = without_autocast(recurrent, update, state)
     state.copy_(new)
     return o
@@ -50,7 +49,3 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
 def replaces(update: Any, form: str) -> bool:
     """Whether `memory_` computes what `memory` would in this form, to the bit."""
     return type(update) is Update and (engine_of(Update).choose(update) if form == "auto" else form) == "recurrent"
-
-
-def _tensors(u: Update) -> tuple[Tensor | None, ...]:
-    return u.q, u.k, u.w, u.log_decay, u.erase_key, u.erase_strength, u.erase_write

@@ -109,9 +109,18 @@ class Update:
         return self.erase_key is not None
 
     @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that may have gradients."""
+        return self.q, self.k, self.w, self.log_decay, self.erase_key, self.erase_strength, self.erase_write
+
+    @property
     def state_dtype(self) -> torch.dtype:
         """Memories are float32, or float64 for float64 inputs."""
         return torch.float64 if self.w.dtype == torch.float64 else torch.float32
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors)
 
 
 def check_state(update: Update, state: Tensor | None) -> None:

@@ -35,10 +35,10 @@ class CapturedStep:
 
     def __init__(self, model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> None:
         self.model = model
-        modules = list(model.modules())
-        registries = [z for m in modules for z in (m._parameters, m._buffers, m._modules)]
-        entries = [(registry, name, value) for registry in registries for name, value in registry.items()]
-        self.registries, self.names, self.contents = zip(*entries, strict=True)
+        self.modules = modules = list(model.modules())
+        self.registries = [z for m in modules for z in (m._parameters, m._buffers, m._modules)]
+        entries = [(registry, name, value) for registry in self.registries for name, value in registry.items()]
+        self.holders, self.names, self.contents = zip(*entries, strict=True)
         self.hooks = [_global_forward_hooks, _global_forward_pre_hooks]
         self.hooks += [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self.attributes = [m.__dict__ for m in modules]
@@ -85,13 +85,14 @@ class CapturedStep:
 
     def outdated(self) -> bool:
         """Whether the model is another than the one that was recorded. Numbers may have changed in place."""
-        same = all(map(is_, map(dict.get, self.registries, self.names), self.contents)) and not any(self.hooks)
+        same = all(map(is_, map(dict.get, self.holders, self.names), self.contents)) and not any(self.hooks)
         return not same or self.modes_now() != self.modes or self.places_now() != self.places
 
     # Asked before every step, so without a loop in Python.
     def modes_now(self) -> list[Any]:
-        """Training or not, and a `forward` of a module's own, which accelerate gives them."""
-        return [*map(dict.get, self.attributes, repeat("training")), *map(dict.get, self.attributes, repeat("forward"))]
+        """Of every module: training or not, a `forward` of its own (accelerate gives them one), its class, how much it holds."""
+        own = [*map(dict.get, self.attributes, repeat("training")), *map(dict.get, self.attributes, repeat("forward"))]
+        return [*own, *map(type, self.modules), *map(len, self.registries)]
 
     def places_now(self) -> list[Any]:
         return [*map(Tensor.data_ptr, self.weights), *map(attrgetter("dtype", "shape"), self.weights)]

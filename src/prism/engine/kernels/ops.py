@@ -192,7 +192,9 @@ def step_(
     state: Tensor,
     substeps: int,
 ) -> Tensor:
-    """`step` that updates the state in place. What it is given is checked by `engine.memory_`, which is the way here."""
+    """`step` that updates the state in place. `engine.memory_` checks what it is given, and is the way here."""
+    if state.dtype != torch.float32 or not state.is_contiguous():
+        raise ValueError(f"state must be contiguous float32, got {state.dtype} with strides {list(state.stride())}")
     with home(w):
         given = _laid_for_step(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
         return launch.step(given, state, substeps)

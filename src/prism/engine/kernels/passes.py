@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.kernels.launch import Launch
-from prism.engine.kernels.segments import incoming, outgoing, side_by_side
+from prism.engine.kernels.segments import incoming, kinds, outgoing, side_by_side
 from prism.engine.kernels.told import Columns, Prepared
 
 
@@ -18,9 +18,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Prepared]:
     """The outputs, the final state, and for the backward: each chunk's state, Y_0 and what was prepared."""
     run = Launch(u)
-    segments = side_by_side(run)
-    run.compiled.compile(lambda: _rehearse(u, state, save, segments), save, segments > 1, state is not None)
-    return _forward(run, state, save, segments)
+    run.compiled.compile(lambda: _rehearse(u, state, save, kinds(run)), save, state is not None)
+    return _forward(run, state, save, side_by_side(run))
 
 
 def _forward(
@@ -32,6 +31,7 @@ def _forward(
     ready = run.prepare()
     initial, maps = incoming(run, ready, state, segments)
     final = run.scan(ready, initial, segments, o=o, states=states, fed=fed)[-1]
+    final = final.detach()  # a view among an autograd function's results could never be written to
     return o, final, states, fed, replace(ready, maps=maps)
 
 
@@ -66,8 +66,9 @@ def _backward(
     return d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_initial
 
 
-def _rehearse(u: Columns, state: Tensor | None, save: bool, segments: int) -> None:
-    """Start everything that a call with these arguments starts, on one token: lengths and heads are not compiled in."""
+def _rehearse(u: Columns, state: Tensor | None, save: bool, numbers_of_segments: tuple[int, ...]) -> None:
+    """Start everything that a call with these arguments starts at any length, on one token: lengths and heads are not
+    compiled in."""
 
     def one(z: Tensor | None, *shape: int) -> Any:
         return None if z is None else z.new_empty(1, 1, *shape)
@@ -84,8 +85,9 @@ def _rehearse(u: Columns, state: Tensor | None, save: bool, segments: int) -> No
             one(u.documents),
         )
     )
-    few = min(segments, 2)
     entering = None if state is None else state[:1, :1]
-    o, _, states, fed, ready = _forward(run, entering, save, few)
-    if states is not None:
-        _backward(run, ready, entering, states, fed, o, None, few)
+    for segments in numbers_of_segments:
+        o, final, states, fed, ready = _forward(run, entering, save, segments)
+        if states is not None:
+            for d_final in (None, final):
+                _backward(run, ready, entering, states, fed, o, d_final, segments)

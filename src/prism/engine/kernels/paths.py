@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.engine.steps import at_substep
-from prism.engine.update import Update
+from prism.engine.update import Update, wants_gradients
 
 OLDEST = (3, 6)
 
@@ -63,6 +63,8 @@ def step_refuses(u: Update) -> str | None:
         return "has no float64"
     if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
         return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
+    if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # which are the chunk kernels'
+        return f"serves up to {MOST_WRITES} writes a token where gradients are wanted, not {u.writes}"
     return None
 
 
@@ -100,21 +102,21 @@ def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     columns = _columns(u)
     keys, values = widths(K, V, u.w.is_cuda)
     given = None if state is None else _widen(state.float(), keys - K, values - V)
-    tensors = [z for z in (*columns, given) if z is not None]
-    save = torch.is_grad_enabled() and any(z.requires_grad for z in tensors)
-    o, final, *_ = ops.memory(*columns, given, save)
+    o, final, *_ = ops.memory(*columns, given, wants_gradients(*columns, given))
     return o[:, n - 1 :: n, :, :V], final[..., :K, :V]
 
 
 def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Decoding needs no gradient; where one is wanted, the chunk kernels have it."""
-    tensors = (u.q, u.k, u.w, u.log_decay, u.erase_key, u.erase_strength, u.erase_write, state)
-    if torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors):
+    if wants_gradients(*u.tensors, state):
+        refused = chunks_refuse(u)
+        if refused is not None:  # of the state alone, which nobody was asked about
+            raise ValueError(f"backend 'triton' {refused}, and gradients are wanted: backend 'torch' has them")
         return run_chunks(u, state)
     from prism.engine.kernels import ops
 
     given = None if state is None else state.float()
-    return ops.step(*tensors[:7], u.reset, u.mask, given, u.substeps)
+    return ops.step(*u.tensors, u.reset, u.mask, given, u.substeps)
 
 
 def _columns(u: Update) -> tuple[Any, ...]:
@@ -158,23 +160,17 @@ def _columns(u: Update) -> tuple[Any, ...]:
 
 
 def _erases_first(u: Update) -> bool:
-    """Whether the erase is known to go along the first key written: said so, or seen to be a view of the same tensor."""
+    """Whether the erase is known to go along the first key written: said so, or seen to be the same memory. Where a gradient
+    is wanted seeing is not enough: a view may have been detached, or have hooks, or be asked for its own gradient."""
     if u.erase_first:
         return True
-    b, k = u.erase_key, u.k
+    b = u.erase_key
     if b is None or u.erase_write is not None or torch.compiler.is_compiling():
         return False
-    first = k[..., 0, :]
-
-    # The same memory is not enough: what was detached, or taken without gradients, has no part in k's.
-    def base(z: Tensor) -> Tensor:
-        return z if z._base is None else z._base
-
-    def gradient(z: Tensor) -> tuple[bool, bool]:
-        return z.requires_grad, z.grad_fn is None
-
-    same = b.data_ptr() == first.data_ptr() and b.stride() == first.stride() and b.shape == first.shape
-    return same and base(b) is base(k) and (gradient(b) == gradient(first) or not torch.is_grad_enabled())
+    if wants_gradients(b, u.k):
+        return False
+    first = u.k[..., 0, :]
+    return b.data_ptr() == first.data_ptr() and b.stride() == first.stride() and b.shape == first.shape
 
 
 def _widen(z: Tensor, columns: int, values: int | None = None) -> Tensor:

@@ -43,7 +43,8 @@ class Program:
         if self.compiled is not None:
             self.compiled[(count, 1, 1)](*arguments, *self.values)
         elif (together := getattr(_active, "programs", None)) is not None:
-            together.append((self, self.kernel.warmup(*arguments, grid=(count,), **self.constants, **self.options)))
+            if self not in together:
+                together[self] = self.kernel.warmup(*arguments, grid=(count,), **self.constants, **self.options)
         else:  # the interpreter compiles nothing and comes here every time
             self.compiled = _finished(self.kernel[(count,)](*arguments, **self.constants, **self.options))
 
@@ -59,7 +60,7 @@ def compile_together(run: Callable[[], None]) -> None:
 
 def _compile_together(run: Callable[[], None]) -> None:
     device = torch.cuda.current_device()
-    found: list[tuple[Program, Any]] = []
+    found: dict[Program, Any] = {}
     with ThreadPoolExecutor(THREADS, initializer=torch.cuda.set_device, initargs=(device,)) as threads:
         with triton.AsyncCompileMode(threads):
             _active.programs = found
@@ -68,7 +69,7 @@ def _compile_together(run: Callable[[], None]) -> None:
             finally:
                 _active.programs = None
         # Compiled by now. `run` builds the host's side of a launch, which takes a C compiler half a second each.
-        kernels = [(program, _finished(kernel)) for program, kernel in found]
+        kernels = [(program, _finished(kernel)) for program, kernel in found.items()]
         list(threads.map(lambda pair: pair[1].run, kernels))
     for program, compiled in kernels:
         program.compiled = compiled

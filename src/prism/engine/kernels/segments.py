@@ -24,12 +24,24 @@ def side_by_side(run: Launch) -> int:
     fewer than 4, because every token is passed three times then, or where the chain cannot hold their maps."""
     if run.how.segments is not None:
         return min(run.how.segments, run.chunks)
-    if run.u.w.device.type != "cuda" or run.K > WIDEST_MAP:
+    if not _cut(run):
         return 1
     wanted = 2 * _multiprocessors(run.u.w.device)
     programs = run.heads * (run.V // min(run.how.scan.block, run.V))
     count = min(wanted // programs, run.chunks // 8)
     return count if count >= 4 else 1
+
+
+def kinds(run: Launch) -> tuple[int, ...]:
+    """What numbers of segments there are for compiled code, at any length: one, and several."""
+    if run.how.segments is not None:
+        return (min(run.how.segments, 2),)
+    return (1, 2) if _cut(run) else (1,)
+
+
+def _cut(run: Launch) -> bool:
+    """Whether a sequence that is long enough is cut."""
+    return run.u.w.device.type == "cuda" and run.K <= WIDEST_MAP
 
 
 def incoming(
