@@ -24,6 +24,7 @@ from rich.table import Table
 import accuracy
 import speed
 from prism.engine.kernels.configurations import MEASURED, architecture
+from prism.engine.kernels.paths import INTERPRETED
 from prism.evaluate.report import write_results
 
 PARTS = ("accuracy", "decode", "first-call", "speed")
@@ -58,6 +59,9 @@ def check_all(device: str, tiny: bool, keep: Keep, part: int, parts: int) -> Non
         width = f"{case.key_dim} × {case.value_dim}"
         note(result, str(case.tokens), str(case.writes), width, case.dtype, ", ".join(what))
 
+    if part == 0:
+        result = accuracy.reference(device)
+        note(result, str(accuracy.RECURRENT_UP_TO), "2", "64 × 64", "float64", result["case"]["what"])
     for dtype in (torch.float32,) if tiny else (torch.bfloat16, torch.float32) if part == 0 else ():
         for result in accuracy.passes(device, dtype):
             note(result, "", "", "", result["case"]["dtype"], result["case"]["what"])
@@ -70,8 +74,9 @@ def check_all(device: str, tiny: bool, keep: Keep, part: int, parts: int) -> Non
                 one(case)
         here = architecture(torch.device(device))
         for (K, V, writes, where), configuration in MEASURED.items():
-            if where == here and mine(K, V, writes, "bfloat16"):
-                one(accuracy.Case(777, writes, K, V, alike=True), configuration=configuration, seed=1)
+            for dtype in ("bfloat16", "float16"):
+                if where == here and mine(K, V, writes, dtype):
+                    one(accuracy.Case(777, writes, K, V, dtype, alike=True), configuration=configuration, seed=1)
     Console().print(table)
 
 
@@ -101,8 +106,10 @@ def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
         for shape in speed.SHAPES:
             one(shape, "fla Gated DeltaNet", speed.flash_linear_attention(shape, "gated_delta", 1), None)
         wide = [shape for shape in speed.SHAPES if shape.width == 128]
-        for shape in wide:
-            one(shape, "fla Gated DeltaProduct n=2", speed.flash_linear_attention(shape, "delta_product", 2), None)
+        for n, shapes in ((2, wide), (4, wide[:1])):
+            for shape in shapes:
+                times = speed.flash_linear_attention(shape, "delta_product", n)
+                one(shape, f"fla Gated DeltaProduct n={n}", times, None)
         for shape in wide[:1]:
             one(shape, "PRISM L=2 through fla's Comba", speed.flash_linear_attention(shape, "comba", 2), None)
     Console().print(table)
@@ -122,23 +129,32 @@ def decode_all(have: speed.Ceilings) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="all, if left out")
     parser.add_argument("--peers", action="store_true", help="time flash-linear-attention too")
     parser.add_argument(
         "--part", nargs=2, type=int, default=(0, 1), metavar=("I", "N"),
-        help="of the accuracy cases only part I of N: parts can run side by side",
+        help="of the accuracy cases only part I of N, from 0: parts can run side by side",
     )  # fmt: skip
-    parser.add_argument("--tiny", action="store_true", help="two small float32 cases, for Triton's interpreter")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu.json")
+    parser.add_argument("--tiny", action="store_true", help="a few small cases, for Triton's interpreter")
+    parser.add_argument("--output", type=Path, help="results/gpu.json, or results/gpu-I.json of a part")
     arguments = parser.parse_args()
+    part, of = arguments.part
+    if not 0 <= part < of:
+        parser.error(f"--part {part} {of}: parts of {of} are 0 to {of - 1}" if of > 0 else f"--part of {of} parts")
+    if arguments.tiny and not INTERPRETED:
+        parser.error("--tiny runs in Triton's interpreter: set TRITON_INTERPRET=1")
     if not arguments.tiny and not torch.cuda.is_available():
         parser.error("needs a CUDA device (or --tiny with TRITON_INTERPRET=1)")
-    parts = ["accuracy"] if arguments.tiny else arguments.only
+    parts = arguments.only or (["accuracy"] if arguments.tiny or of > 1 else list(PARTS))
+    if parts != ["accuracy"] and (arguments.tiny or of > 1):
+        parser.error(f"--{'tiny' if arguments.tiny else 'part'} is about the accuracy part alone")
+    name = "gpu.json" if of == 1 else f"gpu-{part}.json"
+    output = arguments.output or Path(__file__).parent / "results" / name
     results: dict[str, Any] = {}
 
     def keep(part: str, rows: Any) -> None:
         results[part] = rows
-        write_results(arguments.output, results, command=shlex.join(sys.argv))
+        write_results(output, results, command=shlex.join(sys.argv))
 
     if "accuracy" in parts:
         device = "cpu" if arguments.tiny else "cuda"

@@ -124,6 +124,8 @@ def flash_linear_attention(shape: Shape, name: str, writes: int) -> dict[str, fl
     chunk_o.TRITON_ABOVE_3_7_1 = True
     compile_candidates_together()
     q, k, w, g, beta, d_o = inputs(shape, writes)
+    if name == "comba":
+        return comba(q, k, w, g, beta, d_o)
     B, T, H, D = shape
     k, v = (x.detach().transpose(2, 3).reshape(B, T * writes, H, D).requires_grad_() for x in (k, w))
     q, g = q.detach().requires_grad_(), g.detach().requires_grad_()
@@ -132,18 +134,42 @@ def flash_linear_attention(shape: Shape, name: str, writes: int) -> dict[str, fl
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         return both_ways(lambda *x: chunk_gated_delta_rule(*x)[0], q, k, v, g, beta, d_o=d_o)
-    if name == "delta_product":
-        from fla.ops.gated_delta_product import chunk_gated_delta_product
+    from fla.ops.gated_delta_product import chunk_gated_delta_product
 
-        return both_ways(lambda *x: chunk_gated_delta_product(*x, num_householder=writes)[0], q, k, v, g, beta, d_o=d_o)
+    return both_ways(lambda *x: chunk_gated_delta_product(*x, num_householder=writes)[0], q, k, v, g, beta, d_o=d_o)
+
+
+def comba(q: Tensor, k: Tensor, w: Tensor, g: Tensor, beta: Tensor, d_o: Tensor) -> dict[str, float]:
+    """PRISM as Comba on a sequence L times as long: a token's writes one after the other, of which the first decays and
+    erases, and the last is read. Comba writes β·v and scales q. Refuses to time what is not PRISM."""
     from fla.ops.comba import chunk_comba
 
-    first = (torch.arange(T * writes, device="cuda") % writes == 0)[None, :, None]
-    every = torch.nn.functional.pad(q.detach().unsqueeze(2), (0, 0, 0, 0, writes - 1, 0)).flatten(1, 2)
-    long = torch.where(first, g.detach().repeat_interleave(writes, 1), 0.0).requires_grad_()
-    p = torch.where(first.unsqueeze(-1), k.detach(), 0.0).requires_grad_()
-    wide = F.pad(d_o.unsqueeze(2), (0, 0, 0, 0, writes - 1, 0)).flatten(1, 2)
-    return both_ways(lambda *x: chunk_comba(*x)[0], every.requires_grad_(), k, v, p, long, beta, d_o=wide)
+    tensors = as_comba(*(z.detach() for z in (q, k, w, g, beta)))
+    L, scale = k.shape[3], q.shape[-1] ** -0.5
+    with torch.no_grad():
+        wanted = prism.memory(
+            prism.Update(q, k, (beta[..., None, None] * w).to(w), g, erase_strength=beta, erase_first=True)
+        )
+        got = chunk_comba(*tensors)[0][:, L - 1 :: L] / scale
+    error = ((got - wanted[0]).float().norm() / wanted[0].float().norm()).item()
+    if not error < 0.02:
+        raise AssertionError(f"Comba is told another memory than PRISM: it differs by {error:.1e}")
+    return both_ways(lambda *x: chunk_comba(*x)[0], *[z.requires_grad_() for z in tensors], d_o=_last(d_o, L))
+
+
+def as_comba(q: Tensor, k: Tensor, w: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+    """Comba's q, k, v, p, g and β, `[B, T · L, H, …]`."""
+    L = k.shape[3]
+    keys, values = (z.transpose(2, 3).flatten(1, 2) for z in (k, w))
+    first = (torch.arange(keys.shape[1], device=k.device) % L == 0)[None, :, None]
+    gates, strengths = (z.repeat_interleave(L, 1) for z in (g, beta))
+    p = torch.where(first.unsqueeze(-1), keys, 0.0)
+    return [_last(q, L), keys.contiguous(), values.contiguous(), p, torch.where(first, gates, 0.0), strengths]
+
+
+def _last(z: Tensor, count: int) -> Tensor:
+    """`[B, T, H, D]` at the last of every `count` tokens, and zeros at the others."""
+    return F.pad(z.unsqueeze(2), (0, 0, 0, 0, count - 1, 0)).flatten(1, 2)
 
 
 def decode(batch: int, have: Ceilings, heads: int = 16, width: int = 128, writes: int = 2) -> dict[str, float]:
@@ -172,20 +198,21 @@ import time, torch, prism
 from prism.engine.kernels import ops
 import torch._dynamo  # what torch.library imports at the first call of any custom operator
 torch.zeros(1, device="cuda").cpu()
-q, k, w = (torch.randn(2, 256, 2, *n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in ((), (2,), (2,)))
-g, beta = -torch.rand(2, 256, 2, device="cuda"), torch.rand(2, 256, 2, device="cuda")
-def call(T):
+def call(B, T, H):
+    q, k, w = (torch.randn(B, T, H, *n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in ((), (2,), (2,)))
+    g, beta = -torch.rand(B, T, H, device="cuda"), torch.rand(B, T, H, device="cuda")
+    torch.cuda.synchronize()
     start = time.perf_counter()
-    u = prism.Update(q[:, :T], k[:, :T], w[:, :T], g[:, :T], erase_strength=beta[:, :T], erase_first=True)
-    prism.memory(u)[0].sum().backward()
+    prism.memory(prism.Update(q, k, w, g, erase_strength=beta, erase_first=True))[0].sum().backward()
     torch.cuda.synchronize()
     return time.perf_counter() - start
-print(call(256), call(131))
+print(call(2, 256, 2), call(2, 131, 2), call(3, 256, 5), call(1, 65536, 2))
 """
 
 
 def first_call() -> dict[str, float]:
-    """Seconds of a first forward and backward with an empty compile cache, and of one at another length after it."""
+    """Seconds of a first forward and backward with an empty compile cache, and of others after it: another length, another
+    batch and other heads, and a sequence so long that it runs as segments."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-c", FIRST_CALL],
@@ -194,5 +221,5 @@ def first_call() -> dict[str, float]:
             text=True,
             check=True,
         )
-    first, other = map(float, done.stdout.split())
-    return {"first": first, "another length": other}
+    names = ("first", "another length", "another batch and heads", "segments")
+    return dict(zip(names, map(float, done.stdout.split()), strict=True))

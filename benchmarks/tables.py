@@ -30,6 +30,11 @@ def by(rows: list[dict[str, Any]], row: str, column: str, cell: Callable[[dict[s
     return markdown(["", *columns], ([name, *[cells.get((name, c), "") for c in columns]] for name in names))
 
 
+def memory(row: dict[str, Any]) -> str:
+    """Nothing of a run on a CPU."""
+    return f"{row['peak_bytes'] / 2**30:.0f} GiB" if row["peak_bytes"] else ""
+
+
 def operators(results: dict[str, Any]) -> None:
     speed = results.get("speed", [])
     peers = {str(r["shape"]): r["both"] for r in speed if r["what"] == "fla Gated DeltaNet"}
@@ -55,7 +60,13 @@ def operators(results: dict[str, Any]) -> None:
 def models(results: dict[str, Any], pictures: Path) -> None:
     training, decoding = results.get("training", []), results.get("decoding", [])
     print(by(training, "model", "context", lambda r: f"{r['tokens_per_second'] / 1e3:.0f} K"), end="\n\n")
-    print(by(training, "model", "context", lambda r: f"{r['peak_bytes'] / 2**30:.0f} GiB"), end="\n\n")
+    print(by(training, "model", "context", memory), end="\n\n")
+    print(
+        markdown(
+            ["", "parameters"], {r["model"]: [r["model"], f"{r['parameters'] / 1e6:.0f} M"] for r in training}.values()
+        ),
+        end="\n\n",
+    )
     if decoding:
         print(by(decoding, "model", "context", lambda r: f"{r['milliseconds']:.2f} ms"), end="\n\n")
         print(by(decoding, "model", "context", lambda r: f"{r['state_bytes_a_row'] / 2**20:.1f} MiB"), end="\n\n")
@@ -69,10 +80,7 @@ def networks(results: dict[str, Any], pictures: Path) -> None:
     rows = results["training"]
     speeds = [r["tokens_per_second"] / 1e3 for r in rows]
     times = [f"{speeds[0] / speed:.1f}×" for speed in speeds]
-    cells = (
-        [r["model"], f"{s:.1f} K", t, f"{r['peak_bytes'] / 2**30:.0f} GiB"]
-        for r, s, t in zip(rows, speeds, times, strict=True)
-    )
+    cells = ([r["model"], f"{s:.1f} K", t, memory(r)] for r, s, t in zip(rows, speeds, times, strict=True))
     print(markdown(["", "tokens/s", "the first is faster by", "peak memory"], cells), end="\n\n")
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")

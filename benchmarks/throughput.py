@@ -1,8 +1,9 @@
-"""Whole language models of about 130 M parameters on one GPU: tokens/s and peak memory, in training and in decoding.
+"""Whole language models of 110 to 126 M parameters on one GPU: tokens/s and peak memory, in training and in decoding.
 
     python benchmarks/throughput.py                                    # the table of docs/performance.md
     python benchmarks/throughput.py --models prism-2 transformer --contexts 2048 131072
-    python benchmarks/throughput.py --models prism-2 ttt_linear ttt_mlp-serial --contexts 2048 --tokens 32768 --graph
+    python benchmarks/throughput.py --models prism-2 ttt_linear ttt_mlp-serial --contexts 2048 --tokens 32768 --graph \\
+        --decode --output benchmarks/results/throughput-networks.json
     python benchmarks/throughput.py --tiny                             # a smoke test that also runs on a CPU
 
 Every batch holds the same number of tokens, whatever the context, so that a column shows what context itself costs. A step is
@@ -53,7 +54,8 @@ def configuration(name: str, tiny: bool) -> PrismConfig:
     sizes = {"vocab_size": 32000, "hidden_size": 768, "num_heads": 6, "num_hidden_layers": 12}
     if tiny:
         sizes = {"vocab_size": 256, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2}
-        chosen = {"layers": chosen["layers"]}
+        own = {key: value for key, value in chosen.get("rule_options", {}).get("prism", {}).items() if key == "steps"}
+        chosen = {"layers": chosen["layers"], "rule_options": {"prism": own} if own else {}}
     if name.endswith("-serial"):  # every token learns from the weights that the one before it left
         chosen = {**chosen, "rule_options": {chosen["layers"]: {"mini_batch": 1}}}
     return PrismConfig(**{**sizes, **chosen})
@@ -180,11 +182,9 @@ def _peak(device: str) -> int | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--models", nargs="+", default=list(MODELS), help=f"from {', '.join([*MODELS, *OTHERS])}, or any rule"
-    )
-    parser.add_argument("--contexts", nargs="+", type=int, default=list(CONTEXTS))
-    parser.add_argument("--tokens", type=int, default=131072, help="tokens in a batch")
+    parser.add_argument("--models", nargs="+", help=f"from {', '.join([*MODELS, *OTHERS])}, or any rule")
+    parser.add_argument("--contexts", nargs="+", type=int, help=f"{' '.join(map(str, CONTEXTS))}, if left out")
+    parser.add_argument("--tokens", type=int, help="tokens in a batch: 131072, if left out")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
     parser.add_argument("--turns", type=int, default=3, help="how often each context has its turn")
     parser.add_argument(
@@ -205,6 +205,10 @@ def main() -> None:
         parser.error("no GPU here: only --tiny makes sense")
     if arguments.device == "cpu" and arguments.graph:
         parser.error("--graph needs a GPU")
+    served = [name for name in MODELS if arguments.device == "cuda" or not name.endswith("-fla")]
+    arguments.models = arguments.models or served
+    arguments.contexts = arguments.contexts or (list(CONTEXTS) if not arguments.tiny else [64, 256])
+    arguments.tokens = arguments.tokens or (131072 if not arguments.tiny else 512)
     if arguments.steps < 1 or arguments.turns < 1:
         parser.error("--steps and --turns must be at least 1")
 

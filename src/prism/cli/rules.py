@@ -33,10 +33,10 @@ class Row(NamedTuple):
 
 
 def rules(width: int = WIDTH, heads: int = HEADS, output: Path | None = None) -> None:
-    """Print every rule: objective, forgetting, write rank, transition, forms, state size.
+    """Print every rule: objective, forgetting, write rank, transition, forms, state size, and what computes it here.
 
     Args:
-        width: width of the layer for which state sizes are given.
+        width: width of the layer for which state sizes and backends are given.
         heads: number of heads.
         output: write the table to this file, as Markdown, instead of printing it.
     """
@@ -55,18 +55,19 @@ def rules(width: int = WIDTH, heads: int = HEADS, output: Path | None = None) ->
     print("state size: numbers a sequence keeps in memory in one layer, whatever its length")
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
     print(f"a sequence is computed here, on {where}, in the form and by the backend:")
-    for path, names in paths_taken().items():
+    for path, names in paths_taken(width, heads).items():
         print(f"  {path}: {', '.join(names)}")
 
 
-def paths_taken() -> dict[str, list[str]]:
+def paths_taken(width: int, heads: int) -> dict[str, list[str]]:
     """ "form, backend" -> the rules that take it on this machine for a short training sequence, with default options."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "meta"  # a CPU's choice depends on no value
     taken: dict[str, list[str]] = {}
     for name in registry.names():
-        rule = registry.get(name).build(WIDTH // 4, HEADS).to(device)
-        x = torch.zeros(1, 128, WIDTH // 4, device=device)
-        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        with torch.device(device):
+            rule = registry.get(name).build(width, heads)
+            x = torch.zeros(1, 128, width)
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
             update, *_ = rule.update(x, {}, Span(None, None))
         while isinstance(update, Folded):
             update = update.update

@@ -90,7 +90,7 @@ class CapturedStep:
 
     # Asked before every step, so without a loop in Python.
     def modes_now(self) -> list[Any]:
-        """Of every module: training or not, a `forward` of its own (accelerate gives them one), its class, how much it holds."""
+        """Of every module: training or not, a `forward` of its own (from accelerate), its class, how much it holds."""
         own = [*map(dict.get, self.attributes, repeat("training")), *map(dict.get, self.attributes, repeat("forward"))]
         return [*own, *map(type, self.modules), *map(len, self.registries)]
 

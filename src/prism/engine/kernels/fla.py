@@ -4,22 +4,22 @@
 |---|---|
 | no erase, read after / before | GLA / RWKV-6 without its bonus |
 | erase of the undecayed state | DPLR (RWKV-7): S_t = Diag(e^g) S + b̂ (âᵀ S) + k wᵀ with â = b, b̂ = -a |
-| erase of the decayed state along the key written | KDA, which scales its values itself: v = w / β |
+| erase of the decayed state along the key written | Gated DeltaNet 2, whose erase and write have gates of their own |
 
 Imports it only when it runs.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from prism.engine.kernels.installed import at_least
 from prism.engine.update import Update
 
-INSTALLED = importlib.util.find_spec("fla") is not None
+INSTALLED = at_least((0, 6), "flash-linear-attention", "fla-core")
 
 WIDEST_KEY = 256
 
@@ -27,7 +27,7 @@ WIDEST_KEY = 256
 def refuses(u: Update) -> str | None:
     """Why their kernels cannot serve an update, or None."""
     if not INSTALLED:
-        return "needs flash-linear-attention, which is not installed"
+        return "needs flash-linear-attention 0.6 or newer, which is not installed"
     if not u.w.is_cuda:
         return f"needs a CUDA device, not {u.w.device.type}"
     if torch.compiler.is_compiling():
@@ -79,9 +79,8 @@ def run(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
             assert u.erase_strength is not None  # an update with an erase has one or the other
             a = b * lay(u.erase_strength).unsqueeze(-1)
         return chunk_dplr_delta_rule(q, k, v, b, -a, g, **shared)
-    from fla.ops.kda import chunk_kda
+    from fla.ops.gdn2 import chunk_gdn2
 
     assert u.erase_strength is not None  # all else was refused
-    beta = lay(u.erase_strength, torch.float32)
-    tiny = torch.finfo(torch.float32).tiny
-    return chunk_kda(q, k, (v / beta.clamp(min=tiny).unsqueeze(-1)).to(dtype), g, beta, **shared)
+    beta = lay(u.erase_strength).unsqueeze(-1).expand_as(k).contiguous()
+    return chunk_gdn2(q, k, v, g, beta, torch.ones_like(v), **shared)

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 from contextlib import AbstractContextManager, nullcontext
-from importlib import metadata
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism.engine.kernels.installed import at_least
 from prism.engine.steps import at_substep
 from prism.engine.update import Update, wants_gradients
 
-OLDEST = (3, 6)
-
-
-def _new_enough() -> bool:
-    """Whether Triton is there as the kernels know it: torch brings one, but not every torch a new one."""
-    for distribution in ("triton", "triton-windows", "pytorch-triton"):
-        try:
-            version = re.match(r"(\d+)\.(\d+)", metadata.version(distribution))
-        except metadata.PackageNotFoundError:
-            continue
-        return version is not None and tuple(map(int, version.groups())) >= OLDEST
-    return False
-
-
-INSTALLED = _new_enough()
+INSTALLED = at_least((3, 6), "triton", "triton-windows", "pytorch-triton")
+"""Triton, as the kernels know it: torch brings one, but not every torch a new one."""
 NEEDED = "needs Triton 3.6 or newer, which is not installed"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton reads the variable when it is imported, so it is read once here too."""
