@@ -142,7 +142,9 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
     for context in contexts:
         tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=arguments.device)
         cache = PrismCache()
-        logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits
+        # In pieces where that changes nothing: a million tokens at once take all memory there is.
+        for piece in tokens.split(8192 if model.config.constant_state else context, 1):
+            logits = model(piece, past_key_values=cache, logits_to_keep=1).logits
         states = cache.states if model.config.constant_state else []  # a growing cache would be kept twice
         called, after = _token_by_token(model, cache, logits)
         row = {"model": name, "context": context, "batch": batch, "called_milliseconds": called}
@@ -182,7 +184,9 @@ def _peak(device: str) -> int | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", help=f"from {', '.join([*MODELS, *OTHERS])}, or any rule")
+    parser.add_argument(
+        "--models", nargs="*", help=f"from {', '.join([*MODELS, *OTHERS])}, or any rule; none: only decode"
+    )
     parser.add_argument("--contexts", nargs="+", type=int, help=f"{' '.join(map(str, CONTEXTS))}, if left out")
     parser.add_argument("--tokens", type=int, help="tokens in a batch: 131072, if left out")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
@@ -206,7 +210,7 @@ def main() -> None:
     if arguments.device == "cpu" and arguments.graph:
         parser.error("--graph needs a GPU")
     served = [name for name in MODELS if arguments.device == "cuda" or not name.endswith("-fla")]
-    arguments.models = arguments.models or served
+    arguments.models = served if arguments.models is None else arguments.models
     arguments.contexts = arguments.contexts or (list(CONTEXTS) if not arguments.tiny else [64, 256])
     arguments.tokens = arguments.tokens or (131072 if not arguments.tiny else 512)
     if arguments.steps < 1 or arguments.turns < 1:

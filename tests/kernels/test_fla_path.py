@@ -59,13 +59,13 @@ def compute(
     return {"o": o, "end": end, **{f"d_{n}": z for n, z in zip(given, gradients, strict=True)}}
 
 
-def worst(kind: str, run: Any, tolerance: float, x: dict[str, Tensor]) -> None:
+def errors(kind: str, run: Any, x: dict[str, Tensor]) -> dict[str, float]:
+    """Of outputs, the final state and every gradient, against the recurrence in float64."""
     exact = compute(
         {n: z.double().cpu() for n, z in x.items()}, KINDS[kind], lambda u, s: prism.memory(u, s, "recurrent")
     )
-    for name, got in compute(x, KINDS[kind], run).items():
-        error = (got.double().cpu() - exact[name]).norm() / exact[name].norm()
-        assert error <= tolerance, f"{kind} {name}: {error:.1e}"
+    got = {name: z.double().cpu() for name, z in compute(x, KINDS[kind], run).items()}
+    return {name: ((got[name] - z).norm() / z.norm()).item() for name, z in exact.items()}
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU their kernels are there")
@@ -73,7 +73,8 @@ def worst(kind: str, run: Any, tolerance: float, x: dict[str, Tensor]) -> None:
 def test_they_are_told_the_update(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla.ops")  # takes seconds
     definitions(monkeypatch)
-    worst(kind, fla.run, 1e-5, leaves(KINDS[kind].get("erase", ""), 9, 8, 6, False, torch.float32))
+    found = errors(kind, fla.run, leaves(KINDS[kind].get("erase", ""), 9, 8, 6, False, torch.float32))
+    assert max(found.values()) <= 1e-5, found
 
 
 def definitions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +104,12 @@ def definitions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("strong", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_their_kernels_on_a_gpu(kind: str, strong: bool) -> None:
-    """Within a few roundings of bfloat16 (4e-3)."""
+def test_their_kernels_on_a_gpu(kind: str) -> None:
+    """Within a few roundings of bfloat16 (4e-3). They are tuned first, which takes a minute or two."""
     pytest.importorskip("fla.ops")
-    x = leaves(KINDS[kind].get("erase", ""), 130, 64, 64, strong, torch.bfloat16)
-    x = {name: z.to(DEVICE) for name, z in x.items()}
-    worst(kind, lambda u, s: prism.memory(u, s, "chunkwise", "fla"), 2e-2, x)
+    for strong in (False, True):
+        x = leaves(KINDS[kind].get("erase", ""), 130, 64, 64, strong, torch.bfloat16)
+        x = {name: z.to(DEVICE) for name, z in x.items()}
+        found = errors(kind, lambda u, s: prism.memory(u, s, "chunkwise", "fla"), x)
+        assert max(found.values()) <= 2e-2, f"{'strong' if strong else 'weak'} decay: {found}"

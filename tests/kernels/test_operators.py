@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from importlib import metadata
 from types import SimpleNamespace
@@ -398,6 +399,7 @@ def test_no_other_length_batch_or_number_of_heads_compiles_anything(
 
 def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(paths, "_bind", lambda device: None)
 
     def on(index: int) -> Any:
         return SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
@@ -406,6 +408,22 @@ def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.Monkey
     assert isinstance(paths.home(on(0)), nullcontext)
     there = paths.home(on(1))
     assert isinstance(there, torch.cuda.device) and there.idx == 1
+
+
+def test_every_thread_that_starts_kernels_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: begun.append((threading.get_ident(), device)))
+    monkeypatch.setattr(paths, "_bound", threading.local())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    there: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    for _ in range(2):
+        paths.home(there)
+    other = threading.Thread(target=paths.home, args=(there,))
+    other.start()
+    other.join()
+    paths.home(SimpleNamespace(is_cuda=False, device=torch.device("cpu")))
+    assert [device for _, device in begun] == [there.device] * 2
+    assert begun[0][0] == threading.get_ident() != begun[1][0]
 
 
 def test_the_short_way_to_an_operator_gives_what_the_operator_gives() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -75,8 +76,21 @@ def convolves(x: Tensor, window: Tensor | None) -> bool:
     return fuses(x) and (window is None or not window.requires_grad or not torch.is_grad_enabled())
 
 
+_bound = threading.local()
+
+
+def _bind(device: torch.device) -> None:
+    """A thread has no CUDA context before torch starts something there, and tensors cannot be described to a kernel without
+    one: autograd's may begin with one of ours."""
+    if device not in (devices := _bound.__dict__.setdefault("devices", set())):
+        torch.zeros(1, device=device)
+        devices.add(device)
+
+
 def home(z: Tensor) -> AbstractContextManager[None]:
     """Kernels start on torch's current device: z's, inside."""
+    if z.is_cuda:
+        _bind(z.device)
     elsewhere = z.is_cuda and z.device.index != torch.cuda.current_device()
     return torch.cuda.device(z.device) if elsewhere else nullcontext()
 
