@@ -1,4 +1,4 @@
-"""`import prism` is torch and little more."""
+"""`import prism` is nothing heavy; memories and layers are torch and little more."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ HEAVY = {
     "tyro",
 }
 STAGES = {
+    "command line": "import prism.cli",
     "torch": "import torch",
-    "prism": "import prism",
+    "prism": "import prism; prism.Mixer, prism.State, prism.Update, prism.memory, prism.rules",
     "mixers": "[prism.Mixer(name, 16, 2)(torch.zeros(1, 3, 16)) for name in prism.rules.names()]",
 }
 
@@ -42,10 +43,20 @@ def modules() -> dict[str, set[str]]:
     return {name: set(found) for name, found in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def test_import_prism_is_light(modules: dict[str, set[str]]) -> None:
-    added = modules["prism"] - modules["torch"]
-    assert "prism" in added
-    assert not added & HEAVY
+def test_help_waits_for_nothing(modules: dict[str, set[str]]) -> None:
+    """So that an interrupt in the first second, too, meets a command that knows what to do."""
+    assert not modules["command line"] & {*HEAVY, "torch", "numpy"}
+
+
+def test_memories_and_layers_are_light(modules: dict[str, set[str]]) -> None:
+    assert "torch" in modules["prism"]
+    assert not (modules["prism"] - modules["torch"]) & HEAVY
+
+
+def test_what_is_there_can_be_listed() -> None:
+    assert {*prism.__all__, "engine", "models", "nn"} <= {*dir(prism)}
+    with pytest.raises(AttributeError, match="module 'prism' has no attribute 'Mixr'"):
+        _ = prism.Mixr
 
 
 def test_running_every_rule_is_light_too(modules: dict[str, set[str]]) -> None:
