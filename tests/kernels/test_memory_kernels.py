@@ -168,6 +168,17 @@ def test_a_state_is_not_rounded_on_its_way_to_the_gates(T: int) -> None:
     assert error < (1e-6 if T == 1 else 1e-3), f"{error:.1e}"
 
 
+def test_a_gate_before_which_there_was_nothing_has_no_gradient() -> None:
+    """In half precision it is a sum of what rows and what columns found, and cancels only if both rounded alike."""
+    leaves, _ = problem(40)
+    given = {name: leaves[name].half() for name in ("q", "k", "w")}
+    decay, strength = leaves["log_decay"].requires_grad_(), 0.1 + 1.9 * leaves["erase_strength"]
+    update = prism.Update(**given, log_decay=decay, erase_strength=strength, erase_first=True)
+    o, _ = prism.memory(update, None, "chunkwise", "triton")
+    (gradient,) = torch.autograd.grad(o.float().square().sum(), decay)
+    assert gradient[:, 0].abs().max() <= 1e-5 * gradient.abs().max()
+
+
 def test_a_gate_that_forgets_everything_leaves_its_neighbours_alone() -> None:
     """In half precision sums of gates are float32, of which a large gate would take all digits."""
     leaves, _ = problem(30, erase="none")

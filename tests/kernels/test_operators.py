@@ -164,10 +164,22 @@ def test_there_are_no_forward_mode_gradients_and_no_zeros_in_their_place(form: s
     def call(q: Tensor) -> Tensor:
         return prism.memory(update({**x, "q": q}), x["state"], form, "triton")[0]
 
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        call(forward_ad.make_dual(x["q"], torch.ones_like(x["q"])))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x["q"], torch.ones_like(x["q"]))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            call(dual)
+        with pytest.raises(ValueError, match="memory_ has no gradients"):
+            memory_(update({**x, "q": dual}), x["state"].clone(), "triton")
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(call, (x["q"],), (torch.ones_like(x["q"]),))
+
+
+def test_a_tensor_with_a_tangent_keeps_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "has_tangent", lambda x: x.dual)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for dual in (False, True):
+        x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32, dual=dual)
+        assert paths.fuses(x) is not dual
 
 
 def test_results_may_be_written_to() -> None:
@@ -178,9 +190,14 @@ def test_results_may_be_written_to() -> None:
 
 def test_gradients_of_more_writes_than_the_kernels_have_are_left_to_torch() -> None:
     x = leaves(1, L=5, dtype=torch.float32)
-    for given in (x, {name: z.detach() if name != "state" else z for name, z in x.items()}):
-        with pytest.raises(ValueError, match=r"4 writes a token.* gradients are wanted"):
-            prism.memory(update(given), x["state"], "recurrent", "triton")
+    with pytest.raises(ValueError, match="4 writes a token where gradients are wanted, not 5"):
+        prism.memory(update(x), x["state"], "recurrent", "triton")
+    told = update({name: z.detach() for name, z in x.items()})
+    got, wanted = (
+        torch.autograd.grad(prism.memory(told, x["state"], "recurrent", backend)[0].sum(), x["state"])[0]
+        for backend in ("triton", "torch")
+    )
+    torch.testing.assert_close(got, wanted)
     with torch.no_grad():
         prism.memory(update(x), x["state"], "recurrent", "triton")
 

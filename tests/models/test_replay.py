@@ -19,7 +19,9 @@ import torch
 from stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 from torch import Tensor, nn
 
+from prism.engine import in_place
 from prism.models import PrismCache, PrismForCausalLM, ReplayedCache, captured, replay
+from prism.models.captured import CapturedStep
 from prism.models.replay import cache_for
 
 
@@ -168,6 +170,41 @@ def test_the_model_may_change(change: Callable[[PrismForCausalLM], None]) -> Non
     assert not torch.equal(after, before)
     assert torch.equal(steps(lm, replayed, ids[:, 5:8]), after)
     assert (replayed._step is step) == (change is weight_in_place), "recorded anew only where it must be"
+
+
+def test_memories_of_a_recorded_step_are_written_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, ids = model("prism*2"), tokens(1, 20)
+    _, replayed = pair(lm, ids[:, :5])
+    overwritten = []
+    memory_ = in_place.memory_
+    monkeypatch.setattr(
+        in_place, "memory_", lambda u, state, *more: overwritten.append(state) or memory_(u, state, *more)
+    )
+    steps(lm, replayed, ids[:, 5:8])
+    own = [state.memory for state in replayed.states]
+    assert [any(z is state for z in overwritten) for state in own] == [True, True]
+
+
+def test_an_interrupted_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no graph, which nothing interrupts."""
+    monkeypatch.setattr(captured, "record", CapturedStep.steady)
+    lm, ids = model("prism*3"), tokens(1, 20)
+    plain, replayed = pair(lm, ids[:, :5])
+    assert torch.equal(steps(lm, replayed, ids[:, 5:8]), steps(lm, plain, ids[:, 5:8]))
+    assert replayed._step is not None and replayed._step.replay is None
+    kind, last = type(lm.model.layers[2]), lm.model.layers[2]
+    forward = kind.forward
+
+    def interrupted(self: Any, *arguments: Any, **named: Any) -> Any:
+        if self is last:
+            raise KeyboardInterrupt
+        return forward(self, *arguments, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            steps(lm, replayed, ids[:, 8:9])
+    assert torch.equal(steps(lm, replayed, ids[:, 8:]), steps(lm, plain, ids[:, 8:]))
 
 
 def test_a_layer_more_is_told() -> None:

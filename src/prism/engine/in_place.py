@@ -1,4 +1,7 @@
-"""Decoding without a second state: tokens one after the other, each state written where the one before it lay."""
+"""Decoding into one state: tokens one after the other, each state where the one before it lay.
+
+The decode kernel writes it there; where that does not serve an update (decays per channel, a CPU) it is computed and copied.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
         state: `[B, H, K, V]`, contiguous, float32 (float64 for float64 tokens). Afterwards the memory after the last token.
         backend: `"torch"`, `"triton"` or `"auto"`.
 
-    It has no gradients: where one could be wanted it refuses, and `memory` has them.
+    It has no gradients of either mode: where one could be wanted it refuses, and `memory` has them.
 
     >>> import torch
     >>> q, k, w = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 1, 8), torch.randn(1, 1, 2, 1, 4)

@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class InvalidValueError(ValueError):
@@ -120,7 +121,15 @@ class Update:
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors)
+    """Of either mode."""
+    if torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors):
+        return True
+    return any(z is not None and has_tangent(z) for z in tensors)
+
+
+def has_tangent(z: Tensor) -> bool:
+    """Whether forward-mode gradients are wanted."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(z).tangent is not None
 
 
 def check_state(update: Update, state: Tensor | None) -> None:

@@ -53,21 +53,29 @@ class CapturedStep:
         self.replay: Callable[[], None] | None = None
 
     def run(self) -> None:
-        """Most memories are written where they lie; all else that is new is copied there."""
-        logits, balance, new = self.compute([replace(state, overwrite=True) for state in self.states])
+        """For a graph, which is never interrupted: most memories are written where they lie, all else is copied there."""
+        self._take(overwrite=True)
+
+    def run_again(self) -> None:
+        """Without a graph: nothing is written before all is computed."""
+        self._take(overwrite=False)
+
+    def _take(self, overwrite: bool) -> None:
+        logits, balance, new = self.compute(self.states, overwrite)
         self.answers = logits, balance
         _copy(new, self.states)
 
-    def compute(self, states: list[State]) -> tuple[Tensor, Tensor | None, list[State]]:
+    def compute(self, states: list[State], overwrite: bool) -> tuple[Tensor, Tensor | None, list[State]]:
         """Logits, balance loss and new states, with the model as it is now."""
         cache = PrismCache()
-        cache.update(states, 0)
+        cache.update([replace(state, overwrite=overwrite) for state in states], 0)
         out: Any = self.model.forward(self.tokens, past_key_values=cache, use_cache=True, return_dict=True)
         return out.logits, out.balance_loss, cache.states
 
     def steady(self) -> bool:
         """Whether the states come back as they went in. Also compiles whatever is compiled on first use."""
-        return layout(self.compute(self.states)[-1]) == layout(self.states)
+        copies = [state.map(_contiguous) for state in self.states]
+        return layout(self.compute(copies, overwrite=True)[-1]) == layout(self.states)
 
     def serves(self, model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> bool:
         alike = (tokens.shape, tokens.dtype, tokens.device) == (
@@ -102,7 +110,7 @@ class CapturedStep:
         self.tokens.copy_(tokens)
         if not self.holds(states):  # an ordinary step, or a choice among beams, was taken since
             _copy(states, self.states)
-        (self.replay or self.run)()
+        (self.replay or self.run_again)()
         logits, balance = self.answers
         return logits.clone(), None if balance is None else balance.clone()
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from prism.engine.update import has_tangent
 
 Run = Callable[..., Any]
 
@@ -54,15 +55,13 @@ class Operator:
 
 
 def _noticed(inputs: tuple[Any, ...]) -> bool:
-    if forward_ad._current_level >= 0 and any(isinstance(z, Tensor) and _has_tangent(z) for z in inputs):
-        raise NotImplementedError("the kernels have no forward-mode gradient: call memory with backend='torch'")
+    if any(isinstance(z, Tensor) and has_tangent(z) for z in inputs):
+        raise NotImplementedError(
+            "the kernels have no forward-mode gradient: with backend='torch' memories have one, and layers whose input has"
+        )
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         return True
     return any(isinstance(z, Tensor) and type(z) not in (Tensor, torch.nn.Parameter) for z in inputs)
-
-
-def _has_tangent(z: Tensor) -> bool:
-    return forward_ad.unpack_dual(z).tangent is not None
 
 
 def _function(run_for_gradient: Run, keep: Run, differentiate: Run) -> type[torch.autograd.Function]:

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.engine.kernels.installed import at_least
+from prism.engine.recurrent import recurrent
 from prism.engine.steps import at_substep
-from prism.engine.update import Update, wants_gradients
+from prism.engine.update import Update, has_tangent, wants_gradients
 
 INSTALLED = at_least((3, 6), "triton", "triton-windows", "pytorch-triton")
 """Triton, as the kernels know it: torch brings one, but not every torch a new one."""
@@ -64,7 +65,7 @@ def chunks_refuse(u: Update) -> str | None:
 
 def fuses(x: Tensor) -> bool:
     """Whether the kernels beside the memory serve a tensor."""
-    return INSTALLED and x.is_cuda and x.dtype != torch.float64 and not _outdated(x)
+    return INSTALLED and x.is_cuda and x.dtype != torch.float64 and not _outdated(x) and not has_tangent(x)
 
 
 def _outdated(x: Tensor) -> bool:
@@ -109,10 +110,8 @@ def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
 def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Decoding needs no gradient; where one is wanted, the chunk kernels have it."""
     if wants_gradients(*u.tensors, state):
-        refused = chunks_refuse(u)
-        if refused is not None:  # of the state alone, which nobody was asked about
-            raise ValueError(f"backend 'triton' {refused}, and gradients are wanted: backend 'torch' has them")
-        return run_chunks(u, state)
+        # Too many writes, and a gradient of the state alone, of which `step_refuses` was not told: the recurrence has it.
+        return run_chunks(u, state) if chunks_refuse(u) is None else recurrent(u, state)
     from prism.engine.kernels import ops
 
     given = None if state is None else state.float()

@@ -35,7 +35,7 @@ def side_by_side(run: Launch) -> int:
 def kinds(run: Launch) -> tuple[int, ...]:
     """What numbers of segments there are for compiled code, at any length: one, and several."""
     if run.how.segments is not None:
-        return (min(run.how.segments, 2),)
+        return (1,) if run.how.segments == 1 else (1, 2)
     return (1, 2) if _cut(run) else (1,)
 
 
