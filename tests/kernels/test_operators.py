@@ -175,7 +175,7 @@ def test_there_are_no_forward_mode_gradients_and_no_zeros_in_their_place(form: s
 
 
 def test_a_tensor_with_a_tangent_keeps_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "has_tangent", lambda x: x.dual)
+    monkeypatch.setattr(paths, "have_tangents", lambda x: x.dual)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for dual in (False, True):
         x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32, dual=dual)

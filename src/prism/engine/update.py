@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -124,12 +124,14 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
     """Of either mode."""
     if torch.is_grad_enabled() and any(z is not None and z.requires_grad for z in tensors):
         return True
-    return any(z is not None and has_tangent(z) for z in tensors)
+    return have_tangents(*tensors)
 
 
-def has_tangent(z: Tensor) -> bool:
+def have_tangents(*values: Any) -> bool:
     """Whether forward-mode gradients are wanted."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(z).tangent is not None
+    if forward_ad._current_level < 0:
+        return False
+    return any(isinstance(z, Tensor) and forward_ad.unpack_dual(z).tangent is not None for z in values)
 
 
 def check_state(update: Update, state: Tensor | None) -> None:

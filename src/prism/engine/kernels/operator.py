@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from prism.engine.update import has_tangent
+from prism.engine.update import have_tangents
 
 Run = Callable[..., Any]
 
@@ -55,7 +55,7 @@ class Operator:
 
 
 def _noticed(inputs: tuple[Any, ...]) -> bool:
-    if any(isinstance(z, Tensor) and has_tangent(z) for z in inputs):
+    if have_tangents(*inputs):
         raise NotImplementedError(
             "the kernels have no forward-mode gradient: with backend='torch' memories have one, and layers whose input has"
         )

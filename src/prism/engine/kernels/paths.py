@@ -14,7 +14,7 @@ from torch import Tensor
 from prism.engine.kernels.installed import at_least
 from prism.engine.recurrent import recurrent
 from prism.engine.steps import at_substep
-from prism.engine.update import Update, has_tangent, wants_gradients
+from prism.engine.update import Update, have_tangents, wants_gradients
 
 INSTALLED = at_least((3, 6), "triton", "triton-windows", "pytorch-triton")
 """Triton, as the kernels know it: torch brings one, but not every torch a new one."""
@@ -65,7 +65,7 @@ def chunks_refuse(u: Update) -> str | None:
 
 def fuses(x: Tensor) -> bool:
     """Whether the kernels beside the memory serve a tensor."""
-    return INSTALLED and x.is_cuda and x.dtype != torch.float64 and not _outdated(x) and not has_tangent(x)
+    return INSTALLED and x.is_cuda and x.dtype != torch.float64 and not _outdated(x) and not have_tangents(x)
 
 
 def _outdated(x: Tensor) -> bool:
