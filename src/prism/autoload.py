@@ -35,18 +35,25 @@ def _register() -> None:
 class _AfterImport(MetaPathFinder):
     """Finds nothing itself; has the registry's loader register once the registry is there, and is then gone."""
 
+    looking = False
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != REGISTRY:
+        if fullname != REGISTRY or self.looking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        self.looking = True  # for the finders behind this one
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self.looking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 _register()
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this one loader

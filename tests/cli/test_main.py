@@ -1,12 +1,14 @@
 """The command line speaks in sentences, and `prism rules` lists every rule."""
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from prism import rules
+from prism import cli, rules
 from prism.cli import COMMANDS, main
 
 
@@ -22,6 +24,23 @@ def test_every_command_has_help_for_all_its_flags(name: str, capsys: pytest.Capt
         main([*name.split(), "--help"])
     assert stop.value.code in (0, None)
     assert "--" in capsys.readouterr().out
+
+
+def test_an_interrupt_while_libraries_are_imported_waits_for_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may turn it into an error of their own."""
+    finished = []
+
+    def slowly(module: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        finished.append(module)
+
+    monkeypatch.setattr(cli, "import_module", slowly)
+    monkeypatch.setattr(cli, "COMMANDS", {"rules": cli.Command("prism.cli.rules:__doc__", "")})
+    assert main(["rules"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n" and finished == ["prism.cli.rules"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_rules_table_names_every_rule(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ ORDERS = (
     ("import prism, sys; assert 'transformers' not in sys.modules", "from transformers import Trainer"),
     ("import transformers", "import prism, sys; assert 'prism.models' not in sys.modules; prism.models.PrismConfig"),
     ("from transformers import AutoModelForCausalLM", "import prism"),
+    ("import prism, importlib.util", "importlib.util.find_spec('transformers.models.auto.configuration_auto')"),
 )
 
 

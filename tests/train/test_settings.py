@@ -78,6 +78,15 @@ def test_presets_have_heads_that_kernels_like_and_survive_a_file(name: str) -> N
         (["--config", "nowhere.toml"], "", r"^there is no settings file nowhere.toml$"),
         (["--steps", "0"], "", r"^steps must be at least 1, got 0$"),
         (["--schedule.final", "2"], "", r"^schedule.decay and schedule.final are shares"),
+        (["--config", "{toml}"], "preset = 3", r"my.toml: preset must be a text, got 3$"),
+        (["--optimizer.lr", "-1"], "", r"^optimizer.lr must be at least 0, got -1.0$"),
+        (["--optimizer.weight-decay", "nan"], "", r"^optimizer.weight_decay must be at least 0, got nan$"),
+        (
+            ["--optimizer.betas", "0.9", "1"],
+            "",
+            r"^optimizer.betas and optimizer.momentum must be at least 0 and below 1$",
+        ),
+        (["--optimizer.clip", "0"], "", r"^optimizer.clip must be above 0 \(None: gradients as they come\), got 0.0$"),
     ],
 )
 def test_bad_settings_are_refused_in_one_sentence(

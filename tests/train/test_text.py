@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import random
+import re
 from pathlib import Path
 
 import pyarrow
@@ -98,6 +100,46 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"body": ROWS}), table)
     with pytest.raises(ValueError, match="has no column 'text'; it has body"):
         read(table)
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.xz"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "not compressed"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    path = tmp_path / name
+    whole = b'{"text": "%s"}\n' % bytes(random.Random(0).choices(b"abcdefgh", k=5000))
+    data = gzip.compress(whole) if name.endswith("gz") else lzma.compress(whole)
+    middle = len(data) // 2
+    path.write_bytes(
+        {"cut": data[:middle], "changed": data[:middle] + bytes(40) + data[middle + 40 :], "not compressed": whole}[
+            damage
+        ]
+    )
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} does not decompress: "):
+        read(path)
+
+
+def test_a_damaged_table_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"{i} " * 50 for i in range(300)]}), path, use_dictionary=False)
+    data = path.read_bytes()
+    path.write_bytes(data[:200] + bytes(400) + data[600:])
+    with pytest.raises(ValueError, match=r"t\.parquet is damaged after row 0: "):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ('{"text": null}', "line 1 has nothing under 'text', not a text"),
+        ('{"text": 3}', "line 1 has int under 'text', not a text"),
+        (r'{"text": "a \ud800"}', "line 1 is no text that UTF-8 can hold: surrogates not allowed at 2"),
+    ],
+)
+def test_rows_that_are_no_text_are_named(tmp_path: Path, row: str, told: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(row + "\n")
+    with pytest.raises(ValueError, match=told):
+        read(path)
 
 
 def test_the_offset_of_a_bad_byte_is_right_in_later_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

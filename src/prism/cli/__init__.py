@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
@@ -13,6 +16,9 @@ from prism.extras import missing
 
 INTERRUPTED = 130
 """The exit code after a signal, also where everything was saved: whoever waits for the end must not go on as if it were."""
+
+
+_MAIN = threading.main_thread()
 
 
 class Command(NamedTuple):
@@ -69,9 +75,10 @@ def _run(words: list[str]) -> int:
     name, rest = _choose(words)
     module, function = COMMANDS[name].target.split(":")
     try:
-        import tyro
+        with _interrupts_wait():
+            import tyro
 
-        run = getattr(import_module(module), function)
+            run = getattr(import_module(module), function)
         if COMMANDS[name].own_arguments:
             return run(rest) or 0
         return tyro.cli(run, prog=f"prism {name}", args=rest) or 0
@@ -86,6 +93,22 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """While libraries are imported: in their hands an interrupt may become another error, or the end of the process."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or threading.current_thread() is not _MAIN:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def _choose(words: list[str]) -> tuple[str, list[str]]:

@@ -105,7 +105,7 @@ def _file_table(results: dict[str, Any]) -> Table:
     table = Table(title="Prediction of text", header_style="bold")
     table.add_column("file", overflow="fold")
     for column in ("documents", "tokens", "bytes", "nats/token", "perplexity", "bits/byte"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     for name, r in results.items():
         counts = [f"{r[key]:,}" for key in ("documents", "tokens", "text_bytes")]
         table.add_row(

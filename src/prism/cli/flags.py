@@ -31,6 +31,7 @@ def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callab
         early.add_argument(flag)
     given, _ = early.parse_known_args(arguments)
     toml = {} if given.config is None else read_toml(Path(given.config))
+    override(blank, toml, str(given.config))  # whatever is wrong in it is told before any of it is used
     name: str | None = given.preset or toml.get("preset")
     stored = None if name else stored_settings(Path(given.out or toml.get("out") or blank.out), task, blank)
     settings = override(stored or preset(name), toml, str(given.config))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +19,11 @@ def inner_suffix(path: Path) -> str:
     return inner.suffix.lower()
 
 
-def open_bytes(path: Path) -> IO[bytes]:
-    file: IO[bytes] = _OPENERS.get(path.suffix, open)(path, "rb")
-    return file
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """For reading. What turns out to be damaged is named."""
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            yield file
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path} does not decompress: {error}") from error

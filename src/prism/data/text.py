@@ -126,13 +126,27 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
     if field not in file.schema_arrow.names:
         raise ValueError(f"{path} has no column {field!r}; it has {', '.join(file.schema_arrow.names)}")
-    for batch in file.iter_batches(columns=[field]):
-        for row in batch.to_pylist():
-            yield _text_of(row, field, str(path))
+    number = 0
+    try:
+        for batch in file.iter_batches(columns=[field]):
+            for row in batch.to_pylist():
+                number += 1
+                yield _text_of(row, field, f"{path}, row {number}")
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} is damaged after row {number}: {error}") from error
 
 
 def _text_of(row: Any, field: str, where: str) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+    if not isinstance(row, dict) or field not in row:
         has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{where} has no text under {field!r} (it has {has})")
-    return str(row[field])
+    text = row[field]
+    if not isinstance(text, str):
+        raise ValueError(
+            f"{where} has {'nothing' if text is None else type(text).__name__} under {field!r}, not a text"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON may hold half of a pair of surrogates
+        raise ValueError(f"{where} is no text that UTF-8 can hold: {error.reason} at {error.start}") from error
+    return text

@@ -75,6 +75,8 @@ class Session:
     def __init__(self, lm: LanguageModel, seed: int = 0) -> None:
         self.lm = lm
         self.reader = Reader(lm.model, lm.tokenizer.end)
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed must be a number of 64 bits, got {seed}")
         self.random = torch.Generator().manual_seed(seed)
         self.text = TextStream(lm.tokenizer)
         self.logits: Tensor | None = None

@@ -34,7 +34,8 @@ def open_model(folder: Path, device: str = "auto") -> LanguageModel:
         raise ValueError(
             f"the tokenizer in {folder} has {tokenizer.size} tokens, the model knows {model.config.vocab_size}"
         )
-    return LanguageModel(model, tokenizer, folder.resolve().name)
+    place = folder.resolve()
+    return LanguageModel(model, tokenizer, place.parent.name if place.name == "model" else place.name)
 
 
 def _end_token(folder: Path) -> str | None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -207,6 +208,14 @@ class RunSettings:
                 raise ValueError(f"{name} must be at least {lowest}, got {value}")
         if not 0 <= self.schedule.decay <= 1 or not 0 <= self.schedule.final <= 1:
             raise ValueError("schedule.decay and schedule.final are shares: they must lie between 0 and 1")
+        how = self.optimizer
+        for name in ("lr", "eps", "weight_decay"):
+            if not 0 <= getattr(how, name) < math.inf:
+                raise ValueError(f"optimizer.{name} must be at least 0, got {getattr(how, name)}")
+        if not all(0 <= share < 1 for share in (*how.betas, how.momentum)):
+            raise ValueError("optimizer.betas and optimizer.momentum must be at least 0 and below 1")
+        if how.clip is not None and not 0 < how.clip < math.inf:
+            raise ValueError(f"optimizer.clip must be above 0 (None: gradients as they come), got {how.clip}")
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ What a file is follows from its ending and its first line:
 
 from __future__ import annotations
 
-import gzip
 import io
-import lzma
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -52,11 +50,8 @@ def read_table(path: Path, format: str, columns: Columns) -> tuple[pl.DataFrame,
 
 
 def _contents(path: Path) -> bytes:
-    try:
-        with open_bytes(path) as file:
-            return file.read().removeprefix(b"\xef\xbb\xbf")
-    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
-        raise ValueError(f"{path} does not decompress: {error}") from error
+    with open_bytes(path) as file:
+        return file.read().removeprefix(b"\xef\xbb\xbf")
 
 
 def _parquet(path: Path, columns: Columns) -> tuple[pl.DataFrame, Columns, list[str]]:
