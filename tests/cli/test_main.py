@@ -51,6 +51,11 @@ def test_rules_table_names_every_rule(capsys: pytest.CaptureFixture[str], monkey
     assert f"{rules.get('gated_delta').build(64, 2).state_size:,}" in printed
 
 
+def test_a_width_that_one_rule_cannot_have_names_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rules", "--width", "7", "--heads", "3"]) == 2
+    assert "width 7 with 3 heads is not for every rule: mlstm: " in capsys.readouterr().err
+
+
 def test_names_are_whole_in_a_narrow_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

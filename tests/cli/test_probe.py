@@ -22,6 +22,25 @@ def test_a_rule_with_options_is_parsed() -> None:
         parse_rule("prism:steps")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--steps", "0"], "steps must be at least 1, got 0"),
+        (["--seeds", "0"], "seeds must be at least 1, got 0"),
+        (["--jobs", "-1"], "jobs must be at least 1, got -1"),
+        (["--key-dim", "8", "0"], "key_dim must be at least 1, got 0"),
+        (["--rules"], "rules is empty: name one or more of prism, "),
+        (["--rules", "prism:heads=3"], "rule 'prism' has no option 'heads'; it has: "),
+    ],
+)
+def test_numbers_and_options_that_no_probe_can_have(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe", "mqar", "--output", str(tmp_path / "out"), *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_training_recalls_better_than_chance() -> None:
     from prism.data.mqar import Recall
 

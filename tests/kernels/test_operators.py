@@ -182,6 +182,13 @@ def test_a_tensor_with_a_tangent_keeps_to_torch(monkeypatch: pytest.MonkeyPatch)
         assert paths.fuses(x) is not dual
 
 
+def test_there_are_no_second_derivatives_and_no_wrong_ones_in_their_place() -> None:
+    x = leaves(3, dtype=torch.float32)
+    o, _ = prism.memory(update(x), x["state"], "chunkwise", "triton")
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(o.sum(), x["q"], create_graph=True)
+
+
 def test_results_may_be_written_to() -> None:
     x = leaves(3, dtype=torch.float32)
     for result in prism.memory(update(x), x["state"], "chunkwise", "triton"):

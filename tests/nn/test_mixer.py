@@ -399,3 +399,15 @@ def test_two_documents_of_a_batch_train_alike_in_any_order(name: str, options: d
     assert_close("y", shuffled, y[order], 1e-12)
     for key, value in state.index_select(order).tensors().items():
         assert_close(key, shuffled_state.tensors()[key], value, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"state": torch.zeros(1, 2, 4, 4)}, "state must be a State that this mixer returned, got Tensor"),
+        ({"mask": [[True]]}, "mask must be a bool tensor of shape .B, T., got list"),
+    ],
+)
+def test_what_is_no_state_and_no_mask_is_told(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Mixer("prism", 32, 2)(torch.zeros(1, 1, 32), **given)

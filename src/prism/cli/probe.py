@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from prism import rules as registry
 from prism.data.files import check_target
 from prism.data.mqar import Recall
 from prism.evaluate.jobs import run_jobs
@@ -53,6 +54,12 @@ def mqar(
         jobs: runs at a time; one a core unless given.
         output: folder for results.json, which has every model as soon as it is trained, and recall.png.
     """
+    if not rules:
+        raise ValueError(f"rules is empty: name one or more of {', '.join(registry.names())}")
+    least = {"seeds": seeds, "pairs": pairs, "layers": layers, "steps": steps, "jobs": jobs}
+    for what, number in [*least.items(), *(("key_dim", width) for width in key_dim)]:
+        if number is not None and number < 1:
+            raise ValueError(f"{what} must be at least 1, got {number}")
     pyplot()  # a missing plotting library should be known now, not after the training
     check_target(output, folder=True)
     runs, labels = [], []
@@ -93,6 +100,9 @@ def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"rule option {item!r} in {text!r} must look like name=value")
+        if name in registry.names() and key not in registry.get(name).option_names():
+            known = ", ".join(registry.get(name).option_names()) or "none"
+            raise ValueError(f"rule {name!r} has no option {key!r}; it has: {known}")
         try:
             options[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

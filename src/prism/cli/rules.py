@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
@@ -65,7 +65,7 @@ def paths_taken(width: int, heads: int) -> dict[str, list[str]]:
     taken: dict[str, list[str]] = {}
     for name in registry.names():
         with torch.device(device):
-            rule = registry.get(name).build(width, heads)
+            rule = _build(name, width, heads)
             x = torch.zeros(1, 128, width)
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=device == "cuda"):
             update, *_ = rule.update(x, {}, Span(None, None))
@@ -75,12 +75,19 @@ def paths_taken(width: int, heads: int) -> dict[str, list[str]]:
     return dict(sorted(taken.items()))
 
 
+def _build(name: str, width: int, heads: int) -> Any:
+    try:
+        return registry.get(name).build(width, heads)
+    except ValueError as error:
+        raise ValueError(f"width {width} with {heads} heads is not for every rule: {name}: {error}") from error
+
+
 def rows(width: int, heads: int) -> list[Row]:
     table = []
     for name in registry.names():
         kind = registry.get(name)
         with torch.device("meta"):  # sizes need no weights
-            rule = kind.build(width, heads)
+            rule = _build(name, width, heads)
         size = f"{rule.state_size:,}" if kind.constant_state else f"{rule.state_size:,} a token"
         forms = " ".join(form[0].upper() for form in FORMS if form in rule.forms)
         table.append(

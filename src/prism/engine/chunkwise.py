@@ -16,7 +16,7 @@ from torch import Tensor
 from prism.engine.block import Rows, affine, blocks, unblocks
 from prism.engine.head_chunks import head_chunks
 from prism.engine.steps import Steps, resolve
-from prism.engine.update import Update
+from prism.engine.update import Update, have_tangents
 
 SEGMENT = 512
 
@@ -28,14 +28,22 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
     if chunk is None:
         chunk = 32 if max(update.key_dim, update.value_dim) <= 64 else 64
     size = max(1, SEGMENT // chunk) * chunk
-    if not update.per_channel:
-        o, S = head_chunks(steps, S, chunk, size)
-        return steps.read(o), S
+    # What is written out has neither tangents nor a batch of its own to be mapped over.
+    transformed = have_tangents(*update.tensors, state) or torch._C._are_functorch_transforms_active()
+    if update.per_channel or transformed:
+        o, S = _in_blocks(steps, S, chunk, size)
+    else:
+        o, S = head_chunks(steps, S, chunk, size, again=_in_blocks)
+    return steps.read(o), S
+
+
+def _in_blocks(steps: Steps, S: Tensor, chunk: int, size: int) -> tuple[Tensor, Tensor]:
+    """By the block equations, which autograd can differentiate as often as it likes."""
     outputs = []
     for segment in _segments(steps, size):
         o, S = _run(blocks(segment, min(chunk, segment.rows)), S)
         outputs.append(unblocks(o, segment.rows))
-    return steps.read(torch.cat(outputs, 1)), S
+    return torch.cat(outputs, 1), S
 
 
 def _run(rows: Rows, S: Tensor) -> tuple[Tensor, Tensor]:

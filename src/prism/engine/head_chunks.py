@@ -19,11 +19,12 @@ and G receives, from every weight exp(G_i - G_j), +(dΓ Γ)_ij at i and the same
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from prism.engine.autocast import without_autocast
 from prism.engine.decay import Documents, HeadDecay
@@ -54,12 +55,25 @@ class Segment(NamedTuple):
     carry: Tensor  # [m, 1, 1]
 
 
-def head_chunks(steps: Steps, S: Tensor, chunk: int, segment: int) -> tuple[Tensor, Tensor]:
-    """The outputs `[B, R, H, V]` and the memory after the last row."""
+Again = Callable[[Steps, Tensor, int, int], tuple[Tensor, Tensor]]
+
+FIELDS = ("q", "k", "w", "log_decay", "erase_write", "erase_key")
+
+
+def head_chunks(steps: Steps, S: Tensor, chunk: int, segment: int, again: Again) -> tuple[Tensor, Tensor]:
+    """The outputs `[B, R, H, V]` and the memory after the last row. `again` computes the same, slower, where the gradient is
+    itself to be differentiated."""
     kind = Kind(chunk, segment, not steps.erase_decayed, not steps.read_after)
-    fields = (steps.q, steps.k, steps.w, steps.log_decay, steps.erase_write, steps.erase_key)
+    fields = tuple(getattr(steps, name) for name in FIELDS)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*fields, S)):
-        o, S = _HeadChunks.apply(*fields, steps.reset, S, kind)
+        empty: dict[str, Any] = dict.fromkeys((*FIELDS, "reset"))  # tensors are autograd's to keep
+
+        def anew(fields: tuple, reset: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
+            told = {**dict(zip(FIELDS, fields, strict=True)), "reset": reset}
+            return again(replace(bare, **told), S, chunk, segment)
+
+        bare = replace(steps, **empty)
+        o, S = _HeadChunks.apply(*fields, steps.reset, S, kind, anew)
     else:
         o, S, _ = _forward(fields, steps.reset, S, kind, keep=False)
     return o, S
@@ -68,20 +82,34 @@ def head_chunks(steps: Steps, S: Tensor, chunk: int, segment: int) -> tuple[Tens
 class _HeadChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *fields, reset, S, kind = arguments
+        *fields, reset, S, kind, anew = arguments
         o, end, kept = _forward(tuple(fields), reset, S, kind, keep=True)
-        ctx.kind = kind
-        ctx.save_for_backward(*fields, reset, *[x for each in kept for x in each])
+        ctx.kind, ctx.anew = kind, anew
+        ctx.save_for_backward(*fields, reset, S, *[x for each in kept for x in each])
         return o, end
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dO: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: under gradient checkpointing every read computes the segment again
-        (*fields, reset), flat = saved[:7], saved[7:]
-        kept = [flat[i : i + 4] for i in range(0, len(flat), 4)]
+        (*fields, reset, S), flat = saved[:8], saved[8:]
         # Autocast is on here if `backward()` was called where it is.
-        return (*without_autocast(_backward, tuple(fields), reset, kept, dO, dS, ctx.kind), None)
+        if torch.is_grad_enabled():  # the gradient's own gradient will be asked for
+            return (*without_autocast(_differentiably, ctx.anew, tuple(fields), reset, S, dO, dS), None, None)
+        kept = [flat[i : i + 4] for i in range(0, len(flat), 4)]
+        return (*without_autocast(_backward, tuple(fields), reset, kept, dO, dS, ctx.kind), None, None)
+
+
+def _differentiably(
+    anew: Any, fields: Any, reset: Tensor | None, S: Any, dO: Tensor, dS: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the fields, of the reset (none) and of S, as functions of all that they depend on."""
+    # As views: one field may depend on another (an erase key on k), whose gradient must not count what is the first's.
+    *fields, S = (None if x is None else x.view_as(x) for x in (*fields, S))
+    results = anew(tuple(fields), reset, S)
+    wanted = [x for x in (*fields, S) if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(results, wanted, (dO, dS), create_graph=True, allow_unused=True))
+    *gradients, d_S = [next(found) if x is not None and x.requires_grad else None for x in (*fields, S)]
+    return (*gradients, None, d_S)
 
 
 def _forward(fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: bool) -> tuple[Tensor, Tensor, list]:

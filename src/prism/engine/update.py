@@ -224,7 +224,7 @@ def _expect_device(name: str, x: Tensor | None, u: Update) -> None:
 
 
 def values_may_be_read(x: Tensor) -> bool:
-    if torch.compiler.is_compiling() or x.is_meta:
+    if torch.compiler.is_compiling() or x.is_meta or torch._C._are_functorch_transforms_active():
         return False
     return x.device.type == "cpu" or os.environ.get("PRISM_CHECK") == "1"
 

@@ -48,7 +48,8 @@ def run_jobs(
     jobs = min(len(runs), jobs or os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, _progress() as progress:
-        channel, over = manager.Queue(), manager.Event()
+        # An interrupt may fall into a talk with the manager, who answers nothing sensible after that: `over` is not its.
+        channel, over = manager.Queue(), context.Event()
         bars = [
             progress.add_task(name, total=total, loss="", start=False) for name, total in zip(names, steps, strict=True)
         ]

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from prism.engine.update import values_may_be_read
 from prism.models.negatives import Negatives, sampler
@@ -178,8 +177,9 @@ class _FullSoftmax(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        if torch.is_grad_enabled():  # asked with create_graph=True
+            raise NotImplementedError("the loss over all items has no second derivatives")
         to_hidden, to_vectors = ctx.saved_tensors
         scaled = [None if x is None else x * gradient.to(x.dtype) for x in (to_hidden, to_vectors)]
         return scaled[0], scaled[1], None, None, None

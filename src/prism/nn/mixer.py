@@ -101,12 +101,16 @@ class Mixer(nn.Module):
         return y.squeeze(1), state
 
     def _check(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> None:
+        if not isinstance(state, State):
+            raise ValueError(f"state must be a State that this mixer returned, got {type(state).__name__}")
         if x.ndim != 3 or x.shape[-1] != self.rule.width or x.shape[1] == 0:
             raise ValueError(f"x has shape {list(x.shape)}, expected [B, T, {self.rule.width}] with T ≥ 1")
         for name, part in state.tensors().items():
             if part.shape[0] != x.shape[0]:
                 raise ValueError(f"state has {part.shape[0]} rows ({name} {list(part.shape)}), x has {x.shape[0]}")
         for name, flag in (("mask", mask), ("reset", reset)):
+            if flag is not None and not isinstance(flag, Tensor):
+                raise ValueError(f"{name} must be a bool tensor of shape [B, T], got {type(flag).__name__}")
             if flag is not None and (flag.shape != x.shape[:2] or flag.dtype != torch.bool):
                 raise ValueError(
                     f"{name} must be bool of shape [B, T] = {list(x.shape[:2])}, got {flag.dtype} {list(flag.shape)}"

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from prism.engine.update import have_tangents
@@ -73,8 +72,11 @@ def _function(run_for_gradient: Run, keep: Run, differentiate: Run) -> type[torc
             return output
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *d_outputs: Tensor | None) -> Any:
+            if torch.is_grad_enabled():  # asked with create_graph=True
+                raise NotImplementedError(
+                    "the kernels have no second derivatives: a memory has them with backend='torch'"
+                )
             return differentiate(ctx, *d_outputs)
 
     return Direct
