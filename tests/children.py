@@ -95,7 +95,7 @@ def final_tensors(run: Path) -> dict[str, list[torch.Tensor]]:
     found: dict[str, list[torch.Tensor]] = {}
     for path in sorted(newest.rglob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118  (not a dict)
                 found.setdefault(f"{path.parent.name}/{name}", []).append(file.get_tensor(name))
     return found
 

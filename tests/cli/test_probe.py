@@ -30,7 +30,7 @@ def test_a_rule_with_options_is_parsed() -> None:
         (["--jobs", "-1"], "jobs must be at least 1, got -1"),
         (["--key-dim", "8", "0"], "key_dim must be at least 1, got 0"),
         (["--rules"], "rules is empty: name one or more of prism, "),
-        (["--rules", "prism:heads=3"], "rule 'prism' has no option 'heads'; it has: "),
+        (["--rules", "prism:heads=3"], "rule 'prism' has no option 'heads'; it takes preset, "),
     ],
 )
 def test_numbers_and_options_that_no_probe_can_have(

@@ -55,8 +55,7 @@ def test_second_derivatives_of_the_chunk_form(problem: Problem) -> None:
 @pytest.mark.parametrize("rule", ["prism", "gated_delta", "linear", "gla"])
 def test_function_transforms(rule: str, form: str) -> None:
     """Tangents, gradients and per-sample gradients, against the ordinary ones."""
-    if form not in (mixer := prism.Mixer(rule, 32, 2).double()).forms:
-        pytest.skip("the rule has no such form")
+    mixer = prism.Mixer(rule, 32, 2).double()
     x, tangent = torch.randn(2, 3, 9, 32, dtype=torch.float64)
 
     def loss(z: Tensor) -> Tensor:
@@ -68,3 +67,10 @@ def test_function_transforms(rule: str, form: str) -> None:
     assert_close("jvp", torch.func.jvp(loss, (x,), (tangent,))[1], (gradient * tangent).sum(), 1e-8)
     each = torch.func.vmap(torch.func.grad(lambda z: loss(z.unsqueeze(0))))(x)
     assert_close("per-sample", each, gradient, 1e-10)
+
+
+def test_a_memory_that_solves_has_no_second_derivatives_and_no_wrong_ones_in_their_place() -> None:
+    x = torch.randn(1, 5, 32, requires_grad=True)
+    y, _ = prism.Mixer("mesa", 32, 2)(x)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(y.sin().sum(), x, create_graph=True)

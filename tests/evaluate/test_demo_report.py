@@ -12,8 +12,6 @@ import pytest
 
 from prism.evaluate.demo import TrainedModel, write_report
 
-pytest.importorskip("matplotlib")
-
 NAMES = ("PRISM, L = 2", "Gated DeltaNet", "linear attention")
 
 

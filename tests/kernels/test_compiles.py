@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is for Linux")
 
 KERNELS = {
     "memory": "prepare scan chain reverse lookups writes decay step",

@@ -71,7 +71,6 @@ def errors(kind: str, run: Any, x: dict[str, Tensor]) -> dict[str, float]:
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU their kernels are there")
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_told_the_update(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fla.ops")  # takes seconds
     definitions(monkeypatch)
     found = errors(kind, fla.run, leaves(KINDS[kind].get("erase", ""), 9, 8, 6, False, torch.float32))
     assert max(found.values()) <= 1e-5, found
@@ -107,7 +106,6 @@ def definitions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_kernels_on_a_gpu(kind: str) -> None:
     """Within a few roundings of bfloat16 (4e-3). They are tuned first, which takes a minute or two."""
-    pytest.importorskip("fla.ops")
     for strong in (False, True):
         x = leaves(KINDS[kind].get("erase", ""), 130, 64, 64, strong, torch.bfloat16)
         x = {name: z.to(DEVICE) for name, z in x.items()}

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
 from prism.engine.kernels import compiled, programs  # noqa: E402 (they import Triton)
-from prism.engine.kernels.configurations import Tiling  # noqa: E402
+from prism.engine.kernels.configurations import Tiling  # noqa: E402 (likewise)
 
 
 class Ready:

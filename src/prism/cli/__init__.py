@@ -18,9 +18,6 @@ INTERRUPTED = 130
 """The exit code after a signal, also where everything was saved: whoever waits for the end must not go on as if it were."""
 
 
-_MAIN = threading.main_thread()
-
-
 class Command(NamedTuple):
     target: str
     """`module:function`; the function's arguments become flags through tyro."""
@@ -98,7 +95,8 @@ def _run(words: list[str]) -> int:
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
     """While libraries are imported: in their hands an interrupt may become another error, or the end of the process."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or threading.current_thread() is not _MAIN:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     came: list[int] = []

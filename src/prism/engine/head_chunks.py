@@ -67,13 +67,7 @@ def head_chunks(steps: Steps, S: Tensor, chunk: int, segment: int, again: Again)
     fields = tuple(getattr(steps, name) for name in FIELDS)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*fields, S)):
         empty: dict[str, Any] = dict.fromkeys((*FIELDS, "reset"))  # tensors are autograd's to keep
-
-        def anew(fields: tuple, reset: Tensor | None, S: Tensor) -> tuple[Tensor, Tensor]:
-            told = {**dict(zip(FIELDS, fields, strict=True)), "reset": reset}
-            return again(replace(bare, **told), S, chunk, segment)
-
-        bare = replace(steps, **empty)
-        o, S = _HeadChunks.apply(*fields, steps.reset, S, kind, anew)
+        o, S = _HeadChunks.apply(*fields, steps.reset, S, kind, replace(steps, **empty), again)
     else:
         o, S, _ = _forward(fields, steps.reset, S, kind, keep=False)
     return o, S
@@ -82,9 +76,9 @@ def head_chunks(steps: Steps, S: Tensor, chunk: int, segment: int, again: Again)
 class _HeadChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *fields, reset, S, kind, anew = arguments
+        *fields, reset, S, kind, bare, again = arguments
         o, end, kept = _forward(tuple(fields), reset, S, kind, keep=True)
-        ctx.kind, ctx.anew = kind, anew
+        ctx.kind, ctx.bare, ctx.again = kind, bare, again
         ctx.save_for_backward(*fields, reset, S, *[x for each in kept for x in each])
         return o, end
 
@@ -94,18 +88,19 @@ class _HeadChunks(torch.autograd.Function):
         (*fields, reset, S), flat = saved[:8], saved[8:]
         # Autocast is on here if `backward()` was called where it is.
         if torch.is_grad_enabled():  # the gradient's own gradient will be asked for
-            return (*without_autocast(_differentiably, ctx.anew, tuple(fields), reset, S, dO, dS), None, None)
+            steps = replace(ctx.bare, reset=reset)
+            return (*without_autocast(_differentiably, ctx.again, steps, fields, S, dO, dS, ctx.kind), None, None, None)
         kept = [flat[i : i + 4] for i in range(0, len(flat), 4)]
-        return (*without_autocast(_backward, tuple(fields), reset, kept, dO, dS, ctx.kind), None, None)
+        return (*without_autocast(_backward, tuple(fields), reset, kept, dO, dS, ctx.kind), None, None, None)
 
 
 def _differentiably(
-    anew: Any, fields: Any, reset: Tensor | None, S: Any, dO: Tensor, dS: Tensor
+    again: Again, bare: Steps, fields: Any, S: Any, dO: Tensor, dS: Tensor, kind: Kind
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the fields, of the reset (none) and of S, as functions of all that they depend on."""
     # As views: one field may depend on another (an erase key on k), whose gradient must not count what is the first's.
     *fields, S = (None if x is None else x.view_as(x) for x in (*fields, S))
-    results = anew(tuple(fields), reset, S)
+    results = again(replace(bare, **dict(zip(FIELDS, fields, strict=True))), S, kind.chunk, kind.segment)
     wanted = [x for x in (*fields, S) if x is not None and x.requires_grad]
     found = iter(torch.autograd.grad(results, wanted, (dO, dS), create_graph=True, allow_unused=True))
     *gradients, d_S = [next(found) if x is not None and x.requires_grad else None for x in (*fields, S)]

@@ -132,6 +132,8 @@ class _Solution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # asked with create_graph=True; the residual's derivative holds x still
+            raise NotImplementedError("a memory that solves for its answer has no second derivatives")
         tensors = ctx.saved_tensors
         # Autocast is on here if `backward()` was called where it is.
         z = without_autocast(conjugate_gradients, lambda p: ctx.operator(p, *tensors), gradients[0], ctx.iterations)

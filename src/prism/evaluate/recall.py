@@ -23,6 +23,7 @@ from prism import rules
 from prism.data.mqar import IGNORE, Recall
 from prism.nn import Mixer
 from prism.rules.parts import ShortConv
+from prism.rules.rule import check_options
 from prism.rules.span import Span
 
 _TEST_SEED = 1 << 40
@@ -66,6 +67,9 @@ class RecallModel(nn.Module):
         # The convolution stands before every mixer alike, so rules that have one of their own go without. Rules whose state
         # is not K × V have sizes of their own, which the results state.
         sizes = {"key_dim": run.key_dim, "value_dim": value_dim, "conv_size": 1}
+        check_options(
+            rules.get(run.rule), run.options
+        )  # one that is also an argument of Mixer's would not be told as one
         taken = rules.get(run.rule).option_names()
         options = {name: value for name, value in sizes.items() if name in taken} | run.options
         self.embedding = nn.Embedding(run.task.vocabulary, width)

@@ -53,7 +53,7 @@ class PrismPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["PrismLayer"]  # noqa: RUF012  (so declared by transformers)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012  (likewise)
     _is_stateful = True  # its cache cannot be cropped, so generate refuses to guess tokens ahead
 
     def post_init(self) -> None:
@@ -166,7 +166,7 @@ class PrismOutput(CausalLMOutputWithPast):
 class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
     """A language model: logits of the next token."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (so declared by transformers)
 
     def __init__(self, config: PrismConfig) -> None:
         super().__init__(config)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -62,10 +63,14 @@ class Rule(nn.Module):
         raise NotImplementedError
 
 
-def construct(cls: type[Rule], width: int, heads: int, options: dict[str, Any]) -> Rule:
+def check_options(cls: type[Rule], options: Iterable[str]) -> None:
     for name in options:
         if name not in cls.option_names():
             raise ValueError(f"rule {cls.name!r} has no option {name!r}; it takes {', '.join(cls.option_names())}")
+
+
+def construct(cls: type[Rule], width: int, heads: int, options: dict[str, Any]) -> Rule:
+    check_options(cls, options)
     check_whole(width=width, heads=heads)  # before a rule divides one by the other
     return cls(width, heads, **options)
 
