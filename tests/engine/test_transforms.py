@@ -11,7 +11,7 @@ import prism
 from helpers import INPUTS, Problem, assert_close, examples, problems
 
 FORMS = ["parallel", "chunkwise", "scan"]
-DELTA = Problem(tokens=37, key_heads=1, writes=2, seed=1)  # an odd seed: the erase key is a view of k
+DELTA = Problem(tokens=37, key_heads=1, erase_heads=1, writes=2, seed=1)  # an odd seed: the erase key is a view of k
 
 
 def second_derivatives(problem: Problem, form: str) -> dict[str, Tensor]:

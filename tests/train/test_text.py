@@ -110,9 +110,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
     data = gzip.compress(whole) if name.endswith("gz") else lzma.compress(whole)
     middle = len(data) // 2
     path.write_bytes(
-        {"cut": data[:middle], "changed": data[:middle] + bytes(40) + data[middle + 40 :], "not compressed": whole}[
-            damage
-        ]
+        {"cut": data[:middle], "changed": data[:20] + b"\xff" * 40 + data[60:], "not compressed": whole}[damage]
     )
     with pytest.raises(ValueError, match=rf"{re.escape(name)} does not decompress: "):
         read(path)
