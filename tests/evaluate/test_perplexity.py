@@ -39,9 +39,9 @@ def rows(tmp_path: Path) -> Path:
 
 @torch.no_grad()
 def direct(lm: LanguageModel, inputs: list[int], targets: list[int]) -> torch.Tensor:
-    """Nats of each target, from memories that are empty at first, at every end token and after it."""
+    """Nats of each target, from memories that are empty at first and at every end token, which opens a document."""
     ends = [i for i, token in enumerate(inputs) if token == lm.tokenizer.end]
-    cuts = sorted({0, *ends, *(i + 1 for i in ends), len(inputs)})
+    cuts = sorted({0, *ends, len(inputs)})
     nats = []
     for start, stop in pairwise(cuts):
         logits = lm.model(torch.tensor([inputs[start:stop]]), use_cache=False).logits[0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prism.data.order import windows_of
 from prism.data.tokens import Stream
+from prism.documents import document_starts
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Windows:
     """A stream cut into windows of `context` tokens, each with the token after it.
 
     Args:
-        end: the token that ends a document. Given one, batches tell where documents start.
+        end: the end token. With it, batches say where documents start (see `prism.documents`).
     """
 
     def __init__(self, stream: Stream, context: int, end: int | None = None) -> None:
@@ -64,8 +65,5 @@ class Windows:
         starts = np.asarray(windows) * self.context
         tokens = torch.from_numpy(np.stack([self.stream.read(s, s + self.context + 1) for s in starts.tolist()]))
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        reset = None
-        if self.end is not None:
-            reset = torch.zeros(inputs.shape, dtype=torch.bool)
-            reset[:, 1:] = inputs[:, :-1] == self.end
+        reset = None if self.end is None else document_starts(inputs, self.end)
         return Batch(inputs, targets, reset)

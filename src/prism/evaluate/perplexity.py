@@ -1,8 +1,8 @@
 """How well a model predicts files of text: nats per token, perplexity, bits per byte.
 
 The tokens of a file are one stream: an end token, a document, an end token, the next document, …, an end token; every
-token but the first is predicted and counts, ends of documents included (as in training's validation). No document sees
-another. What a token is predicted from is a choice:
+token but the first is predicted and counts, ends of documents included. Documents start where they do in training (see
+`prism.documents`), and none sees another. What a token is predicted from is a choice:
 
 - all of its document, read in segments that hand on the state: exact for any length, in constant memory if the rules' is;
 - at most `context` tokens: windows that start afresh every `stride` tokens, each token counted once, in the first window
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from prism.data import text
 from prism.data.score import Score
+from prism.documents import document_starts, needed_starts
 from prism.evaluate.language_model import LanguageModel
-from prism.evaluate.reader import SEGMENT, Reader, document_starts
+from prism.evaluate.reader import SEGMENT, Reader
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,15 @@ def _through_state(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator
 def _in_windows(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[tuple[float, int]]:
     length = how.context or 0
     for group in _batches(_pieces(stream, length, how.stride or length), how.batch):
-        tokens = torch.stack([piece for piece, _ in group]).to(lm.device)
+        tokens = torch.stack([piece for piece, _ in group])
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
         for row, (_, old) in enumerate(group):
             targets[row, :old] = -100  # cross_entropy leaves these out
-        logits = lm.model(inputs, reset=document_starts(inputs, lm.tokenizer.end), use_cache=False).logits.float()
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100)
+        reset = needed_starts(document_starts(inputs, lm.tokenizer.end), fresh=True)
+        reset = None if reset is None else reset.to(lm.device)
+        logits = lm.model(inputs.to(lm.device), reset=reset, use_cache=False).logits.float()
+        wanted = targets.to(lm.device)
+        nats = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum", ignore_index=-100)
         yield float(nats), int((targets != -100).sum())
 
 

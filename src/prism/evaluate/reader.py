@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prism.documents import document_starts, needed_starts
 from prism.models import PrismCache, PrismForCausalLM
 from prism.models.replay import cache_for
 
@@ -14,12 +15,12 @@ SEGMENT = 2048
 class Reader:
     """Where a model is in a text.
 
-    Nothing is carried from one document to the next: memories start afresh at an end token, and again after it.
+    Nothing is carried from one document to the next: the end token opens a new one (see `prism.documents`).
 
     Args:
-        end: the token that ends a document.
-        cache: the state to go on from.
-        last: the last token that `cache` has read.
+        end: the end token.
+        cache: the state to continue from.
+        last: the last token that `cache` has read, kept for files that record it.
     """
 
     def __init__(
@@ -31,12 +32,11 @@ class Reader:
     @torch.no_grad()
     def read(self, tokens: Tensor, keep: int = 0) -> Tensor:
         """Read tokens `[T]` in one pass; logits `[T, V]` of what follows each (or each of the last `keep`), float32."""
-        first = None if self.last is None else tokens.new_tensor([self.last])
-        reset = document_starts(tokens[None], self.end, first)
+        reset = needed_starts(document_starts(tokens[None], self.end), fresh=not self.cache.states)
         out = self.model(
             tokens[None].to(self.model.device),
             past_key_values=self.cache,
-            reset=reset.to(self.model.device) if bool(reset.any()) else None,
+            reset=None if reset is None else reset.to(self.model.device),
             logits_to_keep=keep,
             use_cache=True,
         )
@@ -49,11 +49,3 @@ class Reader:
         for part in tokens.split(segment):
             logits = self.read(part, keep=1)
         return logits[-1]
-
-
-def document_starts(tokens: Tensor, end: int, before: Tensor | None = None) -> Tensor:
-    """`[B, T]` bool: where memories start afresh; `before` `[B]` are the tokens before the first."""
-    if before is None:
-        before = torch.full_like(tokens[:, 0], -1)
-    earlier = torch.cat([before[:, None], tokens[:, :-1]], 1)
-    return (tokens == end) | (earlier == end)

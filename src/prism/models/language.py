@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from prism import rules
+from prism.documents import needed_starts, starts_of_positions
 from prism.models.cache import PrismCache
 from prism.models.config import PrismConfig
 from prism.models.replay import ReplayedCache, cache_for
@@ -293,13 +294,11 @@ def _document_starts(
     if reset is None:
         if position_ids is None:
             return None
-        reset = (position_ids == 0).expand(batch, -1)
+        reset = starts_of_positions(position_ids).expand(batch, -1)
     if tuple(reset.shape) != (batch, tokens):
         raise ValueError(f"reset and position_ids must be [B, T] = {[batch, tokens]}, got {list(reset.shape)}")
     reset = reset.bool()
-    if not torch.compiler.is_compiling() and not bool(reset[:, 1 if fresh else 0 :].any()):
-        return None
-    return reset
+    return reset if torch.compiler.is_compiling() else needed_starts(reset, fresh)
 
 
 def _is_loaded(parameter: Tensor) -> bool:
