@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -96,6 +97,21 @@ def test_hidden_states_and_tuples() -> None:
     assert [tuple(x.shape) for x in out.hidden_states] == [(2, 9, 16)] * 3
     assert torch.equal(lm.lm_head(out.hidden_states[-1]), out.logits)
     assert torch.equal(lm(ids, return_dict=False)[0], out.logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [False, True])
+def test_hidden_states_stay_alive_only_if_asked_for(kept: bool) -> None:
+    """Counts, as each layer begins, how many earlier layers' outputs are still held by anyone."""
+    lm, ids = model("prism*6"), tokens(2, 9)
+    outputs: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    for layer in lm.model.layers:
+        layer.register_forward_pre_hook(lambda *_: alive.append(sum(x() is not None for x in outputs)))
+        layer.register_forward_hook(lambda _, __, output: outputs.append(weakref.ref(output[0])))
+    out = lm(ids, output_hidden_states=kept)
+    assert alive == (list(range(6)) if kept else [0, 1, 1, 1, 1, 1]), "a layer needs the output before it, no other"
+    assert (out.hidden_states is not None) is kept
 
 
 def test_training_keeps_no_cache_unless_asked() -> None:

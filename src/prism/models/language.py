@@ -137,11 +137,12 @@ class PrismModel(PrismPreTrainedModel):
         mask = _padding_mask(attention_mask, B, T)
         reset = _document_starts(reset, position_ids, B, T, fresh=not states)
         shared = {} if shared is None else shared
-        hidden: list[Any] = [x]
+        hidden: list[Any] = []
         new: list[State] = []
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
+            if output_hidden_states:  # kept only then: they would hold layers × tokens alive
+                hidden.append(x)
             x, state = layer(x, state, mask, reset, shared, keep_state=use_cache)
-            hidden.append(x)
             new.append(state)
         x = self.norm(x)
         cache = None
@@ -151,7 +152,7 @@ class PrismModel(PrismPreTrainedModel):
         output = BaseModelOutputWithPast(
             last_hidden_state=x,
             past_key_values=cache,
-            hidden_states=(*hidden[:-1], x) if output_hidden_states else None,
+            hidden_states=(*hidden, x) if output_hidden_states else None,
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
