@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prism.data.order import windows_of
 from prism.data.tokens import Stream
-from prism.documents import document_starts
+from prism.documents import document_starts, needed_starts
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class Batch:
         return self._map(lambda x: x[rows])
 
     def to(self, device: torch.device) -> Batch:
-        return self._map(lambda x: x.to(device, non_blocking=True))
+        """Copy to a device. A reset that changes nothing is dropped first: on the CPU, looking costs no waiting."""
+        needed = None if self.reset is None else needed_starts(self.reset, fresh=True)
+        return replace(self, reset=needed)._map(lambda x: x.to(device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         reset = None if self.reset is None else function(self.reset)

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from prism import rules
 from prism.documents import needed_starts, starts_of_positions
+from prism.engine.update import values_may_be_read
 from prism.models.cache import PrismCache
 from prism.models.config import PrismConfig
 from prism.models.replay import ReplayedCache, cache_for
@@ -115,10 +116,11 @@ class PrismModel(PrismPreTrainedModel):
 
         Args:
             input_ids: `[B, T]`, or `inputs_embeds` `[B, T, hidden_size]` in their place.
-            attention_mask: `[B, T]`, or `[B, tokens in the cache + T]`; 0 is padding, on either side or between.
+            attention_mask: `[B, T]`, or `[B, tokens in the cache + T]`; 0 is padding, on either side or between. Leave
+                out a mask without padding when training on a GPU: it is not read there, and the path with padding is slower.
             position_ids: `[B, T]`; where one is 0 a document starts. They have no other use: rules count for themselves.
             past_key_values: what an earlier call returned.
-            reset: `[B, T]` bool, says the same as `position_ids == 0`.
+            reset: `[B, T]` bool, says the same as `position_ids == 0`. Likewise left out where no document starts.
             shared: a new dict that layers hand on to one another; a mixture of memories leaves its balance loss there.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -283,9 +285,12 @@ def _padding_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Ten
             f"got {list(getattr(attention_mask, 'shape', [])) or type(attention_mask).__name__}"
         )
     mask = attention_mask[:, -tokens:].bool()
-    if not torch.compiler.is_compiling() and bool(mask.all()):
-        return None
-    return mask
+    return None if _may_look(mask) and bool(mask.all()) else mask
+
+
+def _may_look(flags: Tensor) -> bool:
+    """Whether the values of a mask or reset may choose the path: not in a training step on a GPU, which would wait."""
+    return values_may_be_read(flags) if torch.is_grad_enabled() else not torch.compiler.is_compiling()
 
 
 def _document_starts(
@@ -299,7 +304,7 @@ def _document_starts(
     if tuple(reset.shape) != (batch, tokens):
         raise ValueError(f"reset and position_ids must be [B, T] = {[batch, tokens]}, got {list(reset.shape)}")
     reset = reset.bool()
-    return reset if torch.compiler.is_compiling() else needed_starts(reset, fresh)
+    return needed_starts(reset, fresh) if _may_look(reset) else reset
 
 
 def _is_loaded(parameter: Tensor) -> bool:

@@ -5,7 +5,8 @@ Design choices
 - A step is: accumulate gradients, look at loss and gradient norm, update if both are finite, else count a skip.
 - The loss is summed over units (tokens, events) and divided by those of the whole global batch, so no split of the batch
   changes it.
-- The device is asked once a step, for loss and gradient norm together; small models would else wait more than compute.
+- The device is read once a step, for loss and gradient norm together (`read`). Nothing else in a step waits for it, or
+  small models would wait more than compute.
 - At a step's end, in this order: log, validate, checkpoint, obey a signal. A checkpoint of step s therefore comes after
   everything that the log says about steps ≤ s.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -195,8 +196,8 @@ class _Run:
         clip = self.settings.optimizer.clip
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         length = whole(nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip))
-        my_loss, norm = torch.stack([mine, length.to(mine)]).tolist()
-        loss, signals = self.world.sum(my_loss, stop.name is not None)
+        stops = torch.full_like(mine, stop.name is not None)
+        loss, signals, norm = read([*self.world.add_up(torch.stack([mine, stops]).double()), length])
         if math.isfinite(loss) and math.isfinite(norm):
             self.optimizers.step(self.lr_factor())
             self.skipped_in_a_row = 0
@@ -267,6 +268,12 @@ class _Run:
             chosen = good_checkpoint(self.folder / "checkpoints", self.best.step)
         assert chosen is not None
         return write_export(self.task.write_model, self.folder, chosen, self.folder / "model")
+
+
+def read(numbers: Sequence[Tensor]) -> list[float]:
+    """The values of numbers on a device: the one place in a training step that waits for it."""
+    values: list[float] = torch.stack([number.double() for number in numbers]).tolist()
+    return values
 
 
 def _is_due(step: int, every: int) -> bool:
