@@ -162,9 +162,13 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
     ("log.txt", "\n\n", {}, "is empty"),
     ("log.csv", "user,item\na,x\nb,y\n", {}, "no user of the log has 2 or more events"),
     ("log.csv", table(), {"columns": Columns(item="product")}, "has no column 'product' .item.; it has user, item, time"),
-    ("log.csv", table(), {"columns": Columns(features=("brand",))}, "has no column 'brand'"),
+    ("log.csv", table(), {"columns": Columns(features=("brand",))}, "has no column 'brand'.*--data.features NAME"),
     ("log.csv", table(), {"columns": Columns("item")}, "asked for twice"),
-    ("log.csv", table(names="a,b,c"), {}, "no column with a usual name for the user; name one of a, b, c"),
+    ("log.csv", table(names="a,b,c"), {}, "usual name for the user; it has a, b, c .*user=\"NAME\" in Python, --data.user NAME"),
+    ("log.csv", table(names="user,b,c"), {}, "usual name for the item.*item=\"NAME\" in Python, --data.item NAME on"),
+    ("log.csv", table(names="user,user,item"), {}, "has more than one column 'user': rename one of them"),
+    ("log.csv", table(names='user,"item","item"'), {}, "has more than one column 'item': rename"),
+    ("log.inter", "user_id:token\titem_id:token\titem_id:float\na\tx\t3\na\ty\t4\n", {}, "more than one column 'item_id'"),
     ("log.csv", table(names=""), {}, "has 3 columns without names: say which is the time"),
     ("log.csv", table(names=""), {"columns": Columns("0", "7")}, "no column '7'"),
     ("log.csv", table(rows=[*ROWS, ("a", "x", "")]), {}, "missing in 1 of 7 events, first in event 7.*order of the input"),
@@ -188,6 +192,14 @@ def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: str, argument
     path.write_text(content)
     with pytest.raises(ValueError, match=sentence):
         read_log(path, **arguments).prepare()
+
+
+def test_a_repeated_column_that_is_not_used_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text(table(names="user,item,time,note,note", rows=[(*row, 1, 2) for row in ROWS]))
+    assert histories(read_log(path).prepare()) == ORDERED
+    with pytest.raises(ValueError, match="more than one column 'note'"):
+        read_log(path, Columns(features=("note",)))
 
 
 def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class Columns:
             time = self._one("time", time, there, where, None)
         for feature in self.features:
             self._one("features", feature, there, where, None)
+        for name in {user, item, time, *self.features} & {name for name in there if there.count(name) > 1}:
+            raise ValueError(f"{where} has more than one column {name!r}: rename one of them")
         chosen = [name for name in (user, item, time, *self.features) if name is not None]
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"a column of {where} is asked for twice: {', '.join(chosen)}")
@@ -64,13 +66,15 @@ class Columns:
     def _one(role: str, name: str, there: Sequence[str], where: str, at: str | None) -> str:
         if name != AUTO:
             if name not in there:
-                raise ValueError(f"{where} has no column {name!r} ({role}); it has {', '.join(there)}")
+                raise ValueError(
+                    f"{where} has no column {name!r} ({role}); it has {', '.join(there)}: {_way_out(role)}"
+                )
             return name
         found = at if at in there else _usual(role, there)
         if found is None:
             raise ValueError(
-                f"{where} has no column with a usual name for the {role}; name one of {', '.join(there)} "
-                "(or, without a line of names, its position: 0, 1, …)"
+                f"{where} has no column with a usual name for the {role}; it has {', '.join(there)} (a table without a "
+                f"header has 0, 1, …): {_way_out(role)}"
             )
         return found
 
@@ -83,6 +87,12 @@ def is_line_of_names(cells: Sequence[str]) -> bool:
 def _usual(role: str, there: Sequence[str]) -> str | None:
     known = {name.casefold(): name for name in reversed(there)}
     return next((known[name] for name in _USUAL[role] if name in known), None)
+
+
+def _way_out(role: str) -> str:
+    """How to name a column, in Python and on the command line."""
+    value = '["NAME"]' if role == "features" else '"NAME"'
+    return f"name it with {role}={value} in Python, --data.{role} NAME on the command line"
 
 
 def _rating_file_time(there: Sequence[str], where: str) -> str | None:

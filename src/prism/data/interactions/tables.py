@@ -76,11 +76,12 @@ def _separated(
         table = pl.read_csv(io.BytesIO(data), separator=separator, has_header=named, infer_schema_length=0)
     except pl.exceptions.PolarsError as error:
         raise ValueError(f"{path} does not read as a table: {_reason(error)}") from error
-    if not named:
-        table.columns = [str(n) for n in range(table.width)]
+    names = _header(data, separator) if named else [str(n) for n in range(table.width)]
     if kind == "inter":
-        table.columns = [name.rsplit(":", 1)[0] for name in table.columns]
-    found = columns.found(table.columns, str(path))
+        names = [name.rsplit(":", 1)[0] for name in names]
+    found = columns.found(names, str(path))
+    wanted = [name for name in (found.user, found.item, found.time, *found.features) if name is not None]
+    table = pl.DataFrame([table.to_series(names.index(name)).alias(name) for name in wanted])
     notes = []
     if not named:
         time = "none" if found.time is None else f"column {found.time}"
@@ -89,6 +90,12 @@ def _separated(
             "(counted from 0)"
         )
     return table, found, notes
+
+
+def _header(data: bytes, separator: str) -> list[str]:
+    """Column names as the file has them: with a header, polars renames repeated ones."""
+    first = pl.read_csv(io.BytesIO(data), separator=separator, has_header=False, n_rows=1, infer_schema_length=0)
+    return [name or "" for name in first.row(0)]
 
 
 def _lines(data: bytes, path: Path) -> tuple[pl.DataFrame, Columns, list[str]]:
