@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import polars as pl
 import pytest
 import torch
@@ -243,6 +244,35 @@ def test_from_a_frame_to_recommendations(tmp_path: Path) -> None:
     assert moved.recommend(["u7"]).items == again.recommend(["u7"]).items == same.recommend(["u7"]).items
     other = Recommender.load(tmp_path / "run", data=tmp_path / "log.csv", device="cpu")
     assert other.recommend(["u7"]).items == same.recommend(["u7"]).items
+
+
+@pytest.mark.parametrize("kind", ["polars", "pandas", "csv"])
+def test_columns_are_named_as_on_the_command_line(tmp_path: Path, kind: str) -> None:
+    names = {"user": "customer", "item": "product", "time": "when"}
+    table = frame().rename(names)
+    table.write_csv(tmp_path / "events.csv")
+    log = {"polars": table, "pandas": pd.DataFrame(table.to_dict(as_series=False)), "csv": tmp_path / "events.csv"}[kind]
+    quick = {**QUICK, "data": {"length": 10, "cache": str(tmp_path / "cache")}}
+    with pytest.raises(ValueError, match=r"usual name for the user.*customer, product, when.*user=\"NAME\" in Python"):
+        Recommender.fit(log, **quick)
+    by_name = Recommender.fit(log, **names, **quick)
+    by_section = Recommender.fit(log, **{**quick, "data": {**quick["data"], **names}})
+    plain = Recommender.fit(frame(), **QUICK)
+    assert by_name.recommend(["u7"]).items == by_section.recommend(["u7"]).items == plain.recommend(["u7"]).items
+
+
+def test_time_none_keeps_the_order_of_the_rows_and_features_are_columns() -> None:
+    table = frame().reverse()
+    it = Recommender.fit(table.with_columns(kind=table["item"].str.slice(0, 1)), time=None, features=["kind"], **QUICK)
+    assert it.histories is not None and it.users is not None and it.histories.times is None
+    rows = it.histories.user(int(it.users.index(["u7"])[0]))[0]
+    assert it.catalogue.names(rows) == table.filter(table["user"] == "u7")["item"].to_list()
+    assert list(it.catalogue.features) == ["kind"]
+
+
+def test_a_column_named_in_two_places_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"fit is given user='a' and data\['user'\]='b': give one of them"):
+        Recommender.fit(frame(), user="a", data={"user": "b"})
 
 
 def test_a_later_log_serves_everyone_in_it(tmp_path: Path) -> None:

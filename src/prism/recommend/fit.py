@@ -1,22 +1,30 @@
-"""From a log to a trained model's folder, as `prism train rec` does it."""
+"""Train a recommender on a log, as `prism train rec` does."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from prism.data.interactions.columns import Columns
 from prism.data.interactions.prepared import Prepared, make_log, prepare_log
 from prism.train.overrides import override
 from prism.train.rec import train_rec
 from prism.train.rec_presets import preset
 
 
-def fit(log: Any, out: Path, preset_name: str | None, settings: dict[str, Any]) -> tuple[Path, Prepared, str]:
-    """The folder of the model, the log as it was learned from, and the device it was trained on."""
-    if "source" in settings.get("data", {}):
+def fit(
+    log: Any, out: Path, preset_name: str | None, columns: Columns, settings: dict[str, Any]
+) -> tuple[Path, Prepared, str]:
+    """Train, and return the model's folder, the prepared log and the device it was trained on."""
+    data = settings.get("data", {})
+    if "source" in data:
         raise ValueError("data.source is what fit is given first: leave it out of data")
+    named_columns = {name: value for name, value in asdict(columns).items() if value != getattr(Columns, name)}
+    for name in named_columns.keys() & data.keys():
+        raise ValueError(f"fit is given {name}={named_columns[name]!r} and data[{name!r}]={data[name]!r}: give one of them")
     named = isinstance(log, (str, Path))
-    data = {**settings.get("data", {}), **({"source": str(log)} if named else {})}
+    data = {**data, **named_columns, **({"source": str(log)} if named else {})}
     chosen = override(preset(preset_name), {**settings, "data": data, "out": str(out)}, "fit")
     recipe = chosen.data.recipe()
     prepared = prepare_log(recipe, chosen.data.cache) if named else make_log(recipe, log)

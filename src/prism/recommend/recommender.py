@@ -22,6 +22,7 @@ from torch import Tensor
 
 from prism.data.files import fresh_folder, replace_folder, write_json
 from prism.data.interactions import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
+from prism.data.interactions.columns import AUTO, Columns
 from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
 from prism.data.interactions.translate import translate
 from prism.evaluate.saved_model import open_weights
@@ -68,22 +69,39 @@ class Recommender:
         return self.model.item_counts.device
 
     @classmethod
-    def fit(cls, log: Any, /, out: Path | str | None = None, preset: str | None = None, **settings: Any) -> Recommender:
-        """Train on a log.
+    def fit(
+        cls,
+        log: Any,
+        /,
+        out: Path | str | None = None,
+        preset: str | None = None,
+        *,
+        user: str = AUTO,
+        item: str = AUTO,
+        time: str | None = AUTO,
+        features: Sequence[str] = (),
+        **settings: Any,
+    ) -> Recommender:
+        """Train a recommender on events: `Recommender.fit(df, user="customer", item="product", time="when", epochs=20)`.
 
         Args:
-            log: a polars or pandas DataFrame, or what `data.source` takes: a file of events, a prepared folder. Not by name,
-                which is that of a section of the settings.
-            out: the run's folder, with checkpoints to go on from; None keeps none.
+            log: a polars or pandas DataFrame, or a path as `data.source` takes it: a file of events or a prepared folder.
+                Positional only.
+            out: the run's folder, with checkpoints to resume from; None: no run folder is kept.
             preset: "prism", "sasrec" or "hstu".
-            settings: of `prism train rec`, sections as dicts: `epochs=10, model={"layers": "prism*2"}, data={"length": 100}`.
+            user, item, time: names of these columns; "auto" finds the usual names. `time=None`: the events are already in
+                order. The same as `data={"user": …}`, and `--data.user` on the command line.
+            features: names of columns that describe the item, such as a category.
+            settings: those of `prism train rec`, with sections as dicts:
+                `epochs=10, model={"layers": "prism*2"}, data={"length": 100}`.
         """
         from prism.recommend.fit import fit
 
+        columns = Columns(user, item, time, tuple(features))
         if out is not None:
-            return cls.load(*fit(log, Path(out), preset, settings))
+            return cls.load(*fit(log, Path(out), preset, columns, settings))
         with tempfile.TemporaryDirectory() as folder:
-            return cls.load(*fit(log, Path(folder) / "run", preset, settings))
+            return cls.load(*fit(log, Path(folder) / "run", preset, columns, settings))
 
     @classmethod
     def load(cls, folder: Path | str, data: Prepared | Path | str | None = None, device: str = "auto") -> Recommender:
