@@ -121,6 +121,12 @@ def test_unknown_items_are_left_out_or_refused() -> None:
         it.recommend(sequences=[["new"]], unknown="error")
 
 
+@pytest.mark.parametrize("flat", [["i1", "i2"], [["i1"], "i2"], (1, 2), np.array([1, 2]), "i1"])
+def test_a_flat_list_of_items_is_no_list_of_histories(flat: Any) -> None:
+    with pytest.raises(ValueError, match=r"sequences must be a list"):
+        recommender().recommend(sequences=flat)
+
+
 def test_numbers_are_items_too() -> None:
     it = recommender()
     numbered = Recommender(it.model, Catalogue([10 * n for n in range(1, ITEMS + 1)]))

@@ -188,6 +188,8 @@ class Recommender:
             users = of
         for name, value in (("users", users), ("sequences", sequences)):
             _check_list(name, value)
+        if sequences is not None:
+            _check_lists(sequences)
         if not isinstance(k, Integral) or k < 1:
             raise ValueError(f"k must be at least 1 and whole, got {k!r}")
         if states is not None:
@@ -287,6 +289,16 @@ class Recommender:
 def _check_list(name: str, given: Any) -> None:
     if given is not None and not is_several(given):
         raise ValueError(f"{name} must be a list, got {given!r}")
+
+
+def _check_lists(sequences: Sequence[Any]) -> None:
+    """Refuse a flat list of items: it would be read as one-item histories of many users."""
+    for one in sequences:
+        if one is not None and not is_several(one):
+            raise ValueError(
+                f"sequences must be a list of histories, each a list of items, got the item {one!r} in it: "
+                "write sequences=[[…]] for one history"
+            )
 
 
 def _check_replaceable(folder: Path) -> None:
