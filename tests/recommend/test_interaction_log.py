@@ -156,6 +156,22 @@ def test_ids_keep_what_they_are(tmp_path: Path) -> None:
         items([1.5, 2.0])
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.one_of(st.integers(0, 9), st.integers(0, 9).map(str), st.sampled_from("ab")), min_size=2, max_size=12)
+)
+def test_an_id_as_number_and_as_text_is_one_and_is_reported(ids: list[Any]) -> None:
+    frame = pd.DataFrame({"user": ["u"] * len(ids), "item": pd.Series(ids, dtype=object)})
+    prepared = read_log(frame).prepare()
+    both = {value for value in ids if isinstance(value, int)} & {
+        int(value) for value in ids if str(value).isdecimal() and isinstance(value, str)
+    }
+    said = [note for note in prepared.manifest["notes"] if "both as a number and as a text" in note]
+    assert len(said) == bool(both)
+    assert all(f"column 'item' has {len(both)} ids" in note for note in said)
+    assert len(prepared.catalogue) == len({str(value) for value in ids})
+
+
 CASES: list[tuple[str, str, dict[str, Any], str]] = [
     ("log.csv", "", {}, "is empty"),
     ("log.csv", "user,item\n", {}, "is empty"),
@@ -164,8 +180,8 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
     ("log.csv", table(), {"columns": Columns(item="product")}, "has no column 'product' .item.; it has user, item, time"),
     ("log.csv", table(), {"columns": Columns(features=("brand",))}, "has no column 'brand'.*--data.features NAME"),
     ("log.csv", table(), {"columns": Columns("item")}, "asked for twice"),
-    ("log.csv", table(names="a,b,c"), {}, "usual name for the user; it has a, b, c .*user=\"NAME\" in Python, --data.user NAME"),
-    ("log.csv", table(names="user,b,c"), {}, "usual name for the item.*item=\"NAME\" in Python, --data.item NAME on"),
+    ("log.csv", table(names="a,b,c"), {}, "usual name for the user; it has a, b, c .*user=.NAME. in Python, --data.user NAME"),
+    ("log.csv", table(names="user,b,c"), {}, "usual name for the item.*item=.NAME. in Python, --data.item NAME"),
     ("log.csv", table(names="user,user,item"), {}, "has more than one column 'user': rename one of them"),
     ("log.csv", table(names='user,"item","item"'), {}, "has more than one column 'item': rename"),
     ("log.inter", "user_id:token\titem_id:token\titem_id:float\na\tx\t3\na\ty\t4\n", {}, "more than one column 'item_id'"),

@@ -257,7 +257,9 @@ def test_columns_are_named_as_on_the_command_line(tmp_path: Path, kind: str) -> 
     names = {"user": "customer", "item": "product", "time": "when"}
     table = frame().rename(names)
     table.write_csv(tmp_path / "events.csv")
-    log = {"polars": table, "pandas": pd.DataFrame(table.to_dict(as_series=False)), "csv": tmp_path / "events.csv"}[kind]
+    log = {"polars": table, "pandas": pd.DataFrame(table.to_dict(as_series=False)), "csv": tmp_path / "events.csv"}[
+        kind
+    ]
     quick = {**QUICK, "data": {"length": 10, "cache": str(tmp_path / "cache")}}
     with pytest.raises(ValueError, match=r"usual name for the user.*customer, product, when.*user=\"NAME\" in Python"):
         Recommender.fit(log, **quick)

@@ -22,7 +22,9 @@ def fit(
         raise ValueError("data.source is what fit is given first: leave it out of data")
     named_columns = {name: value for name, value in asdict(columns).items() if value != getattr(Columns, name)}
     for name in named_columns.keys() & data.keys():
-        raise ValueError(f"fit is given {name}={named_columns[name]!r} and data[{name!r}]={data[name]!r}: give one of them")
+        raise ValueError(
+            f"fit is given {name}={named_columns[name]!r} and data[{name!r}]={data[name]!r}: give one of them"
+        )
     named = isinstance(log, (str, Path))
     data = {**data, **named_columns, **({"source": str(log)} if named else {})}
     chosen = override(preset(preset_name), {**settings, "data": data, "out": str(out)}, "fit")

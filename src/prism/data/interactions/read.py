@@ -50,6 +50,7 @@ def read_log(
     series = {"user": _ids(table[found.user], where), "item": _ids(table[found.item], where)}
     if found.time is not None:
         series["time"] = _times(table[found.time], where)
+    notes += [note for name in (found.user, found.item) if (note := _merged_ids(source, name))]
     series |= {feature_column(name): _labels(table[name], where) for name in found.features}
     frame = pl.DataFrame([values.alias(name) for name, values in series.items()])
     key = [name for name in ("user", "item", "time") if name in series]
@@ -65,12 +66,30 @@ def _table_of(source: Any) -> pl.DataFrame:
         return source.collect()
     if isinstance(source, pl.DataFrame):
         return source
-    if type(source).__module__.partition(".")[0] == "pandas" and hasattr(source, "columns"):
+    if _is_pandas(source):
         names = [str(name) for name in source.columns]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"the DataFrame has more than one column {twice[0]!r}")
         return pl.DataFrame([_of_pandas(name, source.iloc[:, place]) for place, name in enumerate(names)])
     raise ValueError(f"a log is a path, a polars or a pandas DataFrame, not {type(source).__name__}")
+
+
+def _is_pandas(source: Any) -> bool:
+    return type(source).__module__.partition(".")[0] == "pandas" and hasattr(source, "columns")
+
+
+def _merged_ids(source: Any, name: str) -> str | None:
+    """A note if a pandas column has the same id as a number and as a text: both become one id."""
+    if not _is_pandas(source):
+        return None
+    column = source.iloc[:, [str(other) for other in source.columns].index(name)]
+    if column.dtype != object:
+        return None
+    kinds = {(isinstance(value, str), str(value)) for value in column}
+    both = sorted(text for is_text, text in kinds if is_text and (False, text) in kinds)
+    if not both:
+        return None
+    return f"column {name!r} has {len(both):,} ids both as a number and as a text ({both[0]}): each pair is taken as one id"
 
 
 def _of_pandas(name: str, column: Any) -> pl.Series:
