@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 CUTOFFS = (1, 5, 10, 20, 50, 100, 200, 500)
+SCORES_AT_ONCE = 2**25
+"""Most scores (users × items) held at a time, in evaluation and in serving: a catalogue may have millions of items."""
 _BLOCK = 128
 
 

@@ -22,16 +22,15 @@ from prism.data.interactions.histories import Histories
 from prism.data.interactions.samples import contexts
 from prism.data.interactions.split import Split, Targets
 from prism.evaluate.groups import history_lengths, item_popularity, popularity_bias
-from prism.evaluate.ranking import CUTOFFS, Ranking, candidates, count, ranks, top_k
+from prism.evaluate.ranking import CUTOFFS, SCORES_AT_ONCE, Ranking, candidates, count, ranks, top_k
 from prism.evaluate.sampled import Sampled, sampler
 from prism.models import PrismForRecommendation
 
 Progress = Callable[[int, int], None]
 """Is told how many of how many targets are done."""
 BATCH = 256
-EVENTS_AT_ONCE, SCORES_AT_ONCE = 2**17, 2**26
-"""How many events are read and how many scores there are at a time at the most, whatever the batch: histories may have
-thousands of events, a catalogue millions of items."""
+EVENTS_AT_ONCE = 2**17
+"""Most events read at a time, whatever the batch: histories may have thousands of events."""
 
 
 class Recommended:

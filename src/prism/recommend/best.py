@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from prism.data.interactions import Catalogue
-from prism.evaluate.ranking import top_k
+from prism.evaluate.ranking import SCORES_AT_ONCE, top_k
 from prism.models import PrismForRecommendation
 from prism.recommend.result import Recommendations
-
-SCORES_AT_ONCE = 2**25
 
 
 def best_items(
