@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def _plain_warnings() -> Iterator[None]:
 
 def _print_json(found: Recommendations, names: Sequence[Any]) -> None:
     for name, items in zip(names, found, strict=True):
-        print(json.dumps({"user": name, "items": [item for item, _ in items], "scores": [score for _, score in items]}))
+        print(dumps({"user": name, "items": [item for item, _ in items], "scores": [score for _, score in items]}))
 
 
 def _print_table(found: Recommendations, names: Sequence[Any]) -> None:
