@@ -7,7 +7,7 @@ import random
 import shlex
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from prism.cli import main
 from prism.cli.train_rec import parse
 from prism.data.files import write_json
 from prism.data.interactions import prepare_log
+from prism.models.rec_config import PrismRecConfig, hstu, sasrec
 from prism.train.command import train_command
 from prism.train.overrides import override, to_plain
 from prism.train.rec_presets import PRESETS, preset
@@ -130,6 +131,14 @@ def test_the_command_in_a_card_gives_the_same_settings(
     assert words[:3] == ["prism", "train", "rec"]
     assert override(parse(words[3:]), {"preset": name}, "test") == settings
     assert override(RecSettings(), json.loads(json.dumps(to_plain(settings))), "file") == settings
+
+
+@pytest.mark.parametrize(("name", "config"), [("sasrec", sasrec(9)), ("hstu", hstu(9))])
+def test_a_preset_is_the_published_model(name: str, config: PrismRecConfig) -> None:
+    chosen = {key: value for key, value in asdict(preset(name).model).items() if value is not None}
+    same = {key: getattr(config, key) for key in chosen if hasattr(config, key)}
+    assert same.keys() >= {"layers", "num_hidden_layers", "num_heads", "hidden_size", "dropout", "embedding_scale"}
+    assert {key: chosen[key] for key in same} == same
 
 
 def test_every_setting_has_a_flag_and_a_text(capsys: pytest.CaptureFixture[str]) -> None:

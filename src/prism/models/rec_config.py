@@ -65,17 +65,20 @@ class PrismRecConfig(PrismConfig):
         return {}
 
 
+SASREC = {"layers": "softmax", "num_hidden_layers": 2, "dropout": 0.2}
+HSTU = {"layers": "hstu", "num_hidden_layers": 2, "intermediate_size": 0, "dropout": 0.2}
+"""The published models, as settings over the defaults."""
+
+
 def sasrec(num_items: int, **settings: Any) -> PrismRecConfig:
     """SASRec (Kang and McAuley, 2018): softmax attention, here with rotary positions and SwiGLUs in place of learned
     positions and of ReLUs."""
-    preset = {"layers": "softmax", "num_hidden_layers": 2, "dropout": 0.2}
-    return PrismRecConfig(num_items, **{**preset, **settings})
+    return PrismRecConfig(num_items, **{**SASREC, **settings})
 
 
 def hstu(num_items: int, **settings: Any) -> PrismRecConfig:
     """HSTU (Zhai et al., 2024): pointwise attention with a relative bias, no feed-forward layers."""
-    preset = {"layers": "hstu", "num_hidden_layers": 2, "intermediate_size": 0, "dropout": 0.2}
-    return PrismRecConfig(num_items, **{**preset, **settings})
+    return PrismRecConfig(num_items, **{**HSTU, **settings})
 
 
 AutoConfig.register("prism_rec", PrismRecConfig, exist_ok=True)
