@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from prism.cli import main
-from prism.cli.demo import MARK, MODELS, _affordable, _check_output, _side_by_side
+from prism.cli import demo, main
+from prism.cli.demo import MARK, MODELS, _check_output, steps_for
 
 
-def test_steps_fit_into_the_time() -> None:
-    assert _side_by_side([3.0, 2.0, 1.5], workers=2) == 3.5
-    assert _side_by_side([3.0, 2.0, 1.5], workers=9) == 3.0
-    assert _side_by_side([3.0, 2.0, 1.5], workers=1) == 6.5
-    costs = [0.2, 0.1, 0.1]
-    for seconds in (60, 600):
-        steps = _affordable(costs, seconds)
-        assert steps * _side_by_side(costs, os.cpu_count() or 1) < seconds < 1.5 * steps * sum(costs) * 1.25
-    assert _affordable(costs, -5.0) == 40
+@given(st.floats(0.01, 1000), st.floats(0.01, 1000))
+def test_steps_follow_from_the_minutes_alone(minutes: float, more: float) -> None:
+    assert 40 <= steps_for(minutes) <= steps_for(minutes + more) <= 40 + 90 * (minutes + more)
+    assert steps_for(5.0) == 450
+
+
+def test_neither_clock_nor_load_decides_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+
+    def stop(function: object, jobs: object, names: object, steps: list[int]) -> None:
+        asked.append(steps)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "mqar", lambda *rules, **options: None)
+    monkeypatch.setattr(demo, "run_jobs", stop)
+    for slow in (1.0, 1000.0):
+        seconds = iter(range(10_000))
+        monkeypatch.setattr(demo.time, "perf_counter", lambda slow=slow, seconds=seconds: slow * next(seconds))
+        assert main(["demo", "--minutes", "2", "--output", str(tmp_path)]) == 130
+    assert asked == [[180] * 3] * 2
 
 
 @pytest.mark.parametrize("name", ["report.html", "results.json", "notes.txt", "prism/mine.txt"])
@@ -49,9 +61,14 @@ def test_no_time_at_all_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_the_demo_writes_its_report_and_can_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "demo"
-    for _ in range(2):  # --minutes leaves no time at all: the least number of steps is taken
+    out, seen = tmp_path / "demo", []
+    for _ in range(2):  # so few minutes that the least number of steps is taken
         assert main(["demo", "--minutes", "0.01", "--recall-steps", "2", "--output", str(out)]) == 0
+        models = json.loads((out / "results.json").read_text())["results"]["models"]
+        seen.append(
+            [(m["sample"], [(r.get("loss"), r.get("validation_bits_per_byte")) for r in m["log"]]) for m in models]
+        )
+    assert seen[0] == seen[1]
     report = (out / "report.html").read_text(encoding="utf-8")
     assert str((out / "report.html").resolve()) in capsys.readouterr().out
     results = json.loads((out / "results.json").read_text())["results"]

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from prism.cli.probe import mqar
 from prism.data.files import check_target, read_json, remove_folder
@@ -38,8 +33,8 @@ SEED = 0
 VALIDATIONS = 5
 MARK = ".demo"
 """An empty file that says whose folder it is."""
-RESERVE = 30
-"""Seconds for starting, samples and the report."""
+STEPS_A_MINUTE, LEAST_STEPS = 90, 40
+"""Chosen so that the default takes about 5 minutes on 2 idle cores. A measured speed would let load decide the result."""
 
 
 def demo(
@@ -53,28 +48,27 @@ def demo(
 
     Args:
         output: folder for report.html, the models and the figures as JSON; an earlier demo's are replaced.
-        minutes: what all of it may take on an idle machine; the language models get what the recall probe leaves.
-        steps: training steps of each language model; None: as many as fit into `minutes`, equally many for each.
+        minutes: about how long the demo should take on 2 idle cores. It only sets `steps`: the same value gives the same
+            models on any machine of the same type, however busy it is.
+        steps: training steps of each language model; None: 90 for each of `minutes`, at least 40.
         recall_steps: training steps of the recall probe, instead of its own.
-        prompt: what the samples start with.
+        prompt: text that the samples start with.
     """
     started = time.perf_counter()
     if minutes <= 0:
         raise ValueError(f"minutes must be above 0, got {minutes:g}")
-    pyplot()  # a missing plotting library should be known now, not after the training
+    steps = steps_for(minutes) if steps is None else steps
+    pyplot()  # fail now, not after the training, if matplotlib is missing
     runs = {name: output / rule for name, rule in MODELS.items()}
     _check_output(output)
     output.mkdir(parents=True, exist_ok=True)
     (output / MARK).touch()
     print("1. associative recall")
     mqar(RECALL_RULES, steps=recall_steps, output=output / "recall")
-    print(f"2. language models on {TEXT}")
+    print(f"2. language models on {TEXT}, {steps} steps each")
     for folder in runs.values():
         if folder.is_dir():
             remove_folder(folder)
-    if steps is None:
-        costs = _step_seconds([_settings(rule, 1, runs[name]) for name, rule in MODELS.items()])
-        steps = _affordable(costs, 60 * minutes - RESERVE - (time.perf_counter() - started))
     jobs = [_Job(name, _settings(rule, steps, runs[name]), prompt) for name, rule in MODELS.items()]
     models = run_jobs(_train, jobs, list(MODELS), [steps] * len(jobs))
     print("3. report")
@@ -96,6 +90,11 @@ def demo(
         seconds=seconds,
     )
     print(f"done in {seconds:.0f} s; the report: {report.resolve()}")
+
+
+def steps_for(minutes: float) -> int:
+    """Training steps of each language model; a function of `minutes` alone."""
+    return max(LEAST_STEPS, round(STEPS_A_MINUTE * minutes))
 
 
 def _check_output(output: Path) -> None:
@@ -140,37 +139,8 @@ def _settings(rule: str, steps: int, out: Path) -> Settings:
     return override(preset("tiny"), values, "demo")
 
 
-def _step_seconds(settings: list[Settings], trial: int = 6) -> list[float]:
-    """What a step of each takes on one core, by a few steps of each."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    seconds = []
-    for each in settings:
-        with tempfile.TemporaryDirectory() as folder:
-            quick = {"out": f"{folder}/run", "steps": trial, "log": {"every": 1}, "validation": {"sequences": 1}}
-            if train_lm(override(each, quick, "trial"), report=lambda step, loss: None).stopped:
-                raise KeyboardInterrupt
-            speeds = [r["tokens_per_second"] for r in read_log(Path(folder) / "run" / "log.jsonl") if "loss" in r]
-        seconds.append(each.batch.sequences * each.data.context / statistics.median(speeds[1:]))
-    torch.set_num_threads(threads)
-    return seconds
-
-
-def _affordable(step_seconds: list[float], seconds: float, least: int = 40) -> int:
-    """How many steps every model can take if all are to be done in so many seconds; validation and company take a little."""
-    return max(least, int(seconds / (1.25 * _side_by_side(step_seconds, os.cpu_count() or 1))))
-
-
-def _side_by_side(seconds: list[float], workers: int) -> float:
-    """When the last is done, if whoever is free takes the next."""
-    busy = [0.0] * workers
-    for each in seconds:
-        busy[busy.index(min(busy))] += each
-    return max(busy)
-
-
 def _train(job: _Job, report: Callable[[int, float], None]) -> TrainedModel:
-    """In a process of its own, on one core: small models gain little from more, and lose a lot when those are busy."""
+    """Train one model and write a sample, in its own process on one core: small models gain little from more cores."""
     settings, prompt = job.settings, job.prompt
     outcome = train_lm(settings, report=report)
     if outcome.model is None:

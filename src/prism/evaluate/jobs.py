@@ -53,12 +53,16 @@ def run_jobs(
         bars = [
             progress.add_task(name, total=total, loss="", start=False) for name, total in zip(names, steps, strict=True)
         ]
+        everything = progress.add_task("all", total=sum(steps), loss="") if len(runs) > 1 else None
         with ProcessPoolExecutor(jobs, context, _start, (channel, over)) as pool:
             futures: list[Future[Any]] = [pool.submit(_work, i, function, run) for i, run in enumerate(runs)]
             known = 0
             try:
                 while known < len(futures) or not channel.empty():
                     _drain(channel, progress, bars)
+                    if everything is not None:
+                        done_steps = sum(progress.tasks[place].completed for place in range(len(bars)))
+                        progress.update(everything, completed=done_steps)
                     done = [future.done() for future in futures]
                     if sum(done) > known:
                         known = sum(done)
