@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,10 +221,50 @@ def test_the_report_stands_alone(model: PrismForRecommendation, split: Split, tm
     page = path.read_text()
     line = protocol_line(results["protocol"])
     assert page.count(line) >= 4, "beside every figure"
-    assert "A &lt;small&gt; model" in page and page.count("data:image/svg+xml") == 3
+    assert "A &lt;small&gt; model" in page and page.count('role="img"') == 3
     assert "http" not in page.replace("http-equiv", "")
     for name in ("HR", "NDCG", "MRR", "coverage"):
         assert name in page
     assert f"{results['metrics']['NDCG@10']:.4f}" in page
     without = report(tmp_path / "short.html", results, title="m", command="prism evaluate rec x").read_text()
-    assert without.count("data:image/svg+xml") == 2
+    assert without.count('role="img"') == 1, "9 targets are too few for a chart by length"
+
+
+def group(name: str, targets: int, value: float) -> dict[str, Any]:
+    metrics = {"HR@10": value, "NDCG@10": value / 2}
+    return {"group": name, "targets": targets, "metrics": metrics, "standard_errors": dict.fromkeys(metrics, 0.25)}
+
+
+def test_groups_of_few_targets_are_no_facts(model: PrismForRecommendation, split: Split, tmp_path: Path) -> None:
+    groups = [
+        group("1 to 5", 1, 0.0),
+        group("6 to 10", 9, 0.9375),
+        group("11 to 20", 10, 0.375),
+        group("21 to 50", 99, 0.5),
+    ]
+    results = {**evaluate_split(model, split, max_length=7), "by_history_length": groups}
+    page = report(tmp_path / "report.html", results, title="m", command="c").read_text()
+    section = page[page.index("<h2>By length of history") : page.index("<h2>By popularity")]
+    rows = re.findall(r"<tr.*?</tr>", section)[1:]
+    assert ["faint" in row for row in rows] == [True, True, False, False]
+    assert ["±" in row for row in rows] == [False, True, True, True], "one target has no standard error"
+    chart = re.search(r'<svg viewBox="[^"]*" role="img".*?</svg>', section)
+    assert chart is not None
+    assert "11–20" in chart[0] and "21–50" in chart[0] and "1–5<" not in chart[0] and "6–10" not in chart[0]
+    assert chart[0].count("<circle") == chart[0].count("<rect") == 2
+    assert "fewer than 10 targets (1 to 5, 6 to 10)" in section
+    alone = {**results, "by_history_length": groups[:1]}
+    assert report(tmp_path / "b.html", alone, title="m", command="c").read_text().count('role="img"') == 1
+
+
+def test_one_sentence_at_the_top_says_what_was_found(
+    model: PrismForRecommendation, split: Split, tmp_path: Path
+) -> None:
+    results = evaluate_split(model, split, max_length=7)
+    page = report(tmp_path / "report.html", results, title="m", command="c").read_text()
+    found = page[page.index('<p class="finding">') : page.index("</header>")]
+    assert f"for {results['metrics']['HR@10']:.1%} of {results['targets']} held-out events" in found
+    assert "top 10 of 30 items" in found and "Chance would give 33%" in found
+    sampled = evaluate_split(model, split, max_length=7, sampled=Sampled(5, seed=1))
+    page = report(tmp_path / "report.html", sampled, title="m", command="c").read_text()
+    assert "top 10 of target and 5 sampled items (uniform)" in page and "Chance" not in page

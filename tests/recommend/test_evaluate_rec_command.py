@@ -43,7 +43,7 @@ def test_figures_stand_beside_their_protocol(run: Path, tmp_path: Path, capsys: 
     assert results["targets"] == 60 and results["protocol"]["max_length"] == 12
     page = (tmp_path / "a" / "report.html").read_text()
     assert "at most 12 events read" in page
-    assert page.count("data:image/svg+xml") == 3, "with the run's loss"
+    assert page.count('role="img"') >= 3, "with the run's loss"
     again = evaluated(run / "model", tmp_path / "b", "--batch", "7")
     assert again["metrics"] == pytest.approx(results["metrics"])
     other = evaluated(run, tmp_path / "c", "--split", "validation", "--max-length", "3", "--no-filter-seen")

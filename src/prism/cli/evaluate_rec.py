@@ -16,6 +16,7 @@ from tyro.conf import Positional
 
 from prism.data.files import check_target
 from prism.data.interactions import Prepared
+from prism.evaluate.rec_plots import FEW_TARGETS, is_small
 from prism.evaluate.rec_report import SHOWN_AT, figure_table, group_table
 from prism.evaluate.rec_report import report as write_report
 from prism.evaluate.recommendation import Sampled, evaluate_split, protocol_line
@@ -107,8 +108,15 @@ def show(results: Mapping[str, Any]) -> None:
     metrics, errors, label = results["metrics"], results["standard_errors"], results["protocol"]["label"]
     names = [f"{label}{name}@{SHOWN_AT}" for name in ("HR", "NDCG")]
     figures = _table(f"{results['targets']:,} held-out events", *figure_table(results, spread=False))
-    figures.caption = ", ".join(f"{name} {metrics[name]:.4f} ± {errors[name]:.4f}" for name in names)
-    for table in (figures, _table("By events before the target", *group_table(results["by_history_length"], names))):
+    if results["targets"] > 1:
+        figures.caption = ", ".join(f"{name} {metrics[name]:.4f} ± {errors[name]:.4f}" for name in names)
+    by_length = results["by_history_length"]
+    grouped = _table("By events before the target", *group_table(by_length, names))
+    if any(map(is_small, by_length)):
+        grouped.caption = f"grey: fewer than {FEW_TARGETS} targets, too few to compare"
+    for row, group in zip(grouped.rows, by_length, strict=True):
+        row.style = "dim" if is_small(group) else None
+    for table in (figures, grouped):
         console.print(table)
         console.print(line, style="dim")
 

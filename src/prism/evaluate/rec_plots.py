@@ -1,73 +1,63 @@
-"""Pictures of how a recommender does."""
+"""Charts of how a recommender does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from prism.evaluate.plots import COLORS, pyplot, save
+from prism.evaluate.charts import Series, bar_chart, line_chart, percent
+
+FEW_TARGETS = 10
+"""Groups of fewer targets say nothing: tables show them faint, charts leave them out."""
 
 
-def by_group_picture(groups: Sequence[Mapping[str, Any]], names: Sequence[str], label: str, path: Path) -> None:
-    """Figures of groups of targets, with standard errors; under each group, how many targets it has."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(8.4, 3.9))
-    places = range(len(groups))
-    for name, color in zip(names, COLORS, strict=False):
-        values = [group["metrics"][name] for group in groups]
-        errors = [group["standard_errors"][name] for group in groups]
-        axis.errorbar(places, values, errors, color=color, marker="o", capsize=3, lw=1.6, label=name)
-    axis.set_xticks(places, [f"{group['group']}\n({group['targets']:,})" for group in groups], fontsize=8)
-    axis.set(xlabel=label, ylim=(0, None))
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
-    figure.tight_layout()
-    save(figure, path)
-    plt.close(figure)
+def is_small(group: Mapping[str, Any]) -> bool:
+    """Whether a group has too few targets to say anything."""
+    return bool(group["targets"] < FEW_TARGETS)
 
 
-def loss_picture(records: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Training loss, and what was validated on, against the step."""
-    plt = pyplot()
+def group_chart(groups: Sequence[Mapping[str, Any]], names: Sequence[str], title: str, x: str) -> str | None:
+    """Metrics of groups of targets, with standard errors; None if no group is large enough."""
+    shown = [group for group in groups if not is_small(group)]
+    if not shown:
+        return None
+    series = []
+    for name in names:
+        values = [(group["metrics"][name], group["standard_errors"][name]) for group in shown]
+        points = [(float(place), value) for place, (value, _) in enumerate(values)]
+        series.append(Series(name, points, [(value - error, value + error) for value, error in values]))
+    highest = max(high for one in series for _, high in one.ranges)
+    labels = [group["group"].replace(" to ", "–") for group in shown]
+    return line_chart(
+        title,
+        series,
+        x=x,
+        y="mean ± standard error",
+        y_limits=(0, max(highest, 0.01)),
+        x_labels=labels,
+        error_bars=True,
+    )
+
+
+def loss_charts(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Training loss, and each metric of validation, by step."""
     validated = [key for key in dict.fromkeys(key for r in records for key in r) if key.startswith("validation_")]
-    panels = [("loss", ["loss"]), *([("validation", validated)] if validated else [])]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.7), squeeze=False)
-    for axis, (title, keys) in zip(axes[0], panels, strict=True):
-        for key, color in zip(keys, COLORS, strict=False):
-            points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
-            marker = "o" if key != "loss" and len(points) < 40 else None
-            axis.plot(
-                [step for step, _ in points],
-                [value for _, value in points],
-                color=color,
-                marker=marker,
-                ms=4,
-                lw=1.6,
-                label=key.removeprefix("validation_"),
-            )
-        axis.set(xlabel="step", title="Training loss" if title == "loss" else "Validation")
-        axis.grid(alpha=0.3)
-    axes[0][-1].legend(frameon=False)
-    figure.tight_layout()
-    save(figure, path)
-    plt.close(figure)
+    charts = [line_chart("Training loss", [_curve(records, "loss")], x="step", x_from=0, y="nats per event")]
+    if validated:
+        curves = [_curve(records, key) for key in validated]
+        charts.append(line_chart("Validation", curves, x="step", x_from=0, y="held-out events", own_legend=True))
+    return charts
 
 
-def popularity_picture(bias: Mapping[str, Any], k: str, path: Path) -> None:
-    """Share of events and of recommendations that each tenth of the items has, the most popular first."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(8.4, 3.7))
-    places = range(1, 1 + len(bias["items_in_group"]))
-    width = 0.4
-    for shift, (label, shares) in enumerate(
-        (("training events", bias["share_of_events"]), (f"top-{k[1:]} lists", bias["share_of_recommendations"][k]))
-    ):
-        axis.bar([p + (shift - 0.5) * width for p in places], shares, width, color=COLORS[shift], label=label)
-    axis.set_xticks(places)
-    axis.set(xlabel="tenth of the items, most popular first", ylabel="share")
-    axis.grid(alpha=0.3, axis="y")
-    axis.legend(frameon=False)
-    figure.tight_layout()
-    save(figure, path)
-    plt.close(figure)
+def popularity_chart(bias: Mapping[str, Any], k: str) -> tuple[str, list[str]]:
+    """The share of events and of top-k lists that each tenth of the items has; returns the chart and its series' names."""
+    series = [("training events", bias["share_of_events"]), (f"top-{k[1:]} lists", bias["share_of_recommendations"][k])]
+    groups = [str(place) for place in range(1, 1 + len(bias["items_in_group"]))]
+    x = "tenth of the items, most popular first"
+    chart = bar_chart("Popular items", groups, series, x=x, y="share of all", y_format=percent)
+    return chart, [name for name, _ in series]
+
+
+def _curve(records: Sequence[Mapping[str, Any]], key: str) -> Series:
+    points = [(float(r["step"]), float(r[key])) for r in records if r.get(key) is not None]
+    return Series(key.removeprefix("validation_"), points)

@@ -1,16 +1,15 @@
-"""The report on a recommender: one page that stands alone. What was ranked, and from what, is said beside every figure."""
+"""The HTML report on a recommender. Every figure stands beside the protocol it depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prism.data.files import write_atomically
-from prism.evaluate.page import commands, figure, heading, page, paragraph, table
+from prism.evaluate.page import commands, facts, figure, header, heading, page, paragraph, table, tiles
 from prism.evaluate.ranking import CUTOFFS
-from prism.evaluate.rec_plots import by_group_picture, loss_picture, popularity_picture
+from prism.evaluate.rec_plots import FEW_TARGETS, group_chart, is_small, loss_charts, popularity_chart
 from prism.evaluate.recommendation import protocol_line
 
 SHOWN_AT = 10
@@ -35,55 +34,87 @@ def report(
     """
     line = protocol_line(results["protocol"])
     label = results["protocol"]["label"]
+    names = [f"{label}{name}@{SHOWN_AT}" for name in ("HR", "NDCG")]
     body = [
-        heading(title, 1),
-        paragraph(f"{results['targets']:,} held-out events, each predicted once: {line}."),
+        header("Recommender evaluation", title, finding(results), f"Protocol: {line}."),
+        tiles(_tiles(results)),
+        *([facts(about)] if about else []),
         commands(command),
-    ]
-    if about:
-        body.append(table(("", ""), about))
-    body += [
         heading("Figures"),
         table(*figure_table(results)),
         paragraph(
-            f"{line}. ± is the standard error over targets. HR: share of targets in the list; NDCG and MRR: more if "
-            "further up; AUC: share of the other candidates placed below the target; coverage: share of all items in at "
-            "least one list. Ties in scores count against the target.",
+            f"{line}. ± is the standard error over targets. HR: fraction of targets in the list; NDCG and MRR: more if "
+            "further up; AUC: fraction of the other candidates placed below the target; coverage: fraction of all items in "
+            "at least one list. Ties in scores count against the target.",
             quiet=True,
         ),
-    ]
-    names = [f"{label}{name}@{SHOWN_AT}" for name in ("HR", "NDCG")]
-    for key, what, axis in (
-        ("by_history_length", "By length of history", "events before the target (targets)"),
-        (
-            "by_popularity",
-            "By popularity of the target",
-            "popularity of the target, a third of the events each (targets)",
-        ),
-    ):
-        body += [heading(what), table(*group_table(results[key], names))]
-        if key == "by_history_length":
-            body.append(figure(partial(by_group_picture, results[key], names, axis), f"{what}: {line}."))
-        else:
-            body.append(paragraph(f"{line}. head, middle, tail: items with a third of the training events each.", True))
-    bias = results["popularity_bias"]
-    k = (
-        f"@{SHOWN_AT}"
-        if f"@{SHOWN_AT}" in bias["share_of_recommendations"]
-        else next(iter(bias["share_of_recommendations"]))
-    )
-    body += [
+        *_by_history(results["by_history_length"], names, line),
+        *_by_popularity(results["by_popularity"], names, line),
         heading("Popularity bias"),
-        figure(
-            partial(popularity_picture, bias, k),
-            f"What is recommended against what happens in training: {line}.",
-        ),
+        *_bias(results["popularity_bias"], line),
     ]
     if any("loss" in record for record in log):
-        body += [heading("Training"), figure(partial(loss_picture, log), "Loss in nats per event, and validation.")]
+        charts = loss_charts(log)
+        body += [heading("Training"), figure(charts, "Training loss, and validation during the run.")]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, page(title, body))
     return path
+
+
+def finding(results: Mapping[str, Any]) -> str:
+    """The result in one sentence, beside what chance would give."""
+    metrics, protocol = results["metrics"], results["protocol"]
+    label, items = protocol["label"], protocol["items"]
+    hits, name = metrics[f"{label}HR@{SHOWN_AT}"], f"{label}NDCG@{SHOWN_AT}"
+    among = protocol["ranked"] if label else f"{items:,} items"
+    error = f" ± {results['standard_errors'][name]:.3f}" if results["targets"] > 1 else ""
+    chance = "" if label else f" Chance would give {100 * min(1.0, SHOWN_AT / items):.2g}%."
+    return (
+        f"The next item is among the top {SHOWN_AT} of {among} for {hits:.1%} of {results['targets']:,} held-out events "
+        f"({name} {metrics[name]:.3f}{error}).{chance}"
+    )
+
+
+def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    metrics, errors, label = results["metrics"], results["standard_errors"], results["protocol"]["label"]
+    names = [f"{label}{name}" for name in (f"HR@{SHOWN_AT}", f"NDCG@{SHOWN_AT}", f"MRR@{SHOWN_AT}", "AUC")]
+    shown = [
+        (name, f"{metrics[name]:.3f}", f"± {errors[name]:.3f}" if results["targets"] > 1 else "") for name in names
+    ]
+    width = f"coverage@{SHOWN_AT}"
+    if width in results["coverage"]:
+        shown.append((width, f"{results['coverage'][width]:.1%}", f"of {results['protocol']['items']:,} items"))
+    return shown
+
+
+def _by_history(groups: Sequence[Mapping[str, Any]], names: Sequence[str], line: str) -> list[str]:
+    what = "By length of history"
+    chart = group_chart(groups, names, what, "events before the target")
+    grouped = _group_table(groups, names)
+    if chart is None:
+        return [heading(what), grouped, paragraph(f"{line}.{_small_note(groups)}", quiet=True)]
+    return [heading(what), figure([chart, grouped], f"{line}.{_small_note(groups)}", names)]
+
+
+def _by_popularity(groups: Sequence[Mapping[str, Any]], names: Sequence[str], line: str) -> list[str]:
+    note = f"{line}. head, middle, tail: items with a third of the training events each.{_small_note(groups)}"
+    return [heading("By popularity of the target"), _group_table(groups, names), paragraph(note, quiet=True)]
+
+
+def _group_table(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    return table(*group_table(groups, names), faint=lambda row: is_small(groups[row]))
+
+
+def _small_note(groups: Sequence[Mapping[str, Any]]) -> str:
+    small = [group["group"] for group in groups if is_small(group)]
+    return f" Grey, and in no chart: fewer than {FEW_TARGETS} targets ({', '.join(small)})." if small else ""
+
+
+def _bias(bias: Mapping[str, Any], line: str) -> list[str]:
+    lists = bias["share_of_recommendations"]
+    k = f"@{SHOWN_AT}" if f"@{SHOWN_AT}" in lists else next(iter(lists))
+    chart, names = popularity_chart(bias, k)
+    return [figure([chart], f"What is recommended, beside what happens in training: {line}.", names)]
 
 
 def figure_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[str], list[list[str]]]:
@@ -92,7 +123,7 @@ def figure_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[
     label = results["protocol"]["label"]
 
     def cell(name: str) -> str:
-        return f"{metrics[name]:.4f}" + (f" ± {errors[name]:.4f}" if spread else "")
+        return f"{metrics[name]:.4f}" + (f" ± {errors[name]:.4f}" if spread and results["targets"] > 1 else "")
 
     rows = [[label + name, *(cell(f"{label}{name}@{k}") for k in CUTOFFS)] for name in ("HR", "NDCG", "MRR")]
     rows.append(["coverage", *(f"{value:.4f}" for value in coverage.values())])
@@ -102,12 +133,11 @@ def figure_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[
 
 
 def group_table(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    rows = [
-        [
-            group["group"],
-            f"{group['targets']:,}",
-            *(f"{group['metrics'][name]:.4f} ± {group['standard_errors'][name]:.4f}" for name in names),
-        ]
-        for group in groups
-    ]
+    """Columns and rows: a group a row; a single target has no standard error."""
+
+    def cell(group: Mapping[str, Any], name: str) -> str:
+        error = f" ± {group['standard_errors'][name]:.4f}" if group["targets"] > 1 else ""
+        return f"{group['metrics'][name]:.4f}{error}"
+
+    rows = [[group["group"], f"{group['targets']:,}", *(cell(group, name) for name in names)] for group in groups]
     return ["", "targets", *names], rows
