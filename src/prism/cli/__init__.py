@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from prism.extras import missing
+from prism.messages import did_you_mean
 
 INTERRUPTED = 130
 """The exit code after a signal, also where everything was saved: whoever waits for the end must not go on as if it were."""
@@ -122,8 +122,8 @@ def _choose(words: list[str]) -> tuple[str, list[str]]:
             raise SystemExit(0)
         _fail(f"prism {words[0]}:{wanted} choose from {', '.join(name.split()[1] for name in group)}")
     asked = " ".join(words[:2])
-    close = difflib.get_close_matches(asked, COMMANDS, 1) or difflib.get_close_matches(words[0], COMMANDS, 1)
-    hint = f" (did you mean `prism {close[0]}`?)" if close else ""
+    hints = (did_you_mean(name, COMMANDS, "`prism {}`".format) for name in (asked, words[0]))
+    hint = next(filter(None, hints), "")
     _fail(f"prism: unknown command {words[0]!r}{hint}; `prism --help` lists them all")
 
 

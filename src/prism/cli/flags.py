@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from prism.messages import did_you_mean
 from prism.train.overrides import override, read_toml
 from prism.train.run import stored_settings
 from prism.train.settings import RunSettings
@@ -39,14 +39,10 @@ def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callab
         type(blank), prog=f"prism train {task}", args=list(arguments), default=settings, return_unknown_args=True
     )
     if unknown:
-        raise ValueError(f"unknown setting {unknown[0]}{_hint(unknown[0], blank)}; --help lists them all")
+        hint = did_you_mean(unknown[0].partition("=")[0].replace("_", "-"), _flags(blank), str)
+        raise ValueError(f"unknown setting {unknown[0]}{hint}; --help lists them all")
     parsed.check()
     return replace(parsed, config=None)  # it is part of these settings now: a resume must not apply it again
-
-
-def _hint(flag: str, settings: RunSettings) -> str:
-    close = difflib.get_close_matches(flag.partition("=")[0].replace("_", "-"), _flags(settings), 1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _flags(settings: Any, prefix: str = "--") -> list[str]:

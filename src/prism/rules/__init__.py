@@ -5,9 +5,9 @@ Adding a rule is one file and its line in `_RULES`: tests, benchmarks, models an
 
 from __future__ import annotations
 
-import difflib
 from importlib import import_module
 
+from prism.messages import did_you_mean
 from prism.rules.rule import Rule
 
 _RULES = {
@@ -54,8 +54,7 @@ def names() -> tuple[str, ...]:
 def get(name: str) -> type[Rule]:
     """The rule's class: `objective`, `forgetting`, `transition`, `forms`; its instances know `state_size`, `write_rank`."""
     if name not in _RULES:
-        close = difflib.get_close_matches(str(name), _RULES, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        hint = did_you_mean(str(name), _RULES)
         raise ValueError(f"unknown rule {name!r}{hint}: choose from {', '.join(_RULES)}")
     module, attribute = _RULES[name].split(":")
     rule: type[Rule] = getattr(import_module(module), attribute)

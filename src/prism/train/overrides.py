@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 import types
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from prism.messages import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,8 +44,7 @@ def override(settings: T, values: dict[str, Any], where: str, prefix: str = "") 
     for key, value in values.items():
         name = prefix + key
         if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            hint = f" (did you mean {prefix}{close[0]}?)" if close else ""
+            hint = did_you_mean(key, known, lambda meant: prefix + meant)
             raise ValueError(f"{where} has a setting {name} that does not exist{hint}")
         current = getattr(settings, key)
         if is_dataclass(current):

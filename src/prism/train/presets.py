@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
+from prism.messages import did_you_mean
 from prism.train.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -85,7 +84,5 @@ PRESETS = {"tiny": tiny, "30m": preset_30m, "130m": preset_130m, "340m": preset_
 
 def preset(name: str) -> Settings:
     if name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"unknown preset {name!r}{hint}: choose from {', '.join(PRESETS)}")
+        raise ValueError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}: choose from {', '.join(PRESETS)}")
     return PRESETS[name]()
