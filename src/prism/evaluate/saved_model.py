@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from prism.data.files import read_json
+from prism.device import pick_device
 from prism.models.quiet import without_progress_bars
 
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -29,17 +30,6 @@ def open_weights(kind: type[Model], folder: Path, device: str = "auto") -> Model
             raise ValueError(f"{folder} {what} weights ({min(names)}): its config.json belongs to another model")
     opened: Model = model.to(where).eval()
     return opened
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return device
 
 
 def _check_kind(kind: type[PreTrainedModel], folder: Path) -> None:

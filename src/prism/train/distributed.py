@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from prism.device import pick_device
+
 T = TypeVar("T")
 
 
@@ -98,7 +100,9 @@ def joined(parallel: str, device: str) -> Iterator[World]:
         raise ValueError(
             f"parallel is {parallel}: start the run with torchrun, for example torchrun --nproc-per-node 2 -m prism …"
         )
-    here = _device(device)
+    here = pick_device(device)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
     if parallel == "none":
         yield World(device=here)
         return
@@ -108,21 +112,6 @@ def joined(parallel: str, device: str) -> Iterator[World]:
         yield World(here, dist.get_rank(), dist.get_world_size(), parallel)
     finally:
         dist.destroy_process_group()
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
 
 
 def spread(build: Callable[[], nn.Module], initialize: Callable[[nn.Module], None], world: World) -> nn.Module:
