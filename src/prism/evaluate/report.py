@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from prism.data.files import write_json
 
 
 def machine() -> dict[str, Any]:
@@ -31,13 +32,7 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(path: Path, results: Any, **about: Any) -> Path:
-    """`about` (the command, say) stands beside the results."""
+    """Write results with the machine they come from; `about` (the command, say) is stored with them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("w") as file:
-        json.dump({"machine": machine(), **about, "results": results}, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_json(path, {"machine": machine(), **about, "results": results})
     return path
