@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from prism.extras import missing
-from prism.messages import did_you_mean
+from prism.messages import did_you_mean, say
 
 INTERRUPTED = 130
 """The exit code after a signal, also where everything was saved: whoever waits for the end must not go on as if it were."""
@@ -85,10 +85,10 @@ def _run(words: list[str]) -> int:
         if os.environ.get("PRISM_DEBUG") == "1":
             raise
         told = missing(error, "rec" if "rec" in name else "lm") or error
-        print(f"prism {name}: {told}", file=sys.stderr)
+        say(f"prism {name}: {told}")
         return 2
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted")
         return INTERRUPTED
 
 
@@ -128,7 +128,7 @@ def _choose(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _fail(sentence: str) -> NoReturn:
-    print(sentence, file=sys.stderr)
+    say(sentence)
     raise SystemExit(2)
 
 

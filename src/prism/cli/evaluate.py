@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn, TextColumn
 from rich.table import Table
 from tyro.conf import Positional
 
 from prism.data.files import check_target
 from prism.data.text import find_files
+from prism.evaluate.bars import progress_bars
 from prism.evaluate.harness import run_tasks
 from prism.evaluate.language_model import LanguageModel, open_model
 from prism.evaluate.perplexity import Context, Tally, count_bytes, score_file
 from prism.evaluate.report import write_results
+from prism.messages import say
 from prism.train.saved import model_folder
 
 
@@ -59,7 +61,7 @@ def evaluate_lm(
         check_target(output, folder=False)
     how, results = Context(context, stride, segment, batch), dict[str, Any]()
     sizes = {path: count_bytes(path, field) for path in find_files(files)}
-    with model_folder(model, lambda message: print(message, file=sys.stderr)) as folder:
+    with model_folder(model, say) as folder:
         lm = open_model(folder, device)
         if sizes:
             results["files"] = _files(lm, sizes, how, field)
@@ -74,9 +76,9 @@ def evaluate_lm(
 
 def _files(lm: LanguageModel, sizes: dict[Path, int], how: Context, field: str) -> dict[str, Any]:
     if how.context is None and not lm.model.config.constant_state:
-        print("note: some layers keep every token, so memory grows with the documents", file=sys.stderr)
+        say("note: some layers keep every token, so memory grows with the documents")
     total, results = Tally(), dict[str, Any]()
-    with _progress() as progress:
+    with progress_bars(TaskProgressColumn(), TextColumn("{task.fields[score]} nats")) as progress:
         for path, size in sizes.items():
             bar = progress.add_task(path.name, total=None, score="")
 
@@ -88,17 +90,6 @@ def _files(lm: LanguageModel, sizes: dict[Path, int], how: Context, field: str) 
             results[str(path)] = tally.result()
             total.add(tally)
     return {**results, "total": total.result()} if len(results) > 1 else results
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[score]} nats"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
 
 
 def _file_table(results: dict[str, Any]) -> Table:

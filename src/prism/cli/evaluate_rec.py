@@ -10,18 +10,20 @@ from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from tyro.conf import Positional
 
 from prism.data.files import check_target
 from prism.data.interactions import Prepared
+from prism.evaluate.bars import progress_bars
 from prism.evaluate.rec_plots import FEW_TARGETS, is_small
 from prism.evaluate.rec_report import SHOWN_AT, figure_table, group_table
 from prism.evaluate.rec_report import report as write_report
 from prism.evaluate.recommendation import Sampled, evaluate_split, protocol_line
 from prism.evaluate.report import write_results
 from prism.evaluate.saved_model import open_weights
+from prism.messages import say
 from prism.models import PrismForRecommendation
 from prism.train.log import read_log
 from prism.train.rec_saved import training_of
@@ -61,14 +63,14 @@ def evaluate_rec(
     """
     if output is not None:
         check_target(output, folder=True)
-    with model_folder(model, _say) as folder:
+    with model_folder(model, say) as folder:
         recommender = open_weights(PrismForRecommendation, folder, device)
         training = training_of(folder)
-    log = training.log(_say) if data is None else training.other_log(data, _say)
+    log = training.log(say) if data is None else training.other_log(data, say)
     if data is not None:
         for note in log.manifest.get("notes", []):
-            _say(note)
-    with _progress() as progress:
+            say(note)
+    with progress_bars(MofNCompleteColumn()) as progress:
         bar = progress.add_task(f"ranking {split} events")
         results = evaluate_split(
             recommender,
@@ -83,7 +85,7 @@ def evaluate_rec(
     show(results)
     again = results["protocol"]["targets_seen_before"]
     if filter_seen and again > results["targets"] * _MANY_REPEATS:
-        _say(
+        say(
             f"note: {again / results['targets']:.0%} of the targets were seen before, and rivals that were are left out: "
             "--no-filter-seen ranks them too"
         )
@@ -148,17 +150,3 @@ def _about(
 def _run_of(model: Path) -> Path | None:
     """The run folder that a path is, or is the model of."""
     return next((path for path in (model.resolve(), model.resolve().parent) if (path / "log.jsonl").is_file()), None)
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr)

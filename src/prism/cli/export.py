@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from tyro.conf import Positional
 
+from prism.messages import say
 from prism.train.checkpoint import chosen_by, find_newest_good
 from prism.train.export import export as export_checkpoint
 
@@ -20,7 +20,7 @@ def export(run: Positional[Path], out: Path | None = None) -> None:
     """
     if out is not None and out.exists():
         raise ValueError(f"{out} exists already: give another folder")
-    found = find_newest_good(run / "checkpoints", lambda message: print(message, file=sys.stderr))
+    found = find_newest_good(run / "checkpoints", say)
     if found is None:
         raise ValueError(f"{run} has no checkpoint to export")
     chosen = chosen_by(found)

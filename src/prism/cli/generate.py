@@ -11,6 +11,7 @@ from tyro.conf import Positional
 from prism.cli import INTERRUPTED
 from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.language_model import open_model
+from prism.messages import say
 from prism.train.saved import model_folder
 from prism.train.stop import StopRequest
 
@@ -51,7 +52,7 @@ def generate(
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     _check_target(save_state)
     text = _prompt(prompt, file, state)
-    with model_folder(model, _say) as folder:
+    with model_folder(model, say) as folder:
         lm = open_model(folder, device)
     session = Session(lm, seed or 0) if state is None else Session.load(state, lm, seed)
     session.read(text)
@@ -72,7 +73,7 @@ def generate(
     if interrupted:
         stopped = ", interrupted" if save_state is None else f", interrupted, saved to {save_state}"
     rate = f", {count / seconds:,.0f} tokens/s" if count else ""
-    _say(f"\n[{count} tokens{rate}, state of {session.nbytes:,} bytes{stopped}]")
+    say(f"\n[{count} tokens{rate}, state of {session.nbytes:,} bytes{stopped}]")
     return INTERRUPTED if interrupted else 0
 
 
@@ -103,7 +104,3 @@ def _check_target(path: Path | None) -> None:
         raise ValueError(f"save_state must be a file name that ends in .safetensors, got {path}")
     if not path.resolve().parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to save the state in")
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
+from prism.messages import say
 from prism.recommend import Recommendations, Recommender, UserStates
 
 
@@ -98,7 +98,7 @@ def _plain_warnings() -> Iterator[None]:
         warnings.simplefilter("always", UserWarning)
         yield
     for warning in caught:
-        print(warning.message, file=sys.stderr)
+        say(str(warning.message))
 
 
 def _print_json(found: Recommendations, names: Sequence[Any]) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
+
+from prism.evaluate.bars import progress_bars
 
 _channel: Any = None
 """In a worker: where progress is told."""
@@ -47,7 +49,10 @@ def run_jobs(
     """
     jobs = min(len(runs), jobs or os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, _progress() as progress:
+    with (
+        context.Manager() as manager,
+        progress_bars(MofNCompleteColumn(), TextColumn("{task.fields[loss]}")) as progress,
+    ):
         # An interrupt may fall into a talk with the manager, who answers nothing sensible after that: `over` is not its.
         channel, over = manager.Queue(), context.Event()
         bars = [
@@ -86,13 +91,3 @@ def _drain(channel: Any, progress: Progress, bars: list[Any]) -> None:
     if not progress.tasks[index].started:
         progress.start_task(bars[index])
     progress.update(bars[index], completed=step, loss=f"loss {loss:.3f}")
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description:<34}"),
-        BarColumn(bar_width=28),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeRemainingColumn(),
-    )

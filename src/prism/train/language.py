@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from prism.data.prepare import Corpus, prepare
 from prism.data.windows import Batch, Windows
+from prism.messages import say
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.language_export import write_model
@@ -36,9 +36,7 @@ def train_lm(settings: Settings, build: Builder = build_model, report: Report | 
     check_stack(settings.model)
     weights = None if settings.model.weights is None else read_weights(settings.model.weights)
     verify = settings.data.verify and os.environ.get("LOCAL_RANK", "0") == "0"
-    corpus = prepare(
-        settings.data.recipe(), settings.data.cache, verify, lambda message: print(message, file=sys.stderr)
-    )
+    corpus = prepare(settings.data.recipe(), settings.data.cache, verify, say)
     return train(LanguageTask(settings, corpus, weights, build), report)
 
 

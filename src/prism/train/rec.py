@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from prism.data.interactions import Prepared, RecBatch, Samples, prepare_log
 from prism.data.interactions.prepared import ITEMS, USERS
+from prism.messages import say
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.loop import Outcome, Report, train
@@ -41,12 +41,10 @@ def train_rec(settings: RecSettings, log: Prepared | None = None, report: Report
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if log is None:
         data = settings.data
-        log = prepare_log(
-            data.recipe(), data.cache, data.verify and first, lambda message: print(message, file=sys.stderr)
-        )
+        log = prepare_log(data.recipe(), data.cache, data.verify and first, say)
     task = RecTask(settings, log, weights)
     if first:
-        print(*log.summary(), sep="\n", file=sys.stderr)
+        say("\n".join(log.summary()))
     return train(task, report)
 
 
