@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Iterator
 
 if os.environ.get("PRISM_TEST_GPU") != "1":  # alike on every machine: no command takes a GPU, kernels are interpreted
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -28,6 +31,19 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not ON_GPU:
         pytest.skip("on a GPU, with PRISM_TEST_GPU=1 (`make test-gpu`)")
+
+
+@pytest.fixture(autouse=True)
+def _usual_signals() -> Iterator[None]:
+    """Signals arrive, also where the shell ignores them for its children (nohup, `&` in a script)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    inherited = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in inherited.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,18 @@ def test_an_interrupt_while_libraries_are_imported_waits_for_them(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.skipif(os.name != "posix", reason="signals are inherited on POSIX systems")
+def test_tests_of_interrupts_pass_where_signals_are_ignored() -> None:
+    """As in the background of a script, or under nohup."""
+    this = f"{__file__}::{test_an_interrupt_while_libraries_are_imported_waits_for_them.__name__}"
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    words = [sys.executable, "-c", ignoring, sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", this]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout
+
+
 def test_rules_table_names_every_rule(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "220")
     assert main(["rules", "--width", "64", "--heads", "2"]) == 0
