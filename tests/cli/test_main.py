@@ -1,5 +1,6 @@
 """The command line speaks in sentences, and `prism rules` lists every rule."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -97,6 +98,41 @@ def test_a_wrong_output_is_told_before_the_work(
     assert main([str(places.get(word, word)) for word in words]) == 2
     assert " is a f" in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "text" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "lm", "--data.sources", "nowhere", "--out", "PLACE"],
+        ["train", "rec", "--data.source", "nowhere", "--out", "PLACE"],
+        ["generate", "nowhere", "--prompt", "x", "--save-state", "PLACE.safetensors"],
+        ["recommend", "nowhere", "--sequence", "a", "--save-states", "PLACE.safetensors"],
+        ["export", "nowhere", "--out", "PLACE"],
+        ["evaluate", "lm", "nowhere", "nowhere.txt", "--output", "PLACE"],
+        ["evaluate", "rec", "nowhere", "--output", "PLACE"],
+        ["probe", "mqar", "--output", "PLACE"],
+        ["demo", "--output", "PLACE"],
+        ["rules", "--output", "PLACE"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC], ids=errno.errorcode.get)
+def test_a_place_that_cannot_be_written_is_told_before_the_work(
+    words: list[str], number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same words in every command. (The owner of the tests may write anywhere: the system's answer is made up.)"""
+
+    def refused(dir: Path) -> None:
+        assert dir == tmp_path
+        raise OSError(number, os.strerror(number), str(dir))
+
+    monkeypatch.setattr("prism.data.files.tempfile.TemporaryFile", refused)
+    place = tmp_path / "place"
+    assert main([word.replace("PLACE", str(place)) for word in words]) == 2
+    said = capsys.readouterr().err
+    why = "No space left on device" if number == errno.ENOSPC else "there is no permission to"
+    assert str(place) in said and f" cannot be written: {why}; give another place for " in said
+    assert len(said.splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("command", "extra"), [("train lm", "lm"), ("train rec", "rec"), ("generate", "lm")])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from prism.data.files import fresh_folder, replace_folder
+from prism.data.interactions import LogRecipe, prepare_log
+from prism.data.prepare import Recipe, prepare
 
 
 def folder(path: Path, content: str) -> Path:
@@ -49,3 +54,17 @@ def test_what_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="No space"):
         replace_folder(partial, final)
     assert (final / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda cache: prepare(Recipe(), cache), lambda cache: prepare_log(LogRecipe(), cache)]
+)
+def test_a_read_only_cache_is_named_with_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object]
+) -> None:
+    def refused(dir: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir))
+
+    monkeypatch.setattr("prism.data.files.tempfile.TemporaryFile", refused)
+    with pytest.raises(ValueError, match=r"cannot be written: there is no permission to; give another .* data\.cache$"):
+        make(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
+from prism.data.files import reason
 from prism.extras import missing
 from prism.messages import did_you_mean, say
 
@@ -84,12 +86,19 @@ def _run(words: list[str]) -> int:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("PRISM_DEBUG") == "1":
             raise
-        told = missing(error, "rec" if "rec" in name else "lm") or error
+        told = missing(error, "rec" if "rec" in name else "lm") or _unwritable(error) or error
         say(f"prism {name}: {told}")
         return 2
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
+
+
+def _unwritable(error: BaseException) -> str | None:
+    """A sentence, if a file could not be written because the disk is full or the file system read-only."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return None
+    return f"{error.filename or 'a file'} cannot be written: {reason(error)}"
 
 
 @contextmanager

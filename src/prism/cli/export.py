@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from prism.data.files import check_target
 from prism.messages import say
 from prism.train.checkpoint import chosen_by, find_newest_good
 from prism.train.export import export as export_checkpoint
@@ -20,6 +21,7 @@ def export(run: Positional[Path], out: Path | None = None) -> None:
     """
     if out is not None and out.exists():
         raise ValueError(f"{out} exists already: give another folder")
+    check_target(run if out is None else out, folder=True, name="out")
     found = find_newest_good(run / "checkpoints", say)
     if found is None:
         raise ValueError(f"{run} has no checkpoint to export")

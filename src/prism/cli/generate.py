@@ -9,6 +9,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from prism.cli import INTERRUPTED
+from prism.data.state_file import check_state_target
 from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.language_model import open_model
 from prism.messages import say
@@ -50,7 +51,8 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
-    _check_target(save_state)
+    if save_state is not None:
+        check_state_target(save_state, "save_state")
     text = _prompt(prompt, file, state)
     with model_folder(model, say) as folder:
         lm = open_model(folder, device)
@@ -94,13 +96,3 @@ def _prompt(prompt: str | None, file: Path | None, state: Path | None) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{file or 'the standard input'} is not UTF-8 text: {error}") from error
-
-
-def _check_target(path: Path | None) -> None:
-    """Before the writing, not after it."""
-    if path is None:
-        return
-    if path.suffix != ".safetensors":
-        raise ValueError(f"save_state must be a file name that ends in .safetensors, got {path}")
-    if not path.resolve().parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to save the state in")

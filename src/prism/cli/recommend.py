@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
+from prism.data.state_file import check_state_target
 from prism.messages import say
 from prism.recommend import Recommendations, Recommender, UserStates
 
@@ -53,8 +54,8 @@ def recommend(
         json: print JSON, one line a user.
         device: cpu, cuda …; auto is cuda where there is one.
     """
-    if save_states is not None and save_states.suffix != ".safetensors":
-        raise ValueError(f"save_states must be a file name that ends in .safetensors, got {save_states}")
+    if save_states is not None:
+        check_state_target(save_states, "save_states")
     if users and (sequence or times or states or save_states):
         raise ValueError("--users are found in the log: --sequence, --times, --states and --save-states are for others")
     if (states or save_states) and max_length is not None:

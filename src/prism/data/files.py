@@ -6,12 +6,17 @@ half a file, and what a killed writer leaves behind has a name that nobody reads
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def sha256(path: Path) -> str:
@@ -42,20 +47,42 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
-def check_target(path: Path, folder: bool) -> Path:
-    """A place for results, before anything is computed: a file, or a folder that files go into."""
+def check_target(path: Path, folder: bool, name: str = "output") -> Path:
+    """Refuse a place that cannot be written, before anything is computed.
+
+    Args:
+        path: a file, or a folder that files go into; neither must exist yet.
+        folder: which of the two it is.
+        name: the argument that gave it.
+    """
     if folder and path.exists() and not path.is_dir():
-        raise ValueError(f"output must be a folder, and {path} is a file")
+        raise ValueError(f"{name} must be a folder, and {path} is a file")
     if not folder and path.is_dir():
-        raise ValueError(f"output must be a file, and {path} is a folder")
+        raise ValueError(f"{name} must be a file, and {path} is a folder")
     if path.is_symlink() and not path.exists():
         raise ValueError(f"{path} cannot be written: it is a link to nowhere")
-    above = next((parent for parent in path.absolute().parents if parent.exists()), None)
-    if above is not None and not above.is_dir():
+    places = [path.absolute(), *path.absolute().parents]
+    above = next(place for place in (places if folder else places[1:]) if place.exists())
+    if not above.is_dir():
         raise ValueError(f"{path} cannot be written: {above} is a file")
-    if above is not None and not os.access(path if path.exists() else above, os.W_OK):
-        raise ValueError(f"{path} cannot be written: there is no permission to")
+    try:  # permissions alone do not tell: /proc has them, and takes no file
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {reason(error)}; give another place for {name}") from error
     return path
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be written, in words: one sentence for one cause, whatever the system calls it."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _NO_SPACE or "No space left" in str(error):
+        return "No space left on device"
+    if number in _NO_PERMISSION:
+        return "there is no permission to"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
 
 
 def json_bytes(value: Any) -> bytes:

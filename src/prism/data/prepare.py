@@ -18,7 +18,7 @@ import numpy as np
 from filelock import FileLock
 
 from prism.data import text
-from prism.data.files import commit_folder, fresh_folder, sha256
+from prism.data.files import check_target, commit_folder, fresh_folder, sha256
 from prism.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from prism.data.tokens import MANIFEST, Manifest, Split, Stream, StreamWriter, check_tokens, smallest_dtype, writing
 
@@ -86,7 +86,7 @@ def prepare(
         verify: compare every shard with its hash.
         report: is told when tokens are made, which can take long.
     """
-    cache = (cache or default_cache()) / "tokens"
+    cache = check_target((cache or default_cache()) / "tokens", folder=True, name="data.cache")
     cache.mkdir(parents=True, exist_ok=True)
     source = _Source(recipe)
     folder = cache / source.key()

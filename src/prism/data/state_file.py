@@ -8,7 +8,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from prism.data.files import write_atomically
+from prism.data.files import check_target, write_atomically
+
+
+def check_state_target(path: Path, name: str) -> None:
+    """Refuse a place for a state file before the work; `name` is the argument that gave it."""
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{name} must be a file name that ends in .safetensors, got {path}")
+    if not path.resolve().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to save the state in")
+    check_target(path, folder=False, name=name)
 
 
 def write_state(path: Path, format: str, tensors: dict[str, Tensor], about: dict[str, str]) -> None:

@@ -11,6 +11,7 @@ from prism.data.interactions.prepared import Prepared, make_log, prepare_log
 from prism.train.overrides import override
 from prism.train.rec import train_rec
 from prism.train.rec_presets import preset
+from prism.train.run import check_folder
 
 
 def fit(
@@ -28,6 +29,7 @@ def fit(
     named = isinstance(log, (str, Path))
     data = {**data, **named_columns, **({"source": str(log)} if named else {})}
     chosen = override(preset(preset_name), {**settings, "data": data, "out": str(out)}, "fit")
+    check_folder(chosen.out, chosen.resume)
     recipe = chosen.data.recipe()
     prepared = prepare_log(recipe, chosen.data.cache) if named else make_log(recipe, log)
     outcome = train_rec(chosen, prepared)

@@ -13,7 +13,6 @@ missing) is reported by the file's name and set aside; training goes on from the
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import shutil
 from collections.abc import Callable
@@ -25,7 +24,17 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from prism.data.files import commit_folder, fresh_folder, json_bytes, read_json, remove_folder, sha256, sync, write_json
+from prism.data.files import (
+    commit_folder,
+    fresh_folder,
+    json_bytes,
+    read_json,
+    reason,
+    remove_folder,
+    sha256,
+    sync,
+    write_json,
+)
 from prism.train import tensors as tensor_files
 from prism.train.distributed import World
 from prism.train.finite import NotFiniteError, refuse_non_finite
@@ -140,10 +149,10 @@ class Checkpoints:
     def _explain(self, error: Exception, name: str) -> str:
         names = [other for other in checkpoint_names(self.folder) if other != name]
         last = f"the last good checkpoint, {names[-1]}, is untouched" if names else "there is no earlier checkpoint"
-        reason, advice = _reason(error), "run the same command again to go on"
-        if "No space left" in reason:
+        why, advice = reason(error), "run the same command again to go on"
+        if "No space left" in why:
             advice = "free some space and " + advice
-        return f"checkpoint {name} could not be written to {self.folder} ({reason}): {last}; {advice}"
+        return f"checkpoint {name} could not be written to {self.folder} ({why}): {last}; {advice}"
 
 
 def name_of(step: int) -> str:
@@ -211,10 +220,3 @@ def _signed(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _write_rng(path: Path, rng: dict[str, Tensor]) -> None:
     path.write_bytes(save_safetensors(rng))
-
-
-def _reason(error: BaseException) -> str:
-    """What the operating system said, or else the last line of what anyone said."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return "No space left on device" if error.errno == errno.ENOSPC else str(error.strerror)
-    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from prism.data.files import read_json, write_atomically, write_json
+from prism.data.files import check_target, read_json, write_atomically, write_json
 from prism.train.distributed import World
 from prism.train.overrides import override
 from prism.train.settings import RunSettings
@@ -54,6 +54,7 @@ def check_folder(folder: Path, resume: bool) -> None:
     """Refuse, before anything is written, a folder that this run must not touch."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give another run folder with --out")
+    check_target(folder, folder=True, name="out")
     if not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir()):
         return
     if not resume:

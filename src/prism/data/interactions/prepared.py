@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from filelock import FileLock
 
-from prism.data.files import commit_folder, fresh_folder, json_bytes, read_json
+from prism.data.files import check_target, commit_folder, fresh_folder, json_bytes, read_json
 from prism.data.interactions.histories import Histories
 from prism.data.interactions.ids import Catalogue, Users
 from prism.data.prepare import default_cache
@@ -156,7 +156,7 @@ def prepare_log(
         return open_prepared(source, verify)
     if source is not None and not source.is_file():
         raise FileNotFoundError(f"there is no file or folder {recipe.source}")
-    cache = (cache or default_cache()) / "logs"
+    cache = check_target((cache or default_cache()) / "logs", folder=True, name="data.cache")
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / _key(recipe, source)
     with FileLock(f"{folder}.lock"):
