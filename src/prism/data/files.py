@@ -12,11 +12,14 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NO_PERMISSION = (errno.EACCES, errno.EPERM, errno.EROFS)
+NO_SPACE, NO_PERMISSION = "No space left on device", "there is no permission to"
+_SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+_PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def sha256(path: Path) -> str:
@@ -76,10 +79,10 @@ def check_target(path: Path, folder: bool, name: str = "output") -> Path:
 def reason(error: BaseException) -> str:
     """Why something could not be written, in words: one sentence for one cause, whatever the system calls it."""
     number = error.errno if isinstance(error, OSError) else None
-    if number in _NO_SPACE or "No space left" in str(error):
-        return "No space left on device"
-    if number in _NO_PERMISSION:
-        return "there is no permission to"
+    if number in _SPACE_ERRORS or "No space left" in str(error):
+        return NO_SPACE
+    if number in _PERMISSION_ERRORS:
+        return NO_PERMISSION
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
@@ -126,6 +129,26 @@ def replace_folder(partial: Path, final: Path) -> None:
     sync(final.parent)
     if doomed.exists():
         shutil.rmtree(doomed)
+
+
+@contextmanager
+def whole_folder(final: Path, what: str) -> Iterator[Path]:
+    """An empty folder to fill, which replaces `final` when the block ends; if the block fails, nothing is left of it.
+
+    Args:
+        what: what the folder holds, for the sentence that says it could not be written.
+    """
+    partial = fresh_folder(final.with_name(f".{final.name}.partial"))
+    try:
+        yield partial
+        replace_folder(partial, final)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk every byte is wanted
+        why = reason(error)
+        if why not in (NO_SPACE, NO_PERMISSION):
+            raise
+        advice = "free some space" if why == NO_SPACE else "give another place"
+        raise OSError(f"{what} could not be written to {final} ({why}): {advice} and try again") from error
 
 
 def remove_folder(path: Path) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prism.data.files import fresh_folder, replace_folder, write_json
+from prism.data.files import whole_folder, write_json
 from prism.data.interactions import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
 from prism.data.interactions.columns import AUTO, Columns
 from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
@@ -136,17 +136,16 @@ class Recommender:
         _check_replaceable(folder)
         if histories:
             self._meet()
-        partial = fresh_folder(folder.with_name(f".{folder.name}.partial"))
-        with without_progress_bars():
-            self.model.save_pretrained(partial)
-        self.catalogue.save(partial / ITEMS)
-        if self.users is not None:
-            self.users.save(partial / USERS)
-        if self.histories is not None and histories:
-            self.histories.save(partial / EVENTS)
-        if self._training is not None:
-            write_json(partial / TRAINING, self._training.stored)
-        replace_folder(partial, folder)
+        with whole_folder(folder, "the recommender") as partial:
+            with without_progress_bars():
+                self.model.save_pretrained(partial)
+            self.catalogue.save(partial / ITEMS)
+            if self.users is not None:
+                self.users.save(partial / USERS)
+            if self.histories is not None and histories:
+                self.histories.save(partial / EVENTS)
+            if self._training is not None:
+                write_json(partial / TRAINING, self._training.stored)
 
     @torch.no_grad()
     def recommend(

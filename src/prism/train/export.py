@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from prism.data.files import fresh_folder, replace_folder
+from prism.data.files import whole_folder
 from prism.train.checkpoint import Checkpoint
 from prism.train.run import CONFIG, stored_config
 
@@ -28,7 +28,6 @@ def export(run: Path, checkpoint: Checkpoint, out: Path) -> Path:
 
 def write_export(write: Writer, run: Path, checkpoint: Checkpoint, out: Path) -> Path:
     """What `write` makes of a checkpoint, whole or not at all, in place of what was there."""
-    partial = fresh_folder(out.with_name(f".{out.name}.partial"))
-    write(run, checkpoint, partial)
-    replace_folder(partial, out)
+    with whole_folder(out, "the model") as folder:
+        write(run, checkpoint, folder)
     return out
