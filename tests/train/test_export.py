@@ -50,3 +50,26 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     said = capsys.readouterr().err
     assert "the model could not be written to" in said and "(No space left on device): free some space" in said
     assert len(said.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+
+
+def flip(path: Path, place: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[place - 1] ^= 0x10
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "words", ["generate RUN --prompt a", "evaluate lm RUN FILE", "export RUN", "train lm --out RUN"]
+)
+def test_every_command_says_that_all_checkpoints_are_damaged(words: str, run: Path, capsys: Captured) -> None:
+    shutil.rmtree(run / "model")
+    (run.parent / "text.txt").write_text("some text")
+    for state in run.glob("checkpoints/*/state.json"):
+        flip(state)
+    places = {"RUN": str(run), "FILE": str(run.parent / "text.txt")}
+    assert main([places.get(word, word) for word in words.split()]) == 2
+    *damaged, last = capsys.readouterr().err.splitlines()
+    assert last.endswith(
+        f"every checkpoint in {run / 'checkpoints'} is damaged: to start anew, give another run folder"
+    )
+    assert all("is damaged: state.json" in line for line in damaged if "step-" in line)

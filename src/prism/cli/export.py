@@ -8,7 +8,7 @@ from tyro.conf import Positional
 
 from prism.data.files import check_target
 from prism.messages import say
-from prism.train.checkpoint import chosen_by, find_newest_good
+from prism.train.checkpoint import all_damaged, checkpoint_names, chosen_by, find_newest_good
 from prism.train.export import export as export_checkpoint
 
 
@@ -23,6 +23,8 @@ def export(run: Positional[Path], out: Path | None = None) -> None:
         raise ValueError(f"{out} exists already: give another folder")
     check_target(run if out is None else out, folder=True, name="out")
     found = find_newest_good(run / "checkpoints", say)
+    if found is None and checkpoint_names(run / "checkpoints"):
+        raise all_damaged(run / "checkpoints")
     if found is None:
         raise ValueError(f"{run} has no checkpoint to export")
     chosen = chosen_by(found)

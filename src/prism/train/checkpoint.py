@@ -108,9 +108,7 @@ class Checkpoints:
         names, good = checkpoint_names(self.folder), find_newest_good(self.folder, report)
         if good is None:
             if names:
-                raise ValueError(
-                    f"every checkpoint in {self.folder} is damaged: to start anew, give another run folder"
-                )
+                raise all_damaged(self.folder)
             return None
         for name in names[names.index(good.folder.name) + 1 :]:
             aside = self.folder / f"{name}.damaged"
@@ -172,6 +170,11 @@ def find_newest_good(folder: Path, report: Callable[[str], None]) -> Checkpoint 
             return Checkpoint(folder / name)
         report(f"checkpoint {name} is damaged: {damage}; trying the one before it")
     return None
+
+
+def all_damaged(folder: Path) -> ValueError:
+    """The refusal where a run has checkpoints and none is good."""
+    return ValueError(f"every checkpoint in {folder} is damaged: to start anew, give another run folder")
 
 
 def chosen_by(newest: Checkpoint) -> Checkpoint:

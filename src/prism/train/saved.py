@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prism.data.files import read_json
-from prism.train.checkpoint import chosen_by, find_newest_good
+from prism.train.checkpoint import all_damaged, checkpoint_names, chosen_by, find_newest_good
 from prism.train.export import export
 from prism.train.run import CONFIG
 
@@ -25,6 +25,8 @@ def model_folder(path: Path, report: Callable[[str], None] = lambda message: Non
     if model.is_dir() and (newest is None or model.stat().st_mtime >= newest.folder.stat().st_mtime):
         yield model
         return
+    if newest is None and checkpoint_names(path / "checkpoints"):
+        raise all_damaged(path / "checkpoints")
     if newest is None:
         task = config.get("task", "lm")
         raise ValueError(
