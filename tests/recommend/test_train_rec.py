@@ -45,7 +45,15 @@ def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path, layers: str, l
     assert outcome.best_step is None
     names = {".lock", "config.json", "items.json", "users.json", "log.jsonl", "checkpoints", "model"}
     assert {path.name for path in outcome.run.iterdir()} == names
-    files = {"config.json", "model.safetensors", "items.json", "users.json", "training.json", "README.md"}
+    files = {
+        "config.json",
+        "model.safetensors",
+        "items.json",
+        "users.json",
+        "training.json",
+        "README.md",
+        "manifest.json",
+    }
     assert {path.name for path in outcome.model.iterdir()} == files
     card = (outcome.model / "README.md").read_text()
     assert "NDCG@10" in card and "leave-one-out" in card and loss["name"] in card

@@ -14,9 +14,10 @@ from standin import build_with_dropout
 
 from children import final_tensors, same_tensors
 from prism.data import files
+from prism.data.manifest import find_damage
 from prism.train import checkpoint as checkpoints
 from prism.train import tensors as tensor_files
-from prism.train.checkpoint import Checkpoints, find_damage
+from prism.train.checkpoint import Checkpoints
 from prism.train.distributed import World
 from prism.train.finite import NotFiniteError
 from prism.train.language import train_lm

@@ -45,6 +45,7 @@ def test_the_result_is_a_model_for_transformers(tmp_path: Path, command: list[st
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "manifest.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "README.md",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from runs import small
 from safetensors import SafetensorError
 
 from prism.cli import main
+from prism.data.manifest import check_weights
 from prism.train.language import train_lm
 
 Captured = pytest.CaptureFixture[str]
@@ -73,3 +78,36 @@ def test_every_command_says_that_all_checkpoints_are_damaged(words: str, run: Pa
         f"every checkpoint in {run / 'checkpoints'} is damaged: to start anew, give another run folder"
     )
     assert all("is damaged: state.json" in line for line in damaged if "step-" in line)
+
+
+@given(place=st.integers(0, 10**9), victim=st.sampled_from(["model.safetensors", "manifest.json"]))
+def test_any_flipped_byte_of_the_weights_is_noticed(trained: Path, place: int, victim: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(shutil.copytree(trained / "model", Path(folder) / "model"))
+        check_weights(model)
+        flip(model / victim, place % (model / victim).stat().st_size)
+        with pytest.raises(ValueError, match=rf"model is damaged: {victim} .* or remove manifest.json if"):
+            check_weights(model)
+
+
+def test_commands_notice_damage_and_open_what_has_no_manifest(run: Path, capsys: Captured) -> None:
+    model = run / "model"
+    words = ["generate", str(model), "--prompt", "a", "--max-new-tokens", "2"]
+    flip(model / "model.safetensors")
+    for path in (run, model):
+        assert main(["generate", str(path), *words[2:]]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == "" and "is damaged: model.safetensors does not have its SHA-256" in captured.err
+    (model / "manifest.json").unlink()  # as older exports are
+    assert main(words) == 0
+
+
+def test_what_people_edit_is_no_damage(run: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = run / "model"
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "mine": 1}))
+    (model / "README.md").write_text("my model")
+    assert main(["generate", str(model), "--prompt", "a", "--max-new-tokens", "2"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(model).config.mine == 1

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from prism.data.files import read_json
+from prism.data.manifest import check_weights
 from prism.device import pick_device
 from prism.models.quiet import without_progress_bars
 
@@ -23,6 +24,7 @@ def open_weights(kind: type[Model], folder: Path, device: str = "auto") -> Model
     if folder.suffix == ".safetensors":
         raise ValueError(f"{folder} is a file of weights: give the folder that holds it and its config.json")
     _check_kind(kind, folder)
+    check_weights(folder)
     where = pick_device(device)
     model, report = _load(kind, folder, "auto" if where.type == "cuda" else torch.float32)
     for what, names in (("lacks", report["missing_keys"]), ("has unknown", report["unexpected_keys"])):

@@ -25,6 +25,7 @@ from prism.data.interactions import Catalogue, Histories, LogRecipe, Prepared, U
 from prism.data.interactions.columns import AUTO, Columns
 from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
 from prism.data.interactions.translate import translate
+from prism.data.manifest import MANIFEST, seal_weights
 from prism.evaluate.saved_model import open_weights
 from prism.models import PrismForRecommendation
 from prism.models.identity import differs
@@ -146,6 +147,7 @@ class Recommender:
                 self.histories.save(partial / EVENTS)
             if self._training is not None:
                 write_json(partial / TRAINING, self._training.stored)
+            seal_weights(partial)
 
     @torch.no_grad()
     def recommend(
@@ -304,7 +306,7 @@ def _check_replaceable(folder: Path) -> None:
     """Refuse to replace anything but a saved recommender: what else is in a folder would be lost."""
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give a folder")
-    ours = {"config.json", "README.md", TRAINING, ITEMS, USERS, EVENTS}
+    ours = {"config.json", "README.md", TRAINING, ITEMS, USERS, EVENTS, MANIFEST}
     others = [path.name for path in folder.glob("*") if path.name not in ours and not path.match("model*.safetensors*")]
     if others:
         raise ValueError(f"{folder} holds {min(others)}, which is no part of a recommender: give a folder of its own")

@@ -13,7 +13,6 @@ missing) is reported by the file's name and set aside; training goes on from the
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,19 +26,16 @@ from torch import Tensor
 from prism.data.files import (
     commit_folder,
     fresh_folder,
-    json_bytes,
     read_json,
     reason,
     remove_folder,
-    sha256,
     sync,
     write_json,
 )
+from prism.data.manifest import Entries, entries, find_damage, write_manifest
 from prism.train import tensors as tensor_files
 from prism.train.distributed import World
 from prism.train.finite import NotFiniteError, refuse_non_finite
-
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -118,24 +114,21 @@ class Checkpoints:
             report(f"{name} is set aside as {aside.name}")
         return good.folder.name
 
-    def _digest(self, partial: Path) -> dict[str, dict[str, Any]]:
+    def _digest(self, partial: Path) -> Entries:
         """Sync and hash the files, each process its share of what the first one sees."""
         files = self.world.on_main(lambda: sorted(path for path in partial.rglob("*") if path.is_file()))
         mine = (self.world.gather(files)[0] or [])[self.world.rank :: self.world.size]
 
-        def hash_mine() -> dict[str, dict[str, Any]]:
+        def hash_mine() -> Entries:
             for path in mine:
                 sync(path)
-            return {
-                path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
-                for path in mine
-            }
+            return entries(partial, mine)
 
         shares = self.world.gather(self.world.together(hash_mine))
         return {name: entry for share in shares for name, entry in share.items()}
 
-    def _commit(self, partial: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
-        write_json(partial / MANIFEST, _signed(files))
+    def _commit(self, partial: Path, final: Path, files: Entries) -> None:
+        write_manifest(partial, files)
         commit_folder(partial, final)
         names = checkpoint_names(self.folder)
         kept = names[-self.keep :]
@@ -190,35 +183,6 @@ def good_checkpoint(folder: Path, step: int) -> Checkpoint:
     if damage is not None:
         raise ValueError(f"checkpoint {name} in {folder} is damaged: {damage}")
     return Checkpoint(folder / name)
-
-
-def find_damage(folder: Path) -> str | None:
-    """The first file that is missing or differs in size or SHA-256 from the manifest, in words; None if all is well."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        return f"{MANIFEST} is missing"
-    try:
-        manifest = read_json(path)
-        entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} cannot be read"
-    if manifest != _signed(manifest["files"]) or path.read_bytes() != json_bytes(manifest):
-        return f"{MANIFEST} does not have its SHA-256"
-    for name, (size, digest) in entries.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if sha256(path) != digest:
-            return f"{name} does not have its SHA-256"
-    return None
-
-
-def _signed(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """A manifest vouches for the files, and a hash in it for the manifest."""
-    files = dict(sorted(files.items()))
-    return {"files": files, "sha256": hashlib.sha256(json_bytes(files)).hexdigest()}
 
 
 def _write_rng(path: Path, rng: dict[str, Tensor]) -> None:

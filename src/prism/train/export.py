@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from prism.data.files import whole_folder
+from prism.data.manifest import seal_weights
 from prism.train.checkpoint import Checkpoint
 from prism.train.run import CONFIG, stored_config
 
@@ -30,4 +31,5 @@ def write_export(write: Writer, run: Path, checkpoint: Checkpoint, out: Path) ->
     """What `write` makes of a checkpoint, whole or not at all, in place of what was there."""
     with whole_folder(out, "the model") as folder:
         write(run, checkpoint, folder)
+        seal_weights(folder)
     return out
