@@ -112,3 +112,33 @@ def test_torchrun_starts_it(tmp_path: Path, command: list[str]) -> None:
     subprocess.run([*runner, *command], check=True, timeout=300)
     state = json.loads((tmp_path / "run" / "checkpoints" / "step-00000004" / "state.json").read_text())
     assert state["processes"] == 2 and (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_a_run_resumes_from_another_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, away = tmp_path / "home", tmp_path / "away"
+    write_corpus(home / "corpus")
+    away.mkdir()
+    monkeypatch.chdir(home)
+    run = str(home / "run")
+    first = ["train", "lm", *TINY, "--data.sources", "corpus", "--data.cache", "cache", "--out", "run"]
+    assert main([*first, "--steps", "2"]) == 0
+    assert not Path(json.loads((home / "run" / "config.json").read_text())["settings"]["data"]["cache"]).is_absolute()
+    for folder, steps in ((away, "3"), (home, "4")):
+        monkeypatch.chdir(folder)
+        assert main(["train", "lm", "--out", run, "--steps", steps]) == 0, capsys.readouterr().err
+        assert f"trained {steps} steps" in capsys.readouterr().out
+    assert not (away / "cache").exists(), "the tokens are found again"
+
+    stored = json.loads((home / "run" / "config.json").read_text())
+    assert stored["settings"]["data"]["sources"] == ["corpus"], (
+        "as it was given, seen from where the run was last started"
+    )
+    del stored["started_in"]  # as in runs of earlier versions
+    (home / "run" / "config.json").write_text(json.dumps(stored))
+    monkeypatch.chdir(away)
+    assert main(["train", "lm", "--out", run, "--steps", "5"]) == 2
+    assert f"there is no file or folder corpus in {away}" in capsys.readouterr().err
+    monkeypatch.chdir(home)
+    assert main(["train", "lm", "--out", run, "--steps", "5"]) == 0

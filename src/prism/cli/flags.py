@@ -12,7 +12,7 @@ import tyro
 
 from prism.messages import did_you_mean
 from prism.train.overrides import override, read_toml
-from prism.train.run import stored_settings
+from prism.train.run import resumed_settings
 from prism.train.settings import RunSettings
 
 S = TypeVar("S", bound=RunSettings)
@@ -33,7 +33,7 @@ def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callab
     toml = {} if given.config is None else read_toml(Path(given.config))
     override(blank, toml, str(given.config))  # whatever is wrong in it is told before any of it is used
     name: str | None = given.preset or toml.get("preset")
-    stored = None if name else stored_settings(Path(given.out or toml.get("out") or blank.out), task, blank)
+    stored = None if name else resumed_settings(Path(given.out or toml.get("out") or blank.out), task, blank)
     settings = override(stored or preset(name), toml, str(given.config))
     parsed, unknown = tyro.cli(
         type(blank), prog=f"prism train {task}", args=list(arguments), default=settings, return_unknown_args=True

@@ -38,7 +38,7 @@ def find_files(sources: Iterable[str], pattern: str | None = None) -> list[Path]
     for source in sources:
         path = Path(source).expanduser()
         if not path.exists():
-            raise FileNotFoundError(f"there is no file or folder {source}")
+            raise FileNotFoundError(not_there(source))
         if not path.is_dir():
             found.append(path)
             continue
@@ -49,6 +49,12 @@ def find_files(sources: Iterable[str], pattern: str | None = None) -> list[Path]
             raise ValueError(f"the folder {source} holds no {wanted} (or one of these with .gz or .xz)")
         found += sorted(files, key=lambda file: file.relative_to(path).as_posix())
     return found
+
+
+def not_there(source: str) -> str:
+    """The sentence for a missing source; of a relative one, it says relative to what."""
+    relative = not Path(source).expanduser().is_absolute()
+    return f"there is no file or folder {source}" + (f" in {Path.cwd()}" if relative else "")
 
 
 def documents(path: Path, field: str = "text") -> Iterator[Document]:

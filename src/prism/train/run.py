@@ -10,6 +10,7 @@ runs/lm/
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from prism.train.task import Task
 CONFIG = "config.json"
 HASHES = ("tokenizer", "tokens", "events")
 """Parts of an identity that only say whether something is the same."""
+_PATHS = (("data", "sources"), ("data", "source"), ("data", "tokenizer"), ("data", "cache"), ("model", "weights"))
+"""Settings that hold paths, as section and name."""
 S = TypeVar("S", bound=RunSettings)
 
 
@@ -48,6 +51,32 @@ def stored_settings(folder: Path, task: str, blank: S) -> S | None:
     if stored["task"] != task:
         raise ValueError(f"{folder} holds a run of `prism train {stored['task']}`: give another run folder with --out")
     return override(blank, stored["settings"], str(folder / CONFIG))
+
+
+def resumed_settings(folder: Path, task: str, blank: S) -> S | None:
+    """`stored_settings`, with relative paths that lead from here to where they led when the run was last started.
+
+    A path that is gone stays as it was, and so do all paths of a run that does not say where it was started.
+    """
+    settings = stored_settings(folder, task, blank)
+    stored = stored_config(folder) or {}
+    start = stored.get("started_in")
+    if settings is None or start is None:
+        return settings
+    changes: dict[str, dict[str, Any]] = {}
+    for section, name in _PATHS:
+        value = stored["settings"].get(section, {}).get(name)
+        if isinstance(value, (str, list)):
+            moved = [_moved(each, start) for each in value] if isinstance(value, list) else _moved(value, start)
+            changes.setdefault(section, {})[name] = moved
+    return override(settings, changes, str(folder / CONFIG))
+
+
+def _moved(path: str, start: str) -> str:
+    """A path relative to the folder `start`, made relative to the current one."""
+    there = Path(start) / path
+    relative = not Path(path).expanduser().is_absolute()
+    return os.path.relpath(there) if relative and there.exists() and not Path(start).samefile(".") else path
 
 
 def check_folder(folder: Path, resume: bool) -> None:
@@ -96,7 +125,9 @@ def note_settings(task: Task, folder: Path) -> None:
     for name, content in task.files().items():
         write_atomically(folder / name, content)
     identity = {"task": task.name, **task.identity()}
-    write_json(folder / CONFIG, {"task": task.name, **task.config(), "identity": identity})
+    write_json(
+        folder / CONFIG, {"task": task.name, "started_in": str(Path.cwd()), **task.config(), "identity": identity}
+    )
 
 
 def _check_identity(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:

@@ -24,6 +24,7 @@ from prism.data.files import check_target, commit_folder, fresh_folder, json_byt
 from prism.data.interactions.histories import Histories
 from prism.data.interactions.ids import Catalogue, Users
 from prism.data.prepare import default_cache
+from prism.data.text import not_there
 
 FORMAT = 1
 VERSION = 2
@@ -155,7 +156,7 @@ def prepare_log(
     if source is not None and source.is_dir():
         return open_prepared(source, verify)
     if source is not None and not source.is_file():
-        raise FileNotFoundError(f"there is no file or folder {recipe.source}")
+        raise FileNotFoundError(not_there(str(recipe.source)))
     cache = check_target((cache or default_cache()) / "logs", folder=True, name="data.cache")
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / _key(recipe, source)
