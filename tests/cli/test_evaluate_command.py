@@ -76,6 +76,20 @@ def test_mistakes_are_told_in_one_sentence(folder: Path, capsys: Captured, argum
     assert len(captured.err.strip().splitlines()) == 1
 
 
+def test_file_names_are_whole_in_a_narrow_terminal(
+    folder: Path, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["held-out-articles.txt", "books/chapter-012.txt"]
+    for name in names:
+        (tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / name).write_text("some text " * 30)
+    assert main(["evaluate", "lm", str(folder), str(tmp_path / "texts")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.strip().startswith(name) for line in lines) for name in [*names, "total"])
+    assert max(map(len, lines)) <= 80
+
+
 def test_layers_that_keep_every_token_say_so(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "a.txt").write_text("some text")
     assert main(["evaluate", "lm", str(save_lm(tmp_path / "lm", "prism+softmax")), str(tmp_path / "a.txt")]) == 0

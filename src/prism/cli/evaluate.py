@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import TaskProgressColumn, TextColumn
 from rich.table import Table
@@ -93,14 +95,21 @@ def _files(lm: LanguageModel, sizes: dict[Path, int], how: Context, field: str) 
 
 
 def _file_table(results: dict[str, Any]) -> Table:
-    table = Table(title="Prediction of text", header_style="bold")
+    """Figures by file. Names are shown without the folder that all files share, and figures take little room, so that
+    names stay whole in a terminal of 80 columns."""
+    table = Table(title="Prediction of text", header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("file", overflow="fold")
-    for column in ("documents", "tokens", "bytes", "nats/token", "perplexity", "bits/byte"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    for column in ("docu-\nments", "tokens", "bytes", "nats/\ntoken", "perplexity", "bits/\nbyte"):
+        table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
+    shared = os.path.commonpath([Path(name).parent for name in results if name != "total"])
     for name, r in results.items():
         counts = [f"{r[key]:,}" for key in ("documents", "tokens", "text_bytes")]
         table.add_row(
-            name, *counts, f"{r['nats_per_token']:.4f}", f"{r['perplexity']:.3f}", f"{r['bits_per_byte']:.4f}"
+            name if name == "total" else os.path.relpath(name, shared or "."),
+            *counts,
+            f"{r['nats_per_token']:.4f}",
+            f"{r['perplexity']:.3f}",
+            f"{r['bits_per_byte']:.4f}",
         )
     return table
 
