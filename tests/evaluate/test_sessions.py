@@ -14,6 +14,7 @@ from safetensors import safe_open
 from prism.data.tokenizer import train_bpe
 from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.language_model import LanguageModel, open_model
+from prism.models import PrismForCausalLM
 from prism.models.identity import config_sha256
 from tiny_lm import save_lm
 
@@ -271,3 +272,13 @@ class TestOpening:
     def test_a_device_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="device 'cuda:99' cannot be used here"):
             open_model(save_lm(tmp_path), "cuda:99")
+
+
+@pytest.mark.parametrize(("value", "named"), [(float("nan"), "NaN"), (float("inf"), "infinite numbers")])
+def test_weights_that_are_not_finite_are_named_as_such(tmp_path: Path, value: float, named: str) -> None:
+    model = PrismForCausalLM.from_pretrained(save_lm(tmp_path))
+    with torch.no_grad():
+        model.model.layers[0].mixer.rule.out.weight[0, 0] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"the weights of the model in {tmp_path} hold {named} \(model\.layers\.0\."):
+        open_model(tmp_path)

@@ -30,8 +30,17 @@ def open_weights(kind: type[Model], folder: Path, device: str = "auto") -> Model
     for what, names in (("lacks", report["missing_keys"]), ("has unknown", report["unexpected_keys"])):
         if names:
             raise ValueError(f"{folder} {what} weights ({min(names)}): its config.json belongs to another model")
+    _check_finite(model, folder)
     opened: Model = model.to(where).eval()
     return opened
+
+
+def _check_finite(model: PreTrainedModel, folder: Path) -> None:
+    """Refuse weights that are NaN or infinite: what a model computes from them means nothing."""
+    for name, weight in model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            what = "NaN" if bool(weight.isnan().any()) else "infinite numbers"
+            raise ValueError(f"the weights of the model in {folder} hold {what} ({name}): use an earlier checkpoint")
 
 
 def _check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
