@@ -87,6 +87,13 @@ def test_going_on_with_a_new_turn() -> None:
     assert torch.equal(generate(lm, turn, past_key_values=first.past_key_values), generate(lm, turn))
 
 
+def test_an_empty_prompt_is_refused_in_one_sentence() -> None:
+    with pytest.raises(
+        ValueError, match=r"^input_ids must hold at least 1 token, got \[1, 0\]: start an empty text with"
+    ):
+        generate(model("prism"), torch.zeros(1, 0, dtype=torch.int64))
+
+
 def test_a_prompt_that_the_cache_has_already_seen_is_named() -> None:
     lm, ids = model("prism"), tokens(1, 6)
     cache = lm(ids).past_key_values

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from stacks import STACKS, config, label, model, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -242,3 +243,17 @@ def test_bad_configurations_are_named(settings: dict[str, Any], complaint: str) 
 def test_a_wrong_option_is_named_when_the_model_is_built() -> None:
     with pytest.raises(ValueError, match="has no option 'stpes'"):
         PrismForCausalLM(config("prism", rule_options={"prism": {"stpes": 2}}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_not_missing_from_its_own_file(tmp_path: Path, tied: bool) -> None:
+    """As transformers' Trainer loads it on resume: what is missing it warns of."""
+    first, second = (PrismForCausalLM(config("prism", tie_word_embeddings=tied)) for _ in range(2))
+    first.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in saved) is not tied
+    assert second.load_state_dict(saved, strict=False).missing_keys == []
+    assert torch.equal(second.lm_head.weight, first.lm_head.weight)
+    assert (second.lm_head.weight is second.model.embed_tokens.weight) is tied
+    saved.pop("lm_head.weight", None)
+    assert second.load_state_dict(saved, strict=False).missing_keys == ([] if tied else ["lm_head.weight"])

@@ -12,6 +12,7 @@ Design choices
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,14 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load weights; a tied head, which files leave out, is not missing (transformers' Trainer would warn of it)."""
+        (head, embedding), *_ = self._tied_weights_keys.items()
+        tied = self.lm_head.weight is self.model.embed_tokens.weight
+        if tied and head not in state_dict and embedding in state_dict:
+            state_dict = {**state_dict, head: state_dict[embedding]}
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -251,6 +260,10 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # type: ignore[override]  # the arguments it reads, by name
         self, input_ids: Any, next_sequence_length: int | None = None, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
+        if inputs_embeds is None and input_ids.shape[1] == 0:
+            raise ValueError(
+                f"input_ids must hold at least 1 token, got {list(input_ids.shape)}: start an empty text with the end token"
+            )
         if next_sequence_length is not None and next_sequence_length < 1:
             seen = kwargs["past_key_values"].get_seq_length()
             raise ValueError(
