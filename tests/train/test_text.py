@@ -61,7 +61,9 @@ def test_folders_are_searched_in_the_order_of_names(tmp_path: Path) -> None:
     found = [path.relative_to(tmp_path).as_posix() for path in text.find_files([str(tmp_path)])]
     assert found == ["a/y.jsonl.gz", "a/z.md", "b.txt"]
     assert [path.name for path in text.find_files([str(tmp_path)], "*.py")] == ["a.py"]
-    assert text.find_files([str(tmp_path / "c.bin")]) == [tmp_path / "c.bin"], "a file that is named is taken as it is"
+    assert text.find_files([str(tmp_path / "c.bin")]) == [tmp_path / "c.bin"], (
+        "a file that is named is taken as it is"
+    )
 
 
 def test_the_standard_library_is_there_and_is_text() -> None:
@@ -164,3 +166,13 @@ def test_a_hub_dataset_is_asked_for_by_name_and_a_failure_is_one_sentence(monkey
     assert asked == [("owner/data", "clean", {"split": "train"})]
     with pytest.raises(ValueError, match=r"^the dataset no/where could not be opened: the hub cannot be reached$"):
         text.hub_documents("hub:no/where")
+
+
+def test_a_folder_of_other_files_is_refused_with_the_pattern_that_reads_them(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py", "c.toml"):
+        (tmp_path / name).write_text("x = 1\n")
+    with pytest.raises(
+        ValueError, match=r"holds no file that ends in .*; to read others, .* --data\.pattern '\*\.py'$"
+    ):
+        text.find_files([str(tmp_path)])
+    assert [path.name for path in text.find_files([str(tmp_path)], "*.py")] == ["a.py", "b.py"]

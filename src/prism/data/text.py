@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import json
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,20 @@ def find_files(sources: Iterable[str], pattern: str | None = None) -> list[Path]
         inside = path.rglob(pattern or "*")
         files = [file for file in inside if file.is_file() and (pattern or inner_suffix(file) in _IN_FOLDERS)]
         if not files:
-            wanted = f"file that matches {pattern!r}" if pattern else f"file that ends in {', '.join(_IN_FOLDERS)}"
-            raise ValueError(f"the folder {source} holds no {wanted} (or one of these with .gz or .xz)")
+            raise ValueError(f"the folder {source} holds no {_wanted(path, pattern)}")
         found += sorted(files, key=lambda file: file.relative_to(path).as_posix())
     return found
+
+
+def _wanted(folder: Path, pattern: str | None) -> str:
+    """What a folder lacks, in words; with the pattern that would read the files it has."""
+    if pattern:
+        return f"file that matches {pattern!r}"
+    endings = Counter(file.suffix for file in folder.rglob("*") if file.is_file() and file.suffix)
+    usual = f"file that ends in {', '.join(_IN_FOLDERS)} (or one of these with .gz or .xz)"
+    if not endings:
+        return usual
+    return f"{usual}; to read others, give a pattern: --data.pattern '*{endings.most_common(1)[0][0]}'"
 
 
 def not_there(source: str) -> str:
