@@ -362,3 +362,20 @@ except ImportError as error:
     count, sentence = done.stdout.splitlines()
     assert count == "2"
     assert "needs polars: pip install" in sentence
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"user,item\na,b\n\xe9,c\n", r"log\.csv is not UTF-8 text: .* in line 3$"),
+        (
+            b"user,item\na,b\nb,c\na,b,c,d\n",
+            r"log\.csv does not read as a table: line 4 has 4 fields, the first line 2$",
+        ),
+        (b"customer,item\na,b\n", r"no column with a usual name for the user.* --data\.user$"),
+    ],
+)
+def test_a_bad_table_is_told_with_its_line_or_flag(tmp_path: Path, content: bytes, told: str) -> None:
+    (tmp_path / "log.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=told):
+        read_log(tmp_path / "log.csv")

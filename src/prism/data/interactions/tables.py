@@ -10,6 +10,7 @@ What a file is follows from its ending and its first line:
 
 from __future__ import annotations
 
+import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,7 @@ def _separated(
     try:
         table = pl.read_csv(io.BytesIO(data), separator=separator, has_header=named, infer_schema_length=0)
     except pl.exceptions.PolarsError as error:
-        raise ValueError(f"{path} does not read as a table: {_reason(error)}") from error
+        raise ValueError(f"{path} does not read as a table: {_bad_line(data, separator) or _reason(error)}") from error
     names = _header(data, separator) if named else [str(n) for n in range(table.width)]
     if kind == "inter":
         names = [name.rsplit(":", 1)[0] for name in names]
@@ -125,13 +126,32 @@ def _lines(data: bytes, path: Path) -> tuple[pl.DataFrame, Columns, list[str]]:
 
 def _first_lines(data: bytes, path: Path) -> list[str]:
     """Up to _LOOK_AT lines that are not empty."""
+    _check_utf8(data, path)
     lines = data[: 1 << 20].split(b"\n")[:_LOOK_AT]
     if len(lines) > 1 and len(data) > 1 << 20:
         lines.pop()  # it may be cut
+    return [line.decode().rstrip("\r") for line in lines if line.strip()]
+
+
+def _check_utf8(data: bytes, path: Path) -> None:
     try:
-        return [line.decode().rstrip("\r") for line in lines if line.strip()]
+        data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start} of a line") from error
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} in line {line}") from error
+
+
+def _bad_line(data: bytes, separator: str) -> str | None:
+    """The first line with more fields than the first one, in words; None if there is none."""
+    rows = csv.reader(io.StringIO(data.decode()), delimiter=separator)
+    expected = len(next(rows, []))
+    try:
+        for row in rows:
+            if row and len(row) > expected:
+                return f"line {rows.line_num} has {len(row)} fields, the first line {expected}"
+    except csv.Error as error:
+        return f"line {rows.line_num}: {error}"
+    return None
 
 
 def _told_by(head: Sequence[str], path: Path) -> str:
