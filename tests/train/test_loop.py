@@ -203,3 +203,8 @@ def test_given_weights_are_where_a_run_starts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.weights lacks embed\.weight"):
         train_lm(small(tmp_path / "c", model={"weights": str(tmp_path / "other.safetensors")}), build_plain)
     assert not (tmp_path / "c" / "run").exists()
+
+
+def test_a_micro_batch_larger_than_the_batch_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_lm(small(tmp_path, steps=1, batch={"micro": 5}), build_plain)
+    assert "batch.micro is 5, but a process has 4 sequences a step: all are computed at once" in capsys.readouterr().err

@@ -42,6 +42,7 @@ from prism.train.run import note_settings, open_run
 from prism.train.schedule import lr_factor
 from prism.train.stop import StopRequest
 from prism.train.task import Samples, Task
+from prism.train.threads import warn_if_crowded
 
 Report = Callable[[int, float], None]
 
@@ -104,6 +105,7 @@ class _Run:
         self.model.train()
         with self.bar() as bar:
             self.resume(bar)
+            self.advise(bar)
         self.world.on_main(lambda: note_settings(self.task, self.folder))
         if self.settings.compile:
             for layer in layers_of(self.model):  # alike layers share one compilation
@@ -118,6 +120,16 @@ class _Run:
             if self.best.run_out:
                 bar.say(f"no better validation in {self.best.patience}: the model is that of step {self.best.step}")
         return self.outcome(self.world.on_main(self.export))
+
+    def advise(self, bar: Bar) -> None:
+        """Say what about this run may surprise."""
+        micro = self.settings.batch.micro
+        if micro is not None and micro > self.share:
+            bar.say(
+                f"batch.micro is {micro}, but a process has {self.share} sequences a step: all are computed at once"
+            )
+        if self.world.main and self.world.device.type == "cpu":
+            warn_if_crowded(bar.say)
 
     @property
     def ended(self) -> bool:
