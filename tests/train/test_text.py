@@ -61,9 +61,7 @@ def test_folders_are_searched_in_the_order_of_names(tmp_path: Path) -> None:
     found = [path.relative_to(tmp_path).as_posix() for path in text.find_files([str(tmp_path)])]
     assert found == ["a/y.jsonl.gz", "a/z.md", "b.txt"]
     assert [path.name for path in text.find_files([str(tmp_path)], "*.py")] == ["a.py"]
-    assert text.find_files([str(tmp_path / "c.bin")]) == [tmp_path / "c.bin"], (
-        "a file that is named is taken as it is"
-    )
+    assert text.find_files([str(tmp_path / "c.bin")]) == [tmp_path / "c.bin"], "a file that is named is taken as it is"
 
 
 def test_the_standard_library_is_there_and_is_text() -> None:

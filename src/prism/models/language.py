@@ -182,7 +182,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load weights; a tied head, which files leave out, is not missing (transformers' Trainer would warn of it)."""
-        (head, embedding), *_ = self._tied_weights_keys.items()
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         tied = self.lm_head.weight is self.model.embed_tokens.weight
         if tied and head not in state_dict and embedding in state_dict:
             state_dict = {**state_dict, head: state_dict[embedding]}
