@@ -372,7 +372,7 @@ except ImportError as error:
             b"user,item\na,b\nb,c\na,b,c,d\n",
             r"log\.csv does not read as a table: line 4 has 4 fields, the first line 2$",
         ),
-        (b"customer,item\na,b\n", r"no column with a usual name for the user.* --data\.user$"),
+        (b"customer,item\na,b\n", r"no column with a usual name for the user.* --data\.user NAME"),
     ],
 )
 def test_a_bad_table_is_told_with_its_line_or_flag(tmp_path: Path, content: bytes, told: str) -> None:
