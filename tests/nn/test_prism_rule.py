@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers import assert_close, relative_error
-from prism import Mixer
+from prism import Mixer, rules
 from prism.engine import FORMS
+from prism.rules.prism import PaperPrism, Prism
 
 LN3, LN4 = math.log(3), math.log(4)
 ONE = 1.2784645427610737
@@ -465,3 +466,14 @@ def test_every_switch_changes_the_answer(preset: str, change: dict[str, Any]) ->
     switched.load_state_dict({k: v for k, v in mixer.state_dict().items() if k in switched.state_dict()})
     x = torch.randn(1, 10, 16)
     assert relative_error(switched(x)[0], mixer(x)[0]) > 1e-4
+
+
+def test_the_rule_prism_is_the_lm_layer_and_paper_a_class_of_its_own() -> None:
+    assert type(Mixer("prism", 8, 2).rule) is Prism is rules.get("prism")
+    assert type(Mixer("prism", 8, 2, preset="paper").rule) is PaperPrism
+    assert Prism.option_names()[0] == "preset"
+    assert set(PaperPrism.option_names()) < set(Prism.option_names())
+    for preset in ("lm", "paper"):
+        assert Mixer("prism", 8, 2, preset=preset).rule.name == "prism"
+    with pytest.raises(ValueError, match="preset must be one of lm, paper, got 'big'"):
+        Mixer("prism", 8, 2, preset="big")

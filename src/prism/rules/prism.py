@@ -22,39 +22,245 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine import Update
+from prism.rules.columns import Corrections
+from prism.rules.gated_delta import GatedDelta
+from prism.rules.norms import HeadNorm
 from prism.rules.objectives import RESIDUAL_PROXY
-from prism.rules.rule import Rule, construct
-from prism.rules.solver import RESIDUALS, SOLVERS
+from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, linears, split_heads
+from prism.rules.rule import Rule, construct, per_head
+from prism.rules.solver import RESIDUALS, SOLVERS, solved_writes
+from prism.rules.span import Span
+
+_FORGETTING = "per head, and along k₁"
+_TRANSITION = "α · Householder"
 
 
-class Prism(Rule):
-    """The rule as users name it; `preset` picks which of its two layers is built."""
+class Prism(GatedDelta):
+    """The `lm` preset: Gated DeltaNet and L - 1 solver writes.
+
+    Args:
+        steps: L; 1 is Gated DeltaNet itself.
+        solver: `"closed"` or `"gelu"`.
+        residual: `"anchored"` starts from v - W_u u, `"value"` from v.
+        rank: of the low-rank maps; max(8, width / 32) unless given, which keeps the extra under 10 % of the mixer.
+        step_scale: where γ starts; 0 makes a model that begins exactly as Gated DeltaNet (adapters).
+        gain, nonlinearity, shared_key: ablations, as in `PaperPrism`.
+    """
 
     name = "prism"
     objective = RESIDUAL_PROXY
-    forgetting = "per head, and along k₁"
-    transition = "α · Householder"
+    forgetting = _FORGETTING
+    transition = _TRANSITION
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        steps: int = 2,
+        solver: str = "closed",
+        residual: str = "anchored",
+        gain: bool = True,
+        nonlinearity: bool = True,
+        shared_key: bool = False,
+        rank: int | None = None,
+        step_scale: float = 1.0,
+        conv_size: int = 4,
+        gate: bool = True,
+        negative_eigenvalues: bool = False,
+    ) -> None:
+        check_solver(steps, solver, residual)
+        super().__init__(
+            width,
+            heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv_size=conv_size,
+            gate=gate,
+            negative_eigenvalues=negative_eigenvalues,
+        )
+        self.write_rank = steps
+        self.writes = None
+        if steps > 1:
+            self.writes = ResidualWrites(
+                width,
+                heads,
+                self.key_dim,
+                self.value_dim,
+                steps=steps,
+                solver=solver,
+                residual=residual,
+                gain=gain,
+                nonlinearity=nonlinearity,
+                shared_key=shared_key,
+                rank=max(8, width // 32) if rank is None else rank,
+                step_scale=step_scale,
+                conv_size=conv_size,
+            )
 
     @classmethod
     def build(cls, width: int, heads: int, **options: Any) -> Rule:
         preset = options.pop("preset", "lm")
-        presets = _presets()
-        if preset not in presets:
-            raise ValueError(f"preset must be one of {', '.join(presets)}, got {preset!r}")
-        return construct(presets[preset], width, heads, options)
+        if preset not in PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+        return construct(cls if preset == "lm" else PRESETS[preset], width, heads, options)
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
-        if cls is not Prism:
-            return super().option_names()
-        return tuple(dict.fromkeys(["preset", *(name for kind in _presets().values() for name in kind.option_names())]))
+        return ("preset", *super().option_names())  # those of `paper` are all among them
+
+    def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
+        if self.writes is None:
+            return None, {}
+        corrections, window = self.writes(x, carry.get("anchor"), span)
+        return corrections, {"anchor": window}
 
 
-def _presets() -> dict[str, type[Rule]]:
-    from prism.rules.prism_lm import LanguagePrism
-    from prism.rules.prism_paper import PaperPrism
+class ResidualWrites(nn.Module):
+    """Writes 2 … L of the `lm` preset: low-rank maps of an own anchor, and a learned scale γ that can start at zero."""
 
-    return {"lm": LanguagePrism, "paper": PaperPrism}
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        steps: int,
+        solver: str,
+        residual: str,
+        gain: bool,
+        nonlinearity: bool,
+        shared_key: bool,
+        rank: int,
+        step_scale: float,
+        conv_size: int,
+    ) -> None:
+        super().__init__()
+        self.heads, self.count = heads, steps - 1
+        self.solver, self.nonlinearity = solver, nonlinearity
+        keys, values = heads * key_dim, heads * value_dim
+        self.conv = ShortConv(width, conv_size)
+        self.key = None if shared_key else LowRank(width, keys * self.count, rank)
+        self.gain = LowRank(width, values * self.count, rank) if gain else None
+        self.expected = LowRank(width, values, rank) if residual == "anchored" else None
+        self.beta = nn.Linear(width, heads * self.count, bias=False)
+        self.scale = nn.Parameter(torch.full((self.count, heads, value_dim), step_scale))
+
+    def forward(self, x: Tensor, window: Tensor | None, span: Span) -> tuple[Corrections, Tensor]:
+        """`[B, T, width]` → the corrections, and the anchor's window."""
+        u, window = self.conv(x, window, span)
+        H, n = self.heads, self.count
+        maps = (self.key, self.gain, self.expected)
+        *answers, beta = linears(u, *[m for m in maps if m is not None], self.beta)
+        keys, gains, expected = (None if m is None else answers.pop(0) for m in maps)
+        corrections = Corrections(
+            keys=None if keys is None else keys.unflatten(-1, (H, n, -1)),
+            expected=None if expected is None else split_heads(expected, H),
+            gains=None if gains is None else gains.unflatten(-1, (H, n, -1)),
+            beta=beta.unflatten(-1, (H, n)).sigmoid(),
+            scale=self.scale,
+            solver=self.solver,
+            nonlinearity=self.nonlinearity,
+        )
+        return corrections, window
+
+
+class PaperPrism(Rule):
+    """The `paper` preset.
+
+    Args:
+        steps: L, the number of writes.
+        solver: `"gelu"` or `"closed"`.
+        residual: `"anchored"` starts from v - u, `"value"` from v (the ablation without anchor).
+        gain: False sets every p_l to 1 (`closed`: every P to ½).
+        nonlinearity: False leaves out GELU (`closed`: the sigmoid).
+        shared_key: True writes all L corrections along k₁.
+        negative_eigenvalues: β₁ = 2σ instead of σ.
+    """
+
+    name = "prism"
+    objective = RESIDUAL_PROXY
+    forgetting = _FORGETTING
+    transition = _TRANSITION
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        steps: int = 2,
+        solver: str = "gelu",
+        residual: str = "anchored",
+        gain: bool = True,
+        nonlinearity: bool = True,
+        shared_key: bool = False,
+        conv_size: int = 4,
+        negative_eigenvalues: bool = False,
+    ) -> None:
+        check_solver(steps, solver, residual)
+        super().__init__(width, heads, per_head(width, heads, key_dim), per_head(width, heads, value_dim), steps)
+        if residual == "anchored" and heads * self.value_dim != width:
+            raise ValueError(
+                f"preset 'paper' takes the residual v - u with u split over the heads: heads · value_dim must be width, "
+                f"got {heads} · {self.value_dim} ≠ {width} (or set residual='value')"
+            )
+        self.steps, self.solver, self.residual, self.nonlinearity = steps, solver, residual, nonlinearity
+        self.beta_scale = 2.0 if negative_eigenvalues else 1.0
+        keys, values = heads * self.key_dim, heads * self.value_dim
+        self.conv = ShortConv(width, conv_size)
+        self.query = nn.Linear(width, keys, bias=False)
+        self.value = nn.Linear(width, values, bias=False)
+        self.key = nn.Linear(width, keys * (1 if shared_key else steps), bias=False)
+        self.gain = nn.Linear(width, values * steps, bias=False) if gain else None
+        self.beta = nn.Linear(width, heads * steps, bias=False)
+        self.alpha = nn.Linear(width, heads)
+        self.norm = HeadNorm(self.value_dim)
+        self.out = nn.Linear(values, width, bias=False)
+        self.alpha_bias_()
+
+    @torch.no_grad()
+    def alpha_bias_(self) -> None:
+        """α from .9 to .999 over the heads, evenly in log(1 - α); one head gets the middle, .99."""
+        forgotten = torch.logspace(-1, -3, self.heads) if self.heads > 1 else torch.tensor([0.01])
+        self.alpha.bias.copy_(torch.logit(1 - forgotten))
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
+        u, window = self.conv(x, carry.get("conv"), span)
+        H, L = self.heads, self.steps
+        q = l2_normalize(split_heads(self.query(u), H)) * self.key_dim**-0.5
+        k = l2_normalize(self.key(u).unflatten(-1, (H, -1, self.key_dim)))  # [B, T, H, L or 1, K]
+        v, expected = split_heads(self.value(u), H), split_heads(u, H) if self.residual == "anchored" else None
+        p = None if self.gain is None else self.gain(u).unflatten(-1, (H, L, -1))
+        beta = self.beta(u).unflatten(-1, (H, L)).sigmoid()
+        if self.beta_scale != 1.0:
+            beta = torch.cat([self.beta_scale * beta[..., :1], beta[..., 1:]], -1)
+        update = Update(
+            q,
+            k.expand(-1, -1, -1, L, -1),
+            solved_writes(v, expected, p, beta, None, self.solver, self.nonlinearity),
+            F.logsigmoid(self.alpha(u)),
+            erase_strength=beta[..., 0],
+            erase_first=True,
+            reset=span.reset,
+            mask=span.mask,
+        )
+        return update, {"conv": window}, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        return self.out(self.norm(o))
+
+
+PRESETS: dict[str, type[Rule]] = {"lm": Prism, "paper": PaperPrism}
 
 
 def check_solver(steps: int, solver: str, residual: str) -> None:
