@@ -37,7 +37,14 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, rule: str, width: int, heads: int, hidden: int, eps: float = 1e-6, dropout: float = 0.0, **options: Any
+        self,
+        rule: str | type[rules.Rule],
+        width: int,
+        heads: int,
+        hidden: int,
+        eps: float = 1e-6,
+        dropout: float = 0.0,
+        **options: Any,
     ) -> None:
         super().__init__()
         if not isinstance(hidden, int) or hidden < 0:
@@ -74,7 +81,7 @@ def _lowered(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def place_options(rule: str, index: int, count: int) -> dict[str, int]:
+def place_options(rule: str | type[rules.Rule], index: int, count: int) -> dict[str, int]:
     """`layer_index` and `layer_count`, for rules whose initialisation depends on where in the stack they stand."""
     accepted = rules.get(rule).option_names()
     return {name: value for name, value in {"layer_index": index, "layer_count": count}.items() if name in accepted}

@@ -19,10 +19,10 @@ class Mixer(nn.Module):
     """A layer that mixes tokens through a memory, used like `nn.GRU`.
 
     Args:
-        rule: a name from `prism.rules.names()`.
+        rule: a name from `prism.rules.names()`, or a subclass of `prism.rules.Rule`.
         width: of the tokens.
         heads: how many memories run side by side.
-        options: the rule's own (`prism.rules.get(rule)` documents them).
+        options: the rule's own; `prism.rules.describe(rule)` lists them, as does `prism rules NAME`.
 
     >>> mixer = Mixer("prism", 32, 2, steps=2)
     >>> x = torch.randn(1, 10, 32)
@@ -33,7 +33,7 @@ class Mixer(nn.Module):
     True
     """
 
-    def __init__(self, rule: str, width: int, heads: int, **options: Any) -> None:
+    def __init__(self, rule: str | type[rules.Rule], width: int, heads: int, **options: Any) -> None:
         super().__init__()
         with full_precision():
             self.rule = rules.get(rule).build(width, heads, **options)

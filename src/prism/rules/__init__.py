@@ -1,6 +1,7 @@
-"""What is forgotten and written. One small file a rule; no loops over time.
+"""The registry of rules: what a memory forgets and writes. One small file a rule; no loops over time.
 
-Adding a rule is one file and its line in `_RULES`: tests, benchmarks, models and tables pick it up from here.
+A rule inside the package is one file and its line in `_RULES`: tests, benchmarks, models and tables pick it up from here.
+A rule outside the package is a subclass of `Rule`, made known by `register`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from prism.messages import did_you_mean
+from prism.rules.options import Option, options_of
 from prism.rules.rule import Rule
 
 _RULES = {
@@ -45,20 +47,76 @@ _RULES = {
     "hstu": "prism.rules.hstu:Hstu",
 }
 
+_REGISTERED: dict[str, type[Rule]] = {}
+"""Rules from outside the package."""
+
 
 def names() -> tuple[str, ...]:
-    """The names of all rules, PRISM first."""
-    return tuple(_RULES)
+    """The names of all rules, PRISM first, registered ones last."""
+    return (*_RULES, *_REGISTERED)
 
 
-def get(name: str) -> type[Rule]:
-    """The rule's class: `objective`, `forgetting`, `transition`, `forms`; its instances know `state_size`, `write_rank`."""
-    if name not in _RULES:
-        hint = did_you_mean(str(name), _RULES)
-        raise ValueError(f"unknown rule {name!r}{hint}: choose from {', '.join(_RULES)}")
+def register(name: str, rule: type[Rule]) -> None:
+    """Make a rule of your own known by name: to `Mixer`, layer patterns, configurations and `prism rules`.
+
+    Registering the same class again, or a class of the same module and name (a notebook cell run twice), replaces it. A
+    saved model with such a rule loads once the rule is registered.
+
+    Args:
+        name: how patterns and configurations call it; a Python identifier that no other rule has.
+        rule: a subclass of `Rule` with `update` and `output`, built as `rule(width, heads, **options)`.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"name must be an identifier such as 'my_rule', got {name!r}")
+    _check_class(rule)
+    if rule.name not in (name, rule.__name__):
+        raise ValueError(f"{rule.__name__} already has the name {rule.name!r}: register it as that, or subclass it")
+    old = _REGISTERED.get(name)
+    known = old is not None and (old.__module__, old.__qualname__) == (rule.__module__, rule.__qualname__)
+    if name in _RULES or (old is not None and not known):
+        raise ValueError(f"there is already a rule {name!r}: choose another name")
+    rule.name = name
+    _REGISTERED[name] = rule
+
+
+def get(name: str | type[Rule]) -> type[Rule]:
+    """The rule's class: `objective`, `forgetting`, `transition`, `forms`; its instances know `state_size`, `write_rank`.
+
+    Args:
+        name: one of `names()`, or a subclass of `Rule`, which is returned as it is.
+    """
+    if isinstance(name, type):
+        return _check_class(name)
+    if isinstance(name, str) and name in _REGISTERED:
+        return _REGISTERED[name]
+    if not isinstance(name, str) or name not in _RULES:
+        hint = did_you_mean(str(name), names())
+        raise ValueError(
+            f"unknown rule {name!r}{hint}: choose from {', '.join(names())}, "
+            "or register a rule of your own first with prism.rules.register(name, class)"
+        )
     module, attribute = _RULES[name].split(":")
     rule: type[Rule] = getattr(import_module(module), attribute)
     return rule
 
 
-__all__ = ["Rule", "get", "names"]
+def describe(name: str | type[Rule]) -> tuple[Option, ...]:
+    """Every option of a rule: name, type, default and meaning.
+
+    >>> [option.name for option in describe("gla")]
+    ['key_dim', 'value_dim', 'gate_rank', 'conv_size']
+    """
+    return options_of(get(name))
+
+
+def _check_class(rule: type) -> type[Rule]:
+    if not isinstance(rule, type) or not issubclass(rule, Rule):
+        shown = f"the class {rule.__name__}" if isinstance(rule, type) else f"a {type(rule).__name__}"
+        raise ValueError(f"a rule must be a subclass of prism.rules.Rule, got {shown}")
+    missing = [method for method in ("update", "output") if getattr(rule, method) is getattr(Rule, method)]
+    if missing:
+        raise ValueError(f"the rule {rule.__name__} does not define {' and '.join(missing)}")
+    return rule
+
+
+__all__ = ["Option", "Rule", "describe", "get", "names", "register"]

@@ -17,7 +17,6 @@ from layer to layer; the language model has it as `balance_loss` and, in trainin
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from prism.rules.memory_maps import give_each_memory_its_maps
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, at_least_float32
 from prism.rules.routing import Routing, borders, imbalance, take
-from prism.rules.rule import Rule, check_amount, check_whole, depth
+from prism.rules.rule import Paper, Rule, check_amount, check_whole, depth
 from prism.rules.span import Span
 
 
@@ -39,14 +38,15 @@ class Mom(Rule):
 
     Args:
         inner: the rule of every memory; any whose state has a constant size.
-        memories: how many a router chooses from.
-        top_k: how many it chooses. With 1 their weight is always 1, and only the balance loss teaches the router.
-        shared: one memory more, which every token goes to.
+        memories: number of memories that the router chooses from.
+        top_k: number of memories for each token. With 1 their weight is always 1, and only the balance loss trains the router.
+        shared: whether there is one more memory, which every token goes to.
         balance: weight of the load-balance loss.
-        inner_options: the inner rule's own.
+        inner_options: options of the inner rule.
     """
 
     name = "mom"
+    paper = Paper("Mixture-of-Memories", "Du et al. 2025", "https://arxiv.org/abs/2502.13685")
     objective = Objective("the inner rule's")
     forgetting = "the inner rule's, none if not routed"
     transition = "the inner rule's, per memory"
@@ -76,7 +76,7 @@ class Mom(Rule):
         if kind is Mom or not kind.constant_state:
             raise ValueError(f"inner must be a rule whose state has a constant size, other than mom: got {inner!r}")
         place = {"layer_index": layer_index, "layer_count": layer_count}
-        accepted = inspect.signature(kind.__init__).parameters
+        accepted = kind.option_names()
         options = {**{n: v for n, v in place.items() if n in accepted}, **(inner_options or {})}
         super().__init__(width, heads, 1, 1)
         count = memories + shared

@@ -20,6 +20,7 @@ H·V = width (`paper`), or mapped to them by a low-rank W_u (`lm`).
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -32,27 +33,32 @@ from prism.rules.gated_delta import GatedDelta
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import RESIDUAL_PROXY
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, linears, split_heads
-from prism.rules.rule import Rule, construct, per_head
+from prism.rules.rule import Paper, Rule, construct, per_head
 from prism.rules.solver import RESIDUALS, SOLVERS, solved_writes
 from prism.rules.span import Span
 
+_PAPER = Paper("PRISM", "paper in its repository", "https://github.com/gpr-prism/prism")
 _FORGETTING = "per head, and along k₁"
 _TRANSITION = "α · Householder"
 
 
 class Prism(GatedDelta):
-    """The `lm` preset: Gated DeltaNet and L - 1 solver writes.
+    """PRISM's `lm` layer: Gated DeltaNet and L - 1 solver writes.
 
     Args:
-        steps: L; 1 is Gated DeltaNet itself.
-        solver: `"closed"` or `"gelu"`.
+        preset: `"lm"` for this layer or `"paper"` for `PaperPrism`, which has no `rank`, `step_scale` and `gate`.
+        steps: L, the number of writes of a token; 1 is Gated DeltaNet itself.
+        solver: `"closed"` or `"gelu"`; the default of `paper` is `"gelu"`.
         residual: `"anchored"` starts from v - W_u u, `"value"` from v.
-        rank: of the low-rank maps; max(8, width / 32) unless given, which keeps the extra under 10 % of the mixer.
-        step_scale: where γ starts; 0 makes a model that begins exactly as Gated DeltaNet (adapters).
-        gain, nonlinearity, shared_key: ablations, as in `PaperPrism`.
+        gain: whether the solver has a learned gain; False sets every p_l to 1 (`closed`: every P to ½).
+        nonlinearity: whether the solver has its non-linearity, GELU (`closed`: the sigmoid).
+        shared_key: whether all L corrections are written along k₁.
+        rank: rank of the low-rank maps; by default max(8, width / 32), which keeps the extra under 10 % of the mixer.
+        step_scale: initial value of γ; with 0 a model starts exactly as Gated DeltaNet (adapters).
     """
 
     name = "prism"
+    paper = _PAPER
     objective = RESIDUAL_PROXY
     forgetting = _FORGETTING
     transition = _TRANSITION
@@ -113,8 +119,10 @@ class Prism(GatedDelta):
         return construct(cls if preset == "lm" else PRESETS[preset], width, heads, options)
 
     @classmethod
-    def option_names(cls) -> tuple[str, ...]:
-        return ("preset", *super().option_names())  # those of `paper` are all among them
+    def option_parameters(cls) -> dict[str, inspect.Parameter]:
+        """`preset` and the options of `lm`, which include all of `paper`."""
+        preset = inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, default="lm", annotation="str")
+        return {"preset": preset, **super().option_parameters()}
 
     def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
         if self.writes is None:
@@ -174,19 +182,20 @@ class ResidualWrites(nn.Module):
 
 
 class PaperPrism(Rule):
-    """The `paper` preset.
+    """PRISM's `paper` layer: Eqs. 9-18 and Algorithm 1 as written, every map a full linear map of the anchor.
 
     Args:
-        steps: L, the number of writes.
+        steps: L, the number of writes of a token.
         solver: `"gelu"` or `"closed"`.
         residual: `"anchored"` starts from v - u, `"value"` from v (the ablation without anchor).
-        gain: False sets every p_l to 1 (`closed`: every P to ½).
-        nonlinearity: False leaves out GELU (`closed`: the sigmoid).
-        shared_key: True writes all L corrections along k₁.
-        negative_eigenvalues: β₁ = 2σ instead of σ.
+        gain: whether the solver has a learned gain; False sets every p_l to 1 (`closed`: every P to ½).
+        nonlinearity: whether the solver has its non-linearity, GELU (`closed`: the sigmoid).
+        shared_key: whether all L corrections are written along k₁.
+        negative_eigenvalues: whether β₁ is 2σ(·) instead of σ(·).
     """
 
     name = "prism"
+    paper = _PAPER
     objective = RESIDUAL_PROXY
     forgetting = _FORGETTING
     transition = _TRANSITION

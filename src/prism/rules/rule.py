@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,13 +22,38 @@ from prism.rules.parts import Carry
 from prism.rules.span import Span
 
 
+class Paper(NamedTuple):
+    """Where a rule was published."""
+
+    title: str
+    authors: str
+    """And the year, as in "Yang et al. 2024"."""
+    url: str
+
+
 class Rule(nn.Module):
-    """Base of every rule. Class attributes describe it (`prism rules` prints them); instances know their sizes."""
+    """Base of every rule. Class attributes describe it (`prism rules` prints them); instances know their sizes.
+
+    Options that many rules share:
+
+    Args:
+        key_dim: size of a head's queries and keys; width / heads by default.
+        value_dim: size of a head's values; width / heads by default.
+        conv_size: number of tokens a short causal convolution sees, this one included; 1 means no convolution.
+        gate: whether the answer is multiplied by an activated linear map of the input.
+        negative_eigenvalues: whether β is 2σ(·) instead of σ(·), so that the eigenvalue along the key can be negative.
+        layer_index: position of the layer in its stack, from 0. A model sets it.
+        layer_count: number of layers in the stack. A model sets it.
+        eps: added to what the answer is divided by.
+    """
 
     name: ClassVar[str]
-    objective: ClassVar[Objective]
-    forgetting: ClassVar[str]
-    transition: ClassVar[str]
+    """The name to use in patterns and configurations; the name of the class if a class sets none."""
+    paper: ClassVar[Paper | None] = None
+    """Where the rule was published."""
+    objective: ClassVar[Objective] = Objective("–")
+    forgetting: ClassVar[str] = "–"
+    transition: ClassVar[str] = "–"
     """The class of matrices that carry the state from token to token."""
     forms: tuple[str, ...] = FORMS
     constant_state: ClassVar[bool] = True
@@ -42,6 +67,11 @@ class Rule(nn.Module):
         self.state_size = heads * key_dim * value_dim
         """Numbers in the memory of one sequence (carries and open mini-batches not counted)."""
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+
     @classmethod
     def build(cls, width: int, heads: int, **options: Any) -> Rule:
         """Construct the rule; an option it does not have is named, with those it has."""
@@ -49,10 +79,19 @@ class Rule(nn.Module):
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
-        """What `build` takes beside width and heads."""
-        return tuple(
-            name for name in inspect.signature(cls.__init__).parameters if name not in ("self", "width", "heads")
-        )
+        """The options that `build` takes besides width and heads."""
+        return tuple(cls.option_parameters())
+
+    @classmethod
+    def option_parameters(cls) -> dict[str, inspect.Parameter]:
+        """The options with their annotations and defaults. A class whose `build` takes more than its constructor adds them."""
+        parameters = inspect.signature(cls.__init__).parameters
+        return {
+            name: parameter
+            for name, parameter in parameters.items()
+            if name not in ("self", "width", "heads")
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        }
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
         """x `[B, T, width]` → the engine's update, the carry for the next segment, and `extra` for `output`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def rule_options(settings: StackSettings) -> dict[str, dict[str, Any]]:
     used = {layer.rule for layer in parse_layers(settings.layers)}
     chosen: dict[str, dict[str, Any]] = {}
     for rule in sorted(used) if settings.head_dim is not None else ():
-        accepted = inspect.signature(rules.get(rule).__init__).parameters
+        accepted = rules.get(rule).option_names()
         sizes = {name: settings.head_dim for name in ("key_dim", "value_dim", "head_dim") if name in accepted}
         if sizes:
             chosen[rule] = sizes

@@ -1,0 +1,129 @@
+"""Rules from outside the package: registered, they work wherever a rule's name does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prism import Mixer, rules
+from prism.engine import Update
+from prism.models import PrismConfig, PrismForCausalLM
+from prism.rules import Rule
+from prism.rules.gated_delta import GatedDelta
+from prism.train.model import rule_options
+from prism.train.settings import ModelSettings
+
+
+class Mine(Rule):
+    """Linear attention in its shortest form.
+
+    Args:
+        size: size of queries, keys and values.
+    """
+
+    def __init__(self, width: int, heads: int, *, size: int = 4) -> None:
+        super().__init__(width, heads, size, size)
+        self.ask = nn.Linear(width, heads * size, bias=False)
+        self.key = nn.Linear(width, heads * size, bias=False)
+        self.value = nn.Linear(width, heads * size, bias=False)
+        self.out = nn.Linear(heads * size, width, bias=False)
+
+    def update(self, x: Tensor, carry: Any, span: Any) -> tuple[Update, dict[str, Tensor], None]:
+        q, k, v = (part(x).unflatten(-1, (self.heads, -1)) for part in (self.ask, self.key, self.value))
+        return Update(q, k.unsqueeze(3), v.unsqueeze(3), reset=span.reset, mask=span.mask), {}, None
+
+    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+        return self.out(o.flatten(-2))
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty list of registered rules, and no name on the class, for every test."""
+    monkeypatch.setattr(rules, "_REGISTERED", {})
+    monkeypatch.setattr(Mine, "name", "Mine")
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_mixer_takes_a_class_or_a_registered_name() -> None:
+    torch.manual_seed(0)
+    by_class = Mixer(Mine, 8, 2, size=3)
+    rules.register("mine", Mine)
+    torch.manual_seed(0)
+    by_name = Mixer("mine", 8, 2, size=3)
+    x = torch.randn(2, 5, 8)
+    assert torch.equal(by_class(x)[0], by_name(x)[0])
+    assert "rule='mine'" in repr(by_name) and rules.get("mine") is Mine
+    assert rules.names()[0] == "prism" and rules.names()[-1] == "mine"
+    assert [option.name for option in rules.describe("mine")] == ["size"]
+    assert "'mine' has no option 'sise'" in refusal(lambda: Mixer("mine", 8, 2, sise=3))
+
+
+def test_a_model_with_it_is_saved_and_loaded_once_it_is_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules.register("mine", Mine)
+    config = PrismConfig(vocab_size=16, hidden_size=8, num_heads=2, layers="mine*2+softmax")
+    lm = PrismForCausalLM(config)
+    lm.save_pretrained(tmp_path)
+    tokens = torch.arange(6).unsqueeze(0)
+    again = PrismForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(tokens).logits, lm(tokens).logits)
+    monkeypatch.setattr(rules, "_REGISTERED", {})
+    message = refusal(lambda: PrismForCausalLM.from_pretrained(tmp_path))
+    assert "unknown rule 'mine'" in message and "prism.rules.register" in message
+
+
+def test_registering_again_replaces_the_same_class_only() -> None:
+    rules.register("mine", Mine)
+    rules.register("mine", Mine)
+    newer = type("Mine", (Mine,), {"__module__": Mine.__module__, "__qualname__": Mine.__qualname__})
+    rules.register("mine", newer)
+    assert rules.get("mine") is newer
+    other = type("Other", (Mine,), {})
+    assert "already a rule 'mine'" in refusal(lambda: rules.register("mine", other))
+    assert "already a rule 'gla'" in refusal(lambda: rules.register("gla", other))
+    assert "already has the name 'gated_delta'" in refusal(lambda: rules.register("mine2", GatedDelta))
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a*2", "a+b", "2a", None, 3])
+def test_a_bad_name_is_refused(name: Any) -> None:
+    assert repr(name) in refusal(lambda: rules.register(name, Mine))
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, int, "Mine", None, Mine(8, 2)])
+def test_what_is_not_a_rule_is_refused(wrong: Any) -> None:
+    assert "subclass of prism.rules.Rule" in refusal(lambda: rules.register("mine", wrong))
+
+
+def test_a_rule_without_update_is_refused() -> None:
+    empty = type("Empty", (Rule,), {})
+    assert refusal(lambda: rules.register("mine", empty)) == "the rule Empty does not define update and output"
+    assert "does not define" in refusal(lambda: Mixer(empty, 8, 2))
+
+
+class Hidden(Mine):
+    """An option that the constructor's signature does not show."""
+
+    def __init__(self, width: int, heads: int, **options: Any) -> None:
+        super().__init__(width, heads, size=options.get("key_dim", 4))
+
+    @classmethod
+    def option_parameters(cls) -> Any:
+        return {"key_dim": super().option_parameters().get("key_dim")}
+
+
+def test_the_size_of_heads_and_mixtures_ask_option_names() -> None:
+    rules.register("hidden", Hidden)
+    assert Hidden.option_names() == ("key_dim",)
+    settings = ModelSettings(layers="hidden", head_dim=2)
+    assert rule_options(settings) == {"hidden": {"key_dim": 2}}
