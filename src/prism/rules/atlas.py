@@ -23,7 +23,7 @@ from prism.engine.inner_loop import Momentum
 from prism.rules.neural_memory import NeuralMemory
 from prism.rules.objectives import Objective
 from prism.rules.parts import at_least_float32
-from prism.rules.rule import check_whole, per_head
+from prism.rules.rule import Paper, check_whole, per_head
 
 
 class Polynomial(nn.Module):
@@ -46,16 +46,18 @@ class Polynomial(nn.Module):
 
 
 class Atlas(NeuralMemory):
-    """
+    """ATLAS: Titans with a window of tokens, polynomial keys and orthogonalised steps.
+
     Args:
-        key_dim: of each head, before φ; 16 (or width / heads, if that is less) unless given.
-        window: c, how many tokens a step looks at.
-        degree: of φ; 1 leaves the key as it is, but for a learned factor.
+        key_dim: size of a head's queries and keys before φ; by default 16, or width / heads if that is less.
+        window: c, the number of tokens that a step looks at.
+        degree: degree of φ; 1 leaves the key as it is, but for a learned factor.
         newton_schulz: iterations that orthogonalise U; 0 takes U itself.
-        value_dim, depth, expand, mini_batch, momentum, base_lr, conv_size, gate: as in `NeuralMemory`.
+        base_lr: the largest step of the inner loop.
     """
 
     name = "atlas"
+    paper = Paper("ATLAS", "Behrouz et al. 2025", "https://arxiv.org/abs/2505.23735")
     objective = Objective("Σ_window ‖M(φ(k)) - v‖² + decay")
 
     def __init__(

@@ -16,7 +16,7 @@ from torch import Tensor
 from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, with_normaliser
-from prism.rules.rule import check_amount, per_head
+from prism.rules.rule import Paper, check_amount, per_head
 from prism.rules.span import Span
 
 
@@ -31,11 +31,12 @@ class Based(HebbianFamily):
     """Defaults as published: d = 16, which makes 273 features, and H·V = width.
 
     Args:
-        key_dim: d, before the features.
+        key_dim: d, the size of a head's queries and keys before the features.
         eps: added to what the answer is divided by.
     """
 
     name = "based"
+    paper = Paper("Simple Linear Attention Language Models", "Arora et al. 2024", "https://arxiv.org/abs/2402.18668")
     objective = Objective("-⟨Sφ(k), v⟩, normalised")
     forgetting = "none"
     transition = "I"

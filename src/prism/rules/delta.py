@@ -18,7 +18,7 @@ from prism.rules.decays import SoftplusDecay
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import REGRESSION
 from prism.rules.parts import Carry, ShortConv, linears
-from prism.rules.rule import Rule, per_head
+from prism.rules.rule import Paper, Rule, per_head
 from prism.rules.span import Span
 
 
@@ -83,7 +83,12 @@ class DeltaFamily(Rule):
 
 
 class Delta(DeltaFamily):
+    """DeltaNet: no decay, no output gate by default."""
+
     name = "delta"
+    paper = Paper(
+        "Parallelizing Linear Transformers with the Delta Rule", "Yang et al. 2024", "https://arxiv.org/abs/2406.06484"
+    )
     objective = REGRESSION
     forgetting = "along the key"
     transition = "Householder"

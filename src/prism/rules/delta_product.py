@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from prism.rules.delta import DeltaFamily
 from prism.rules.objectives import REPEATED_REGRESSION
-from prism.rules.rule import check_whole, per_head
+from prism.rules.rule import Paper, check_whole, per_head
 
 
 class DeltaProduct(DeltaFamily):
     """Defaults as DeltaNet's, but two steps a token.
 
     Args:
-        householders: n_h, the delta steps of a token; 1 is DeltaNet (with `forget_gate`: Gated DeltaNet).
-        forget_gate: a decay α per head before the first step (Gated DeltaProduct).
-        gate: multiply the normalised answer by SiLU of a projection.
+        householders: n_h, the number of delta steps of a token; 1 is DeltaNet (with `forget_gate`: Gated DeltaNet).
+        forget_gate: whether there is a decay α per head before the first step (Gated DeltaProduct).
     """
 
     name = "delta_product"
+    paper = Paper("DeltaProduct", "Siems et al. 2025", "https://arxiv.org/abs/2502.10297")
     objective = REPEATED_REGRESSION
     forgetting = "along n keys, per head if gated"
     transition = "product of Householders"

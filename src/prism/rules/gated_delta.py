@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from prism.rules.delta import DeltaFamily
 from prism.rules.objectives import DECAYED_REGRESSION
-from prism.rules.rule import per_head
+from prism.rules.rule import Paper, per_head
 
 
 class GatedDelta(DeltaFamily):
-    """Defaults as published: H·K = ¾ width and V = 2K (6 heads of 256 × 512 at width 2048)."""
+    """Defaults as published: H·K = ¾ width and V = 2K (6 heads of 256 × 512 at width 2048).
+
+    Args:
+        key_dim: size of a head's queries and keys; ¾ · width / heads by default.
+        value_dim: size of a head's values; 2 · key_dim by default.
+    """
 
     name = "gated_delta"
+    paper = Paper("Gated Delta Networks", "Yang et al. 2024", "https://arxiv.org/abs/2412.06464")
     objective = DECAYED_REGRESSION
     forgetting = "per head, and along the key"
     transition = "α · Householder"

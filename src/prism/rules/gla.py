@@ -21,14 +21,20 @@ from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.norms import HeadNorm, WidthNorm
 from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry, LowRank, split_heads
-from prism.rules.rule import depth, per_head
+from prism.rules.rule import Paper, depth, per_head
 from prism.rules.span import Span
 
 
 class Gla(HebbianFamily):
-    """Defaults as published: H·K = width / 2, H·V = width, a gate of rank 16."""
+    """Defaults as published: H·K = width / 2, H·V = width, a gate of rank 16.
+
+    Args:
+        key_dim: size of a head's queries and keys; width / (2 · heads) by default.
+        gate_rank: rank of the linear map to the decay.
+    """
 
     name = "gla"
+    paper = Paper("Gated Linear Attention Transformers", "Yang et al. 2023", "https://arxiv.org/abs/2312.06635")
     objective = DECAYED_CORRELATION
     forgetting = "per channel"
     transition = "diagonal"
@@ -59,6 +65,7 @@ class Hgrn2(HebbianFamily):
     """Defaults as published: K = V = width / heads (128). SiLU on q only; the answer is normalised over all heads, ungated."""
 
     name = "hgrn2"
+    paper = Paper("HGRN2", "Qin et al. 2024", "https://arxiv.org/abs/2404.07904")
     objective = DECAYED_CORRELATION
     forgetting = "per channel, bounded below"
     transition = "diagonal"

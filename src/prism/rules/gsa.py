@@ -19,7 +19,7 @@ from prism.rules.hebbian import HebbianFamily
 from prism.rules.norms import WidthNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, split_heads
-from prism.rules.rule import check_whole, per_head
+from prism.rules.rule import Paper, check_whole, per_head
 from prism.rules.span import Span
 
 
@@ -27,10 +27,11 @@ class Gsa(HebbianFamily):
     """Defaults as published: K = V = width / heads and as many slots.
 
     Args:
-        slots: M, how many a head has; K unless given.
+        slots: M, the number of slots of a head; key_dim by default.
     """
 
     name = "gsa"
+    paper = Paper("Gated Slot Attention", "Zhang et al. 2024", "https://arxiv.org/abs/2409.07146")
     objective = Objective("-⟨Sk, v⟩ + decay, in slots")
     forgetting = "per slot"
     transition = "diagonal"

@@ -17,7 +17,7 @@ from prism.rules.decays import bounded_decay, log_lower_bound
 from prism.rules.norms import WidthNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv
-from prism.rules.rule import Rule, depth
+from prism.rules.rule import Paper, Rule, depth
 from prism.rules.span import Span
 
 
@@ -25,10 +25,13 @@ class Hgrn(Rule):
     """Heads have no meaning here: every channel is a memory of its own.
 
     Args:
-        conv_size: of a short convolution on W_i x and W_f x; 1, as published, is none.
+        conv_size: number of tokens that a short convolution on W_i x and W_f x sees; 1, as published, means no convolution.
     """
 
     name = "hgrn"
+    paper = Paper(
+        "Hierarchically Gated Recurrent Neural Network", "Qin et al. 2023", "https://arxiv.org/abs/2311.04823"
+    )
     objective = Objective("–")
     forgetting = "per channel, bounded below"
     transition = "diagonal"

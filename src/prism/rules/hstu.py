@@ -18,7 +18,7 @@ from prism.engine.pointwise import DISTANCES, Pointwise
 from prism.rules.norms import WidthNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, split_heads
-from prism.rules.rule import Rule, per_head
+from prism.rules.rule import Paper, Rule, per_head
 from prism.rules.span import Span
 
 
@@ -26,11 +26,12 @@ class Hstu(Rule):
     """Sees the whole document; its state grows. `state_size` is what one token adds.
 
     Args:
-        key_dim: of each head; width / heads unless given.
-        value_dim: of each head; key_dim unless given.
+        key_dim: size of a head's queries and keys; width / heads by default.
+        value_dim: size of a head's values; key_dim by default.
     """
 
     name = "hstu"
+    paper = Paper("Actions Speak Louder than Words", "Zhai et al. 2024", "https://arxiv.org/abs/2402.17152")
     objective = Objective("min_o Σ SiLU(qᵀk + bias)‖o - v‖²")
     forgetting = "none"
     transition = "grows"

@@ -15,7 +15,7 @@ from prism.rules.decays import SoftplusDecay
 from prism.rules.delta import DeltaFamily
 from prism.rules.objectives import DECAYED_REGRESSION
 from prism.rules.parts import LowRank, split_heads
-from prism.rules.rule import per_head
+from prism.rules.rule import Paper, per_head
 
 
 class BoundedDecay(SoftplusDecay):
@@ -38,6 +38,7 @@ class Kda(DeltaFamily):
     """
 
     name = "kda"
+    paper = Paper("Kimi Linear", "Kimi Team 2025", "https://arxiv.org/abs/2510.26692")
     objective = DECAYED_REGRESSION
     forgetting = "per channel, and along the key"
     transition = "diagonal · Householder"

@@ -15,7 +15,7 @@ from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.norms import WidthNorm
 from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry, LowRank
-from prism.rules.rule import depth, per_head
+from prism.rules.rule import Paper, depth, per_head
 from prism.rules.span import Span
 
 
@@ -23,6 +23,7 @@ class Lightning(HebbianFamily):
     """The slopes shrink towards the last layer, which hardly forgets: give `layer_index` and `layer_count` in a stack."""
 
     name = "lightning"
+    paper = Paper("Lightning Attention-2", "Qin et al. 2024", "https://arxiv.org/abs/2401.04658")
     objective = DECAYED_CORRELATION
     forgetting = "per head, constant"
     transition = "scalar"

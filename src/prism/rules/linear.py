@@ -15,7 +15,7 @@ from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import CORRELATION
 from prism.rules.parts import Carry, with_normaliser
-from prism.rules.rule import check_amount, per_head
+from prism.rules.rule import Paper, check_amount, per_head
 from prism.rules.span import Span
 
 _FEATURES = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "identity": lambda x: x}
@@ -23,7 +23,16 @@ _POSITIVE = ("elu", "relu")
 
 
 class Linear(HebbianFamily):
+    """Linear attention, without a normaliser unless asked for.
+
+    Args:
+        normalize: whether the answer is divided by zᵀφ(q), as in the original; the default is RMSNorm on every head.
+        feature_map: φ of queries and keys: `"elu"` (elu + 1), `"relu"` or `"identity"`. `normalize` needs a positive one.
+        eps: added to zᵀφ(q); only with `normalize`.
+    """
+
     name = "linear"
+    paper = Paper("Transformers are RNNs", "Katharopoulos et al. 2020", "https://arxiv.org/abs/2006.16236")
     objective = CORRELATION
     forgetting = "none"
     transition = "I"

@@ -18,7 +18,7 @@ from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.norms import WidthNorm
 from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry
-from prism.rules.rule import per_head
+from prism.rules.rule import Paper, per_head
 from prism.rules.span import Span
 
 
@@ -26,10 +26,13 @@ class Mamba2(HebbianFamily):
     """Defaults as published: K = 128 (`d_state`), H·V = 2 · width.
 
     Args:
-        groups: how many B and C there are; divides `heads`.
+        key_dim: N, the state size of a channel (`d_state`).
+        value_dim: channels of a head; 2 · width / heads by default.
+        groups: number of B and C; a divisor of `heads`.
     """
 
     name = "mamba2"
+    paper = Paper("Transformers are SSMs", "Dao & Gu 2024", "https://arxiv.org/abs/2405.21060")
     objective = DECAYED_CORRELATION
     forgetting = "per head"
     transition = "scalar"

@@ -20,7 +20,7 @@ from prism.engine.least_squares import LeastSquares
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv, at_least_float32, l2_normalize, split_heads
-from prism.rules.rule import Rule, check_whole, per_head
+from prism.rules.rule import Paper, Rule, check_whole, per_head
 from prism.rules.span import Span
 
 _LEAST_RIDGE = 0.25
@@ -30,10 +30,11 @@ class Mesa(Rule):
     """Defaults as published: K = V = width / heads (128 in the released models), no output gate.
 
     Args:
-        iterations: of conjugate gradients, the same in every form and while decoding.
+        iterations: iterations of conjugate gradients, the same in every form and in decoding.
     """
 
     name = "mesa"
+    paper = Paper("MesaNet", "von Oswald et al. 2025", "https://arxiv.org/abs/2506.05233")
     objective = Objective("Σζ‖Sk - v‖² + tr SΛSᵀ, solved")
     forgetting = "per head"
     transition = "scalar"

@@ -18,7 +18,7 @@ from prism.engine import Update
 from prism.rules.norms import HeadLayerNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, split_heads, with_normaliser
-from prism.rules.rule import Rule, check_amount, check_whole
+from prism.rules.rule import Paper, Rule, check_amount, check_whole
 from prism.rules.span import Span
 
 
@@ -28,12 +28,13 @@ class Mlstm(Rule):
     q and k come from a convolved branch, v from the branch itself; the gates see all three, and start out constant.
 
     Args:
-        expand: the width inside over the width outside.
-        block_size: of the block-diagonal maps.
+        expand: width inside the layer, as a multiple of the width outside.
+        block_size: size of the blocks of the block-diagonal maps to q, k and v.
         eps: added to what the answer is divided by.
     """
 
     name = "mlstm"
+    paper = Paper("xLSTM", "Beck et al. 2024", "https://arxiv.org/abs/2405.04517")
     objective = Objective("-⟨Sk, v⟩ + decay, normalised")
     forgetting = "per head"
     transition = "scalar"

@@ -19,13 +19,13 @@ class NeuralMemory(Rule):
     """Subclasses say what goes into M (`features`) and how it learns (`learner`).
 
     Args:
-        features: how many numbers M takes in for a key.
-        depth: layers of M.
-        expand: size of the hidden layers, in value_dims.
-        mini_batch: b, how many tokens take their gradients at the same weights.
-        momentum: whether U outlives a token.
-        base_lr: the largest step; 1 / b unless given.
-        conv_size: of the convolution before SiLU and L2 norm.
+        features: number of inputs of M for a key.
+        depth: number of layers of M.
+        expand: size of the hidden layers, as a multiple of value_dim.
+        mini_batch: b, the number of tokens whose gradients are taken at the same weights.
+        momentum: whether gradients are accumulated with momentum.
+        base_lr: the largest step of the inner loop; 1 / mini_batch by default.
+        conv_size: number of tokens that the convolution before SiLU and L2 norm sees; 1 means no convolution.
         gate: whether the answer is multiplied by SiLU(W x).
     """
 

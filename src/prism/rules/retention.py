@@ -20,7 +20,7 @@ from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry, Rotary, place
-from prism.rules.rule import per_head
+from prism.rules.rule import Paper, per_head
 from prism.rules.span import Span
 
 
@@ -54,7 +54,14 @@ class Retention(HebbianFamily):
 
 
 class RetNet(Retention):
+    """RetNet: constant decays, values twice as wide as keys.
+
+    Args:
+        value_dim: size of a head's values; 2 · width / heads by default.
+    """
+
     name = "retnet"
+    paper = Paper("Retentive Network", "Sun et al. 2023", "https://arxiv.org/abs/2307.08621")
     forgetting = "per head, constant"
 
     def __init__(
@@ -74,7 +81,10 @@ class RetNet(Retention):
 
 
 class GatedRetention(Retention):
+    """Gated Retention: decays from the data."""
+
     name = "gated_retention"
+    paper = Paper("You Only Cache Once", "Sun et al. 2024", "https://arxiv.org/abs/2405.05254")
     forgetting = "per head"
 
     def __init__(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from prism.engine.diagonal import Diagonal
 from prism.rules.objectives import Objective
 from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, place
-from prism.rules.rule import Rule
+from prism.rules.rule import Paper, Rule
 from prism.rules.span import Span
 
 _STEEPEST = 1000.0
@@ -28,6 +28,7 @@ class RgLru(Rule):
     """Defaults as published: as many channels as the layer is wide."""
 
     name = "rg_lru"
+    paper = Paper("Griffin", "De et al. 2024", "https://arxiv.org/abs/2402.19427")
     objective = Objective("–")
     forgetting = "per channel"
     transition = "diagonal"

@@ -15,13 +15,22 @@ from torch import Tensor, nn
 from prism.engine import Update
 from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry, at_least_float32, shift
+from prism.rules.rule import Paper
 from prism.rules.rwkv import Own, RwkvFamily, low_rank
 from prism.rules.span import Span
 from prism.rules.token_shift import DynamicTokenMix, mixtures, ramp
 
 
 class Rwkv6(RwkvFamily):
+    """RWKV-6 (Finch), with its own token shift.
+
+    Args:
+        mix_rank: rank of the maps that decide how much each projection sees of the previous token.
+        decay_rank: rank of the map to the decay.
+    """
+
     name = "rwkv6"
+    paper = Paper("Eagle and Finch", "Peng et al. 2024", "https://arxiv.org/abs/2404.05892")
     objective = DECAYED_CORRELATION
     forgetting = "per channel"
     transition = "diagonal"

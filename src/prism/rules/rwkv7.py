@@ -20,13 +20,17 @@ from torch import Tensor, nn
 from prism.engine import Update
 from prism.rules.objectives import GENERALISED_REGRESSION
 from prism.rules.parts import Carry, at_least_float32, l2_normalize, shift
+from prism.rules.rule import Paper
 from prism.rules.rwkv import Own, RwkvFamily, low_rank
 from prism.rules.span import Span
 from prism.rules.token_shift import TokenMix, mixtures, ramp
 
 
 class Rwkv7(RwkvFamily):
+    """RWKV-7 (Goose). The ranks of its low-rank maps follow from the width."""
+
     name = "rwkv7"
+    paper = Paper("RWKV-7 Goose", "Peng et al. 2025", "https://arxiv.org/abs/2503.14456")
     objective = GENERALISED_REGRESSION
     forgetting = "per channel, and along a key"
     transition = "diagonal + rank 1"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from prism.engine.diagonal import Diagonal
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry
-from prism.rules.rule import Rule
+from prism.rules.rule import Paper, Rule
 from prism.rules.span import Span
 
 
@@ -27,10 +27,15 @@ class S4d(Rule):
     """Defaults as published: N = 64. Heads have no meaning here.
 
     Args:
-        key_dim: N, the numbers a channel keeps; even.
+        key_dim: N, the numbers that a channel keeps; even.
     """
 
     name = "s4d"
+    paper = Paper(
+        "On the Parameterization and Initialization of Diagonal State Space Models",
+        "Gu et al. 2022",
+        "https://arxiv.org/abs/2206.11893",
+    )
     objective = Objective("projection of the history (HiPPO)")
     forgetting = "per channel and state, constant"
     transition = "constant diagonal, complex"

@@ -21,7 +21,7 @@ from prism.engine.diagonal import Diagonal
 from prism.rules.decays import timescale_bias
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv
-from prism.rules.rule import Rule, check_whole
+from prism.rules.rule import Paper, Rule, check_whole
 from prism.rules.span import Span
 
 
@@ -29,9 +29,9 @@ class SelectiveFamily(Rule):
     """Defaults as published: 2 · width channels of N = 16 numbers. Heads have no meaning here.
 
     Args:
-        key_dim: N.
-        expand: channels over width.
-        rank: of the map to Δ; width / 16, rounded up, unless given.
+        key_dim: N, the numbers that a channel keeps.
+        expand: number of channels, as a multiple of the width.
+        rank: rank of the map to Δ; width / 16, rounded up, by default.
     """
 
     transition = "diagonal, not separable"
@@ -75,7 +75,10 @@ class SelectiveFamily(Rule):
 
 
 class Mamba1(SelectiveFamily):
+    """Mamba-1 (S6): a decay from Δ and a learned A."""
+
     name = "mamba1"
+    paper = Paper("Mamba", "Gu & Dao 2023", "https://arxiv.org/abs/2312.00752")
     objective = Objective("–")
     forgetting = "per channel and state"
 
@@ -98,7 +101,10 @@ class Mamba1(SelectiveFamily):
 
 
 class Longhorn(SelectiveFamily):
+    """Longhorn: the decay follows from what is written."""
+
     name = "longhorn"
+    paper = Paper("Longhorn", "Liu et al. 2024", "https://arxiv.org/abs/2407.14207")
     objective = Objective("implicit ½‖Sk - x‖²")
     forgetting = "along the key, per channel and state"
 

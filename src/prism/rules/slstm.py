@@ -16,7 +16,7 @@ from prism.engine.scalar_cells import ScalarCells
 from prism.rules.norms import HeadLayerNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import BlockLinear, Carry, ShortConv, split_heads
-from prism.rules.rule import Rule, depth
+from prism.rules.rule import Paper, Rule, depth
 from prism.rules.span import Span
 
 
@@ -26,6 +26,7 @@ class Slstm(Rule):
     """
 
     name = "slstm"
+    paper = Paper("xLSTM", "Beck et al. 2024", "https://arxiv.org/abs/2405.04517")
     objective = Objective("–")
     forgetting = "per cell, sees h"
     transition = "nonlinear"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prism.engine.attention import Attend
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, Rotary, place, split_heads
-from prism.rules.rule import Rule, check_whole, per_head
+from prism.rules.rule import Paper, Rule, check_whole, per_head
 from prism.rules.span import Span
 
 
@@ -22,12 +22,13 @@ class Softmax(Rule):
     """Sees the whole document; its state grows. `state_size` is what one token adds.
 
     Args:
-        key_dim: of each head; width / heads unless given. Values have the same size.
-        kv_heads: how many heads of keys and values there are; a divisor of `heads` (all of them unless given).
-        rope_base: of the rotary positions; None leaves them out.
+        key_dim: size of a head's queries, keys and values; width / heads by default.
+        kv_heads: number of heads of keys and values, a divisor of `heads`; as many as `heads` by default.
+        rope_base: base of the rotary positions; None means no rotary positions.
     """
 
     name = "softmax"
+    paper = Paper("Attention Is All You Need", "Vaswani et al. 2017", "https://arxiv.org/abs/1706.03762")
     objective = Objective("min_o Σ e^{qᵀk}‖o - v‖²")
     forgetting = "none"
     transition = "grows"
@@ -73,11 +74,11 @@ class SlidingWindow(Softmax):
     """Sees the last `window` tokens, itself included; its state is a ring of window - 1 tokens.
 
     Args:
-        window: how many tokens are seen.
-        key_dim, kv_heads, rope_base: as in `Softmax`.
+        window: number of tokens that are seen.
     """
 
     name = "sliding_window"
+    paper = Paper("Longformer", "Beltagy et al. 2020", "https://arxiv.org/abs/2004.05150")
     forgetting = "after `window` tokens"
     transition = "shift"
     constant_state = True

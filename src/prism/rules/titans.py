@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from prism.rules.neural_memory import NeuralMemory
 from prism.rules.objectives import Objective
-from prism.rules.rule import per_head
+from prism.rules.rule import Paper, per_head
 
 
 class Titans(NeuralMemory):
-    """Keys and values of width / heads unless given; the other options as in `NeuralMemory`."""
+    """Titans: a deep memory with momentum and weight decay."""
 
     name = "titans"
+    paper = Paper("Titans", "Behrouz et al. 2024", "https://arxiv.org/abs/2501.00663")
     objective = Objective("‖M(k) - v‖² + decay")
 
     def __init__(

@@ -20,7 +20,7 @@ from prism.engine.inner_loop import Averaged, InnerUpdate
 from prism.rules.fast_weights import FastWeights
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, Rotary, ShortConv, at_least_float32, place, split_heads
-from prism.rules.rule import Rule, check_amount, check_whole, per_head
+from prism.rules.rule import Paper, Rule, check_amount, check_whole, per_head
 from prism.rules.span import Span
 
 
@@ -28,16 +28,20 @@ class TttLinear(Rule):
     """Defaults are the authors' Transformer backbone; `shared_qk` and `gate` together are their Mamba backbone.
 
     Args:
-        key_dim: of each head; width / heads unless given. Values have the same size.
-        mini_batch: b, how many tokens take their gradients at the same weights.
-        base_lr: of the inner loop; 1 for TTT-Linear and 0.1 for TTT-MLP (raised from 0.01 by the authors) unless given.
-        shared_qk: one projection for queries and keys, told apart by a convolution each.
-        conv_size: of those convolutions.
+        key_dim: size of a head's queries, keys and values; width / heads by default.
+        mini_batch: b, the number of tokens whose gradients are taken at the same weights.
+        base_lr: learning rate of the inner loop; by default 1 for TTT-Linear and 0.1 for TTT-MLP (the authors raise it
+            from 0.01).
+        shared_qk: whether queries and keys share one projection, followed by a convolution each.
+        conv_size: number of tokens that those convolutions see; only with `shared_qk`.
         gate: whether the answer is multiplied by GELU(W x).
-        inner_norm, residual, bias: the LayerNorm and the x in f(x) = x + LN(z(x)), and the b of z.
+        inner_norm: whether f has its LayerNorm.
+        residual: whether f adds its input.
+        bias: whether the layers of z have biases.
     """
 
     name = "ttt_linear"
+    paper = Paper("Learning to (Learn at Test Time)", "Sun et al. 2024", "https://arxiv.org/abs/2407.04620")
     objective = Objective("½‖LN(kW) + k - v‖²")
     forgetting = "none"
     transition = "nonlinear"
@@ -119,6 +123,7 @@ class TttMlp(TttLinear):
     """A hidden layer of four times the key's size."""
 
     name = "ttt_mlp"
+    paper = Paper("Learning to (Learn at Test Time)", "Sun et al. 2024", "https://arxiv.org/abs/2407.04620")
     objective = Objective("½‖LN(MLP(k)) + k - v‖²")
     hidden = (4,)
     default_lr = 0.1
