@@ -23,17 +23,15 @@ from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTr
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from prism import rules
 from prism.documents import needed_starts, starts_of_positions
 from prism.engine.update import values_may_be_read
 from prism.models.cache import PrismCache
 from prism.models.config import PrismConfig
 from prism.models.replay import ReplayedCache, cache_for
 from prism.nn.block import Block, place_options
-from prism.nn.parameters import assign, gates, own_start
+from prism.nn.parameters import assign, gates, initial_weights
 from prism.nn.pattern import LayerSpec
 from prism.nn.state import State
-from prism.rules.rule import Rule
 
 
 class PrismLayer(GradientCheckpointingLayer, Block):
@@ -44,11 +42,6 @@ class PrismLayer(GradientCheckpointingLayer, Block):
         heads = options.pop("heads", config.num_heads)
         sizes = (config.hidden_size, heads, config.intermediate_size, config.norm_eps, config.dropout)
         super().__init__(spec.rule, *sizes, **options)
-        self.recipe = (spec.rule, config.hidden_size, heads, options)
-
-    def fresh_rule(self) -> Rule:
-        name, width, heads, options = self.recipe
-        return rules.get(name).build(width, heads, **options)
 
 
 class PrismPreTrainedModel(PreTrainedModel):
@@ -73,12 +66,13 @@ class PrismPreTrainedModel(PreTrainedModel):
         """Called children first, so that what a rule sets itself overrides the general case."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             _start(module.weight, lambda shape: torch.normal(0.0, self.config.initializer_range, shape, device="cpu"))
+            _start(getattr(module, "bias", None), lambda shape: torch.zeros(shape, device="cpu"))
         elif isinstance(module, nn.RMSNorm):
             _start(module.weight, lambda shape: torch.ones(shape, device="cpu"))
         elif isinstance(module, PrismLayer):
             own = dict(module.mixer.rule.named_parameters())
             if not all(_is_loaded(parameter) for parameter in own.values()):
-                for name, value in own_start(module.fresh_rule).items():
+                for name, value in initial_weights(module.mixer.rule).items():
                     _start(own[name], lambda shape, value=value: value)
 
     @classmethod

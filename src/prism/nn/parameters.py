@@ -6,16 +6,21 @@ weights of its maps, convolutions and norms. Gates are few, sit in exponents or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from prism.rules.initial import uniform
+from prism.rules.memory_maps import MemoryMaps
 from prism.rules.parts import BlockLinear, ShortConv
 from prism.rules.rule import Rule
 
-_WEIGHTS = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm, ShortConv, BlockLinear)
+_MAPS = (nn.Linear, nn.Embedding)
+_MAP_WEIGHTS = ("weight", "bias")
+_NORMS = (nn.RMSNorm, nn.LayerNorm, nn.GroupNorm)
+_WEIGHTS = (*_MAPS, *_NORMS, ShortConv, BlockLinear)
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -59,23 +64,54 @@ def keep_gates_exact(module: nn.Module, before: dict[str, Tensor]) -> None:
             gate.data = before[name].to(gate.device, torch.float32)
 
 
-def own_start(build: Callable[[], Rule]) -> dict[str, Tensor]:
-    """The parameters that a rule starts in its own way, by name: all but the weights it leaves as `nn.Linear` drew them.
+def initial_weights(rule: Rule) -> dict[str, Tensor]:
+    """New initial values of a rule's parameters, by name: all but the weights and biases that it leaves to linear maps.
 
-    They are taken from a rule built anew, on the CPU, so that it does not matter where the model is (it may be on the meta
-    device, or sharded). A bias that the rule leaves alone starts at zero.
+    They are drawn on the CPU and depend on sizes alone, so that it does not matter where the rule's parameters are (the model
+    may be on the meta device, or sharded).
     """
+    values: dict[str, Tensor] = {}
     with torch.inference_mode(False), torch.device("cpu"), full_precision():
-        rule = build()
-        untouched = nn.Linear(1, 1).weight._version  # writing to a tensor raises its version
-    start = {name: parameter.detach() for name, parameter in rule.named_parameters()}
-    for place, part in rule.named_modules():
-        if isinstance(part, nn.Linear):
-            if part.weight._version == untouched:
-                del start[f"{place}.weight"]
-            if part.bias is not None and part.bias._version == untouched:
-                start[f"{place}.bias"] = torch.zeros_like(part.bias, requires_grad=False)
-    return start
+        for place, part in reversed(
+            list(rule.named_modules())
+        ):  # a part before the one it belongs to, which may override
+            values |= {f"{place}.{name}" if place else name: value for name, value in _initial_of(part).items()}
+    left = {
+        f"{place}.{kind}" for place, part in rule.named_modules() if isinstance(part, _MAPS) for kind in _MAP_WEIGHTS
+    }
+    for name, _ in rule.named_parameters():
+        if name not in values and name not in left:
+            raise ValueError(
+                f"rule {rule.name!r} does not say how its parameter {name!r} starts: return it from initial_weights()"
+            )
+    return values
+
+
+def _initial_of(part: nn.Module) -> dict[str, Tensor]:
+    if isinstance(part, ShortConv):
+        bound = part.size**-0.5
+        return {name: uniform(tuple(old.shape), bound) for name, old in part.named_parameters()}
+    if isinstance(part, _NORMS):
+        starts = {"weight": torch.ones, "bias": torch.zeros}
+        return {name: starts[name](tuple(old.shape)) for name, old in part.named_parameters()}
+    if not hasattr(part, "initial_weights"):
+        return {}
+    values = part.initial_weights()
+    targets = {name: _targets(part, name) for name in values}
+    each: dict[str, Tensor] = {}
+    for memory in range(max(map(len, targets.values()), default=0)):  # the memories of a mixture do not start alike
+        values = part.initial_weights() if memory else values
+        each |= {targets[name][memory]: value for name, value in values.items() if memory < len(targets[name])}
+    return each
+
+
+def _targets(part: nn.Module, name: str) -> list[str]:
+    """Where the parameter that `part` calls `name` is: in a mixture it has one for each memory."""
+    place, _, leaf = name.rpartition(".")
+    owner = part.get_submodule(place)
+    if not isinstance(owner, MemoryMaps):
+        return [name]
+    return [f"{place}.maps.{memory}.{leaf}" for memory in range(len(owner.maps))]
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine.inner_loop import Momentum
+from prism.rules.initial import set_initial_weights
 from prism.rules.neural_memory import NeuralMemory
 from prism.rules.objectives import Objective
 from prism.rules.parts import at_least_float32
@@ -31,8 +32,13 @@ class Polynomial(nn.Module):
 
     def __init__(self, channels: int, degree: int) -> None:
         super().__init__()
-        self.coefficients = nn.Parameter(torch.tensor([math.factorial(i) ** -0.5 for i in range(1, degree + 1)]))
+        self.coefficients = nn.Parameter(torch.empty(degree))
         self.size = math.comb(channels + degree, degree) - 1
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        degrees = range(1, len(self.coefficients) + 1)
+        return {"coefficients": torch.tensor([math.factorial(i) ** -0.5 for i in degrees])}
 
     def forward(self, x: Tensor) -> Tensor:
         K = x.shape[-1]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism.rules.initial import set_initial_weights
 from prism.rules.parts import at_least_float32, split_heads
 
 
@@ -47,10 +48,15 @@ class SoftplusDecay(nn.Module):
 
     def __init__(self, heads: int, channels: int = 1, a_range: tuple[float, float] = (0.0, 16.0)) -> None:
         super().__init__()
-        a = torch.empty(heads).uniform_(*a_range).clamp(min=1e-4)  # U(0, 16) can draw a number whose log is -inf
-        self.A_log = nn.Parameter(a.log())
-        self.dt_bias = nn.Parameter(timescale_bias(heads * channels))
-        self.channels = channels
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads * channels))
+        self.channels, self.a_range = channels, a_range
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        a = torch.empty(len(self.A_log)).uniform_(*self.a_range)
+        a = a.clamp(min=1e-4)  # U(0, 16) can draw a number whose log is -inf
+        return {"A_log": a.log(), "dt_bias": timescale_bias(len(self.dt_bias))}
 
     def step_size(self, z: Tensor) -> Tensor:
         """Δ = softplus(z + dt_bias)."""

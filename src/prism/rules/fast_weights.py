@@ -8,9 +8,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from prism.engine.inner_loop import Network
+from prism.rules.initial import set_initial_weights
 
 
 class FastWeights(nn.Module):
@@ -30,15 +31,21 @@ class FastWeights(nn.Module):
     ) -> None:
         super().__init__()
         layers = list(pairwise(sizes))
-        stds = [fan_in**-0.5 if hidden_std is None else hidden_std for fan_in, _ in layers[:-1]] + [0.02]
-        self.weights = nn.ParameterList(
-            std * torch.randn(heads, fan_in, out) for std, (fan_in, out) in zip(stds, layers, strict=True)
-        )
-        self.biases = nn.ParameterList(torch.zeros(heads, out) for _, out in layers) if bias else None
-        self.scale = nn.Parameter(torch.ones(heads, sizes[-1])) if norm else None
-        self.shift = nn.Parameter(torch.zeros(heads, sizes[-1])) if norm else None
+        self.stds = [fan_in**-0.5 if hidden_std is None else hidden_std for fan_in, _ in layers[:-1]] + [0.02]
+        self.weights = nn.ParameterList(torch.empty(heads, fan_in, out) for fan_in, out in layers)
+        self.biases = nn.ParameterList(torch.empty(heads, out) for _, out in layers) if bias else None
+        self.scale = nn.Parameter(torch.empty(heads, sizes[-1])) if norm else None
+        self.shift = nn.Parameter(torch.empty(heads, sizes[-1])) if norm else None
         self.size = heads * sum(out * (fan_in + bias) for fan_in, out in layers)
         """Numbers that the inner loop changes."""
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        values = {f"weights.{i}": self.stds[i] * torch.randn(w.shape) for i, w in enumerate(self.weights)}
+        values |= {f"biases.{i}": torch.zeros(b.shape) for i, b in enumerate(self.biases or ())}
+        if self.scale is not None and self.shift is not None:
+            values |= {"scale": torch.ones(self.scale.shape), "shift": torch.zeros(self.shift.shape)}
+        return values
 
     def network(self, residual: bool = False, loss_scale: float = 0.5) -> Network:
         return Network(

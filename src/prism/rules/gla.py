@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from prism.rules.decays import bounded_decay, log_lower_bound, log_sigmoid_decay
 from prism.rules.hebbian import HebbianFamily, Projections
+from prism.rules.initial import set_initial_weights
 from prism.rules.norms import HeadNorm, WidthNorm
 from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry, LowRank, split_heads
@@ -85,8 +86,12 @@ class Hgrn2(HebbianFamily):
         K, V = per_head(width, heads, key_dim), per_head(width, heads, value_dim)
         super().__init__(width, heads, K, V, conv_size=conv_size, activation=False)
         self.layer_index = layer_index
-        self.bound = nn.Parameter(torch.zeros(layer_count, heads * K))
+        self.bound = nn.Parameter(torch.empty(layer_count, heads * K))
+        set_initial_weights(self)
         self.norm = WidthNorm(heads, V)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {"bound": torch.zeros(self.bound.shape)}
 
     def log_bound(self) -> tuple[Tensor, Tensor]:
         """log γ and log(1 - γ), each `[H, K]`; layer 0 has γ = 0, an empty sum."""

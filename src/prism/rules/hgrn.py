@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prism.engine.diagonal import Diagonal
 from prism.rules.decays import bounded_decay, log_lower_bound
+from prism.rules.initial import set_initial_weights
 from prism.rules.norms import WidthNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv
@@ -46,10 +47,14 @@ class Hgrn(Rule):
         self.layer_index = layer_index
         self.into = nn.Linear(width, 2 * width, bias=False)
         self.conv = ShortConv(2 * width, conv_size, activation=False)
-        self.bound = nn.Parameter(torch.zeros(layer_count, width))
+        self.bound = nn.Parameter(torch.empty(layer_count, width))
+        set_initial_weights(self)
         self.norm = WidthNorm(1, width)
         self.gate = nn.Linear(width, width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {"bound": torch.zeros(self.bound.shape)}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], None]:
         mixed, window = self.conv(self.into(x), carry.get("conv"), span)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.pointwise import DISTANCES, Pointwise
+from prism.rules.initial import set_initial_weights
 from prism.rules.norms import WidthNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, split_heads
@@ -45,9 +46,13 @@ class Hstu(Rule):
         self.state_size = heads * (key_dim + value_dim)
         self.sizes = [heads * value_dim, heads * value_dim, heads * key_dim, heads * key_dim]
         self.uvqk = nn.Linear(width, sum(self.sizes), bias=False)
-        self.distance_bias = nn.Parameter(torch.zeros(heads, DISTANCES))
+        self.distance_bias = nn.Parameter(torch.empty(heads, DISTANCES))
+        set_initial_weights(self)
         self.norm = WidthNorm(heads, value_dim)
         self.out = nn.Linear(heads * value_dim, width, bias=False)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {"distance_bias": torch.zeros(self.heads, DISTANCES)}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Pointwise, dict[str, Tensor], Tensor]:
         u, *vqk = F.silu(self.uvqk(x)).split(self.sizes, -1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from prism.rules.decays import SoftplusDecay
 from prism.rules.hebbian import HebbianFamily, Projections
+from prism.rules.initial import set_initial_weights
 from prism.rules.norms import WidthNorm
 from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry
@@ -61,9 +62,13 @@ class Mamba2(HebbianFamily):
         )
         self.decay_in = nn.Linear(width, heads, bias=False)
         self.decay = SoftplusDecay(heads, a_range=(1.0, 16.0))
-        self.skip = nn.Parameter(torch.ones(heads))
+        self.skip = nn.Parameter(torch.empty(heads))
+        set_initial_weights(self)
         self.gate = nn.Linear(width, heads * self.value_dim, bias=False)
         self.norm = WidthNorm(heads, self.value_dim)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {"skip": torch.ones(self.heads)}
 
     def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
         p = super().project(x, carry, span)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.least_squares import LeastSquares
+from prism.rules.initial import set_initial_weights
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv, at_least_float32, l2_normalize, split_heads
@@ -60,9 +61,13 @@ class Mesa(Rule):
         self.value = nn.Linear(width, heads * V, bias=False)
         self.beta = nn.Linear(width, heads)
         self.decay_in = nn.Linear(width, heads)
-        self.ridge = nn.Parameter(torch.full((heads, K), math.log(math.expm1(1 - _LEAST_RIDGE))))
+        self.ridge = nn.Parameter(torch.empty(heads, K))
+        set_initial_weights(self)
         self.norm = HeadNorm(V)
         self.out = nn.Linear(heads * V, width, bias=False)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {"ridge": torch.full(self.ridge.shape, math.log(math.expm1(1 - _LEAST_RIDGE)))}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[LeastSquares, dict[str, Tensor], None]:
         mixed, window = self.conv(self.qk(x), carry.get("conv"), span)

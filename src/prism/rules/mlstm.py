@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
+from prism.rules.initial import set_initial_weights
 from prism.rules.norms import HeadLayerNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, split_heads, with_normaliser
@@ -63,14 +64,20 @@ class Mlstm(Rule):
         self.query, self.key, self.value = (BlockLinear(inner, inner // block_size) for _ in range(3))
         self.input_gate = nn.Linear(3 * inner, heads)
         self.forget_gate = nn.Linear(3 * inner, heads)
-        for gate in (self.input_gate, self.forget_gate):
-            nn.init.zeros_(gate.weight)
-        nn.init.normal_(self.input_gate.bias, std=0.1)
-        with torch.no_grad():
-            self.forget_gate.bias.copy_(torch.linspace(3.0, 6.0, heads))
         self.norm = HeadLayerNorm(heads, size, eps=1e-5, bias=False)
-        self.skip = nn.Parameter(torch.ones(inner))
+        self.skip = nn.Parameter(torch.empty(inner))
+        set_initial_weights(self)
         self.out = nn.Linear(inner, width, bias=False)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        inner = self.heads * self.value_dim
+        return {
+            "input_gate.weight": torch.zeros(self.heads, 3 * inner),
+            "input_gate.bias": torch.empty(self.heads).normal_(std=0.1),
+            "forget_gate.weight": torch.zeros(self.heads, 3 * inner),
+            "forget_gate.bias": torch.linspace(3.0, 6.0, self.heads),
+            "skip": torch.ones(inner),
+        }
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], tuple[Tensor, ...]]:
         branch, z = self.up(x).chunk(2, -1)

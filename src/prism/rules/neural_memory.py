@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.inner_loop import InnerUpdate, Momentum
 from prism.rules.fast_weights import FastWeights
+from prism.rules.initial import set_initial_weights
 from prism.rules.norms import HeadNorm
 from prism.rules.parts import Carry, ShortConv, at_least_float32, l2_normalize, split_heads
 from prism.rules.rule import Rule, check_amount, check_whole
@@ -61,13 +63,16 @@ class NeuralMemory(Rule):
         self.conv = ShortConv(sum(self.sizes), conv_size)
         self.rate = nn.Linear(width, heads)
         self.decay = nn.Linear(width, heads)
-        nn.init.constant_(self.decay.bias, math.log(0.99 / 0.01))  # 1 - α starts at .99
         self.momentum = nn.Linear(width, heads) if momentum else None
         self.fast = FastWeights(heads, [features, *[expand * value_dim] * (depth - 1), value_dim])
         self.state_size = (2 if momentum else 1) * self.fast.size
         self.norm = HeadNorm(value_dim)
         self.gate = nn.Linear(width, values, bias=False) if gate else None
         self.out = nn.Linear(values, width, bias=False)
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {"decay.bias": torch.full((self.heads,), math.log(0.99 / 0.01))}  # 1 - α starts at .99
 
     def features(self, x: Tensor) -> Tensor:
         """φ, `[B, T, H, K]` → `[B, T, H, features]`."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.kernels import paths
+from prism.rules.initial import set_initial_weights
 from prism.rules.span import Span
 
 Carry = Mapping[str, Tensor]
@@ -191,8 +192,14 @@ class BlockLinear(nn.Module):
             raise ValueError(f"a block-diagonal map of {width} channels cannot have {blocks} equal blocks")
         size = width // blocks
         self.blocks = blocks
-        self.weight = nn.Parameter(torch.randn(width, size) / math.sqrt(size))  # [block · out, in], block under block
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.weight = nn.Parameter(torch.empty(width, size))  # [block · out, in], block under block
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        width, size = self.weight.shape
+        weights = {"weight": torch.randn(width, size) / math.sqrt(size)}
+        return weights if self.bias is None else {**weights, "bias": torch.zeros(width)}
 
     def forward(self, x: Tensor) -> Tensor:
         blocks = self.weight.unflatten(0, (self.blocks, -1))

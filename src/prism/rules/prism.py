@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from prism.engine import Update
 from prism.rules.columns import Corrections
 from prism.rules.gated_delta import GatedDelta
+from prism.rules.initial import set_initial_weights
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import RESIDUAL_PROXY
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, linears, split_heads
@@ -160,7 +161,12 @@ class ResidualWrites(nn.Module):
         self.gain = LowRank(width, values * self.count, rank) if gain else None
         self.expected = LowRank(width, values, rank) if residual == "anchored" else None
         self.beta = nn.Linear(width, heads * self.count, bias=False)
-        self.scale = nn.Parameter(torch.full((self.count, heads, value_dim), step_scale))
+        self.scale = nn.Parameter(torch.empty(self.count, heads, value_dim))
+        self.step_scale = step_scale
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {"scale": torch.full(self.scale.shape, float(self.step_scale))}
 
     def forward(self, x: Tensor, window: Tensor | None, span: Span) -> tuple[Corrections, Tensor]:
         """`[B, T, width]` → the corrections, and the anchor's window."""
@@ -235,13 +241,12 @@ class PaperPrism(Rule):
         self.alpha = nn.Linear(width, heads)
         self.norm = HeadNorm(self.value_dim)
         self.out = nn.Linear(values, width, bias=False)
-        self.alpha_bias_()
+        set_initial_weights(self)
 
-    @torch.no_grad()
-    def alpha_bias_(self) -> None:
+    def initial_weights(self) -> dict[str, Tensor]:
         """α from .9 to .999 over the heads, evenly in log(1 - α); one head gets the middle, .99."""
         forgotten = torch.logspace(-1, -3, self.heads) if self.heads > 1 else torch.tensor([0.01])
-        self.alpha.bias.copy_(torch.logit(1 - forgotten))
+        return {"alpha.bias": torch.logit(1 - forgotten)}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
         u, window = self.conv(x, carry.get("conv"), span)

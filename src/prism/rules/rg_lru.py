@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.diagonal import Diagonal
+from prism.rules.initial import set_initial_weights
 from prism.rules.objectives import Objective
 from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, place
 from prism.rules.rule import Paper, Rule
@@ -44,9 +45,13 @@ class RgLru(Rule):
         self.conv = ShortConv(width, conv_size, bias=True, activation=False)
         self.input_gate = BlockLinear(width, heads, bias=True)
         self.forget_gate = BlockLinear(width, heads, bias=True)
-        kept = torch.empty(width).uniform_(0.9**2, 0.999**2).sqrt()
-        self.rate = nn.Parameter(torch.log(torch.expm1(-kept.log())))  # Λ
+        self.rate = nn.Parameter(torch.empty(width))  # Λ
+        set_initial_weights(self)
         self.out = nn.Linear(width, width)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        kept = torch.empty(self.width).uniform_(0.9**2, 0.999**2).sqrt()
+        return {"rate": torch.log(torch.expm1(-kept.log()))}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], None]:
         u, window = self.conv(self.into(x), carry.get("conv"), span)

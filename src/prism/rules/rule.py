@@ -93,6 +93,15 @@ class Rule(nn.Module):
             and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
 
+    def initial_weights(self) -> dict[str, Tensor]:
+        """Initial values of the weights that the rule sets itself, by parameter name, newly drawn at every call.
+
+        A rule with parameters of its own (`nn.Parameter`), or with a map that must not start as the model's configuration
+        says (`"key.weight"`), overrides this, and calls `set_initial_weights(self)` in its constructor. Parts of a rule may
+        have this method too; the rule's values override theirs.
+        """
+        return {}
+
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
         """x `[B, T, width]` → the engine's update, the carry for the next segment, and `extra` for `output`."""
         raise NotImplementedError

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from prism.rules.initial import set_initial_weights
 from prism.rules.norms import HeadLayerNorm
 from prism.rules.parts import LowRank, split_heads
 from prism.rules.rule import Rule, depth, per_head
@@ -49,24 +50,27 @@ class RwkvFamily(Rule):
         self.value = nn.Linear(width, values, bias=False)
         self.norm = HeadLayerNorm(heads, self.value_dim, eps=64e-5)
         self.out = nn.Linear(values, width, bias=False)
-        nn.init.constant_(self.norm.norm.weight, ((1 + layer_index) / layer_count) ** 0.7)
+        self.layer_index, self.layer_count = layer_index, layer_count
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        share = ((1 + self.layer_index) / self.layer_count) ** 0.7
+        return {"norm.norm.weight": torch.full((self.heads * self.value_dim,), share)}
 
     def heads_of(self, *flat: Tensor) -> tuple[Tensor, ...]:
         return tuple(split_heads(z, self.heads) for z in flat)
 
 
-def low_rank(
-    width: int,
-    out: int,
-    rank: int,
-    activation: Callable[[Tensor], Tensor] | None = None,
-    bias: Tensor | None = None,
-) -> LowRank:
-    """Starts as the constant `bias`: the first map is zero, the second a tenth of an orthogonal one."""
-    maps = LowRank(width, out, rank, bias is not None, activation)
-    nn.init.zeros_(maps.down.weight)
-    nn.init.orthogonal_(maps.up.weight, gain=0.1 * max(1.0, math.sqrt(rank / out)))
-    if bias is not None:
-        with torch.no_grad():
-            maps.up.bias.copy_(bias)
-    return maps
+class ConstantStart(LowRank):
+    """A low-rank map that starts as a constant: the first map is zero, the second a tenth of an orthogonal one."""
+
+    def __init__(
+        self, width: int, out: int, rank: int, activation: Callable[[Tensor], Tensor] | None = None, bias: bool = True
+    ) -> None:
+        super().__init__(width, out, rank, bias, activation)
+        self.sizes = (width, out, rank)
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        width, out, rank = self.sizes
+        up = nn.init.orthogonal_(torch.empty(out, rank), gain=0.1 * max(1.0, math.sqrt(rank / out)))
+        return {"down.weight": torch.zeros(rank, width), "up.weight": up}

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
+from prism.rules.initial import set_initial_weights, uniform
 from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry, at_least_float32, shift
 from prism.rules.rule import Paper
-from prism.rules.rwkv import Own, RwkvFamily, low_rank
+from prism.rules.rwkv import ConstantStart, Own, RwkvFamily
 from prism.rules.span import Span
 from prism.rules.token_shift import DynamicTokenMix, mixtures, ramp
 
@@ -48,16 +49,26 @@ class Rwkv6(RwkvFamily):
         layer_count: int = 1,
     ) -> None:
         super().__init__(width, heads, key_dim, value_dim, layer_index, layer_count)
-        keys, channels = heads * self.key_dim, ramp(heads * self.key_dim)
-        start = mixtures(width, [0.5, 1, 1, 1, 0.5, 1], layer_index, layer_count)  # r, w, k, v, g and their own input
-        start[3] -= 0.3 * self.depth
-        self.mix = DynamicTokenMix(start[:5].clone(), start[5].clone(), mix_rank)
-        speed = -6 + 5 * channels ** (0.7 + 1.3 * self.depth)
-        self.decay_in = low_rank(width, keys, decay_rank, torch.tanh, speed)
-        nn.init.uniform_(self.decay_in.up.weight, -0.01, 0.01)
-        zigzag = ((torch.arange(keys) + 1) % 3 - 1) * 0.1
-        self.bonus = nn.Parameter((self.depth * (1 - channels) + zigzag).view(heads, -1))
+        self.mix = DynamicTokenMix(5, width, mix_rank)
+        self.decay_in = ConstantStart(width, heads * self.key_dim, decay_rank, torch.tanh)
+        self.bonus = nn.Parameter(torch.empty(heads, self.key_dim))
+        set_initial_weights(self)
         self.gate = nn.Linear(width, heads * self.value_dim, bias=False)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        keys, channels = self.heads * self.key_dim, ramp(self.heads * self.key_dim)
+        powers = [0.5, 1, 1, 1, 0.5, 1]  # r, w, k, v, g and their own input
+        mix = mixtures(self.width, powers, self.layer_index, self.layer_count)
+        mix[3] -= 0.3 * self.depth
+        zigzag = ((torch.arange(keys) + 1) % 3 - 1) * 0.1
+        return {
+            **super().initial_weights(),
+            "mix.mu": mix[:5],
+            "mix.first": mix[5],
+            "decay_in.up.weight": uniform((keys, self.decay_in.sizes[-1]), 0.01),
+            "decay_in.up.bias": -6 + 5 * channels ** (0.7 + 1.3 * self.depth),
+            "bonus": (self.depth * (1 - channels) + zigzag).view(self.heads, -1),
+        }
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Own]:
         previous, last = shift(x, carry.get("shift"), span)

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine import Update
+from prism.rules.initial import set_initial_weights, uniform
 from prism.rules.objectives import GENERALISED_REGRESSION
 from prism.rules.parts import Carry, at_least_float32, l2_normalize, shift
 from prism.rules.rule import Paper
-from prism.rules.rwkv import Own, RwkvFamily, low_rank
+from prism.rules.rwkv import ConstantStart, Own, RwkvFamily
 from prism.rules.span import Span
 from prism.rules.token_shift import TokenMix, mixtures, ramp
 
@@ -47,23 +48,38 @@ class Rwkv7(RwkvFamily):
     ) -> None:
         super().__init__(width, heads, key_dim, value_dim, layer_index, layer_count)
         K, keys, values = self.key_dim, heads * self.key_dim, heads * self.value_dim
+        self.mix = TokenMix(6, width)
+        self.decay_in = ConstantStart(width, keys, _rank(width, 2.5), torch.tanh)
+        self.rate = ConstantStart(width, keys, _rank(width, 2.5))
+        self.value_mix = ConstantStart(width, values, _rank(width, 1.7)) if layer_index > 0 else None
+        self.gate = ConstantStart(width, values, _rank(width, 5), torch.sigmoid, bias=False)
+        self.erase_scale = nn.Parameter(torch.empty(keys))
+        self.rate_scale = nn.Parameter(torch.empty(keys))
+        self.bonus = nn.Parameter(torch.empty(heads, K))
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        heads, width, root = self.heads, self.width, math.sqrt(self.width)
+        keys, values = heads * self.key_dim, heads * self.value_dim
         powers = [0.2, 0.9, 0.7, 0.7, 0.9, 0.2]  # r, w, k, v, a, g
-        self.mix = TokenMix(mixtures(width, powers, layer_index, layer_count))
-        line, zigzag = ramp(keys) - 0.5, (2 * ramp(K) - 1).repeat(heads)
+        line, zigzag = ramp(keys) - 0.5, (2 * ramp(self.key_dim) - 1).repeat(heads)
         zigzag = zigzag * zigzag.abs()
-        speed = -5.5 + 6 * ramp(keys) ** (1 + self.depth**0.3) + 2.5 * zigzag
-        self.decay_in = low_rank(width, keys, _rank(width, 2.5), torch.tanh, speed)
-        self.rate = low_rank(width, keys, _rank(width, 2.5), None, -0.19 + 0.3 * zigzag + 0.4 * line)
-        self.value_mix = None
-        if layer_index > 0:
-            self.value_mix = low_rank(width, values, _rank(width, 1.7), None, 0.73 - 0.4 * (ramp(values) - 0.5))
-        self.gate = low_rank(width, values, _rank(width, 5), torch.sigmoid)
-        self.erase_scale = nn.Parameter(0.71 - 0.1 * line)
-        self.rate_scale = nn.Parameter(torch.full((keys,), 1.02))
-        self.bonus = nn.Parameter(torch.full((heads, K), -0.04))
-        for projection, bound in ((self.receptance, 0.5), (self.key, 0.05), (self.value, 0.5)):
-            nn.init.uniform_(projection.weight, -bound / math.sqrt(width), bound / math.sqrt(width))
-        nn.init.zeros_(self.out.weight)
+        weights = {
+            **super().initial_weights(),
+            "mix.mu": mixtures(width, powers, self.layer_index, self.layer_count),
+            "decay_in.up.bias": -5.5 + 6 * ramp(keys) ** (1 + self.depth**0.3) + 2.5 * zigzag,
+            "rate.up.bias": -0.19 + 0.3 * zigzag + 0.4 * line,
+            "erase_scale": 0.71 - 0.1 * line,
+            "rate_scale": torch.full((keys,), 1.02),
+            "bonus": torch.full((heads, self.key_dim), -0.04),
+            "receptance.weight": uniform((keys, width), 0.5 / root),
+            "key.weight": uniform((keys, width), 0.05 / root),
+            "value.weight": uniform((values, width), 0.5 / root),
+            "out.weight": torch.zeros(width, values),
+        }
+        if self.value_mix is not None:
+            weights["value_mix.up.bias"] = 0.73 - 0.4 * (ramp(values) - 0.5)
+        return weights
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Own]:
         previous, last = shift(x, carry.get("shift"), span)

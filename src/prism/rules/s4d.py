@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.diagonal import Diagonal
+from prism.rules.initial import set_initial_weights
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry
 from prism.rules.rule import Paper, Rule
@@ -47,13 +48,24 @@ class S4d(Rule):
             raise ValueError(f"key_dim must be even, half as many complex numbers: got {key_dim}")
         self.state_size = width * key_dim
         pairs = key_dim // 2
-        low, high = math.log(1e-3), math.log(1e-1)
-        self.log_step = nn.Parameter(low + torch.rand(width) * (high - low))
-        self.log_rate = nn.Parameter(torch.full((width, pairs), math.log(0.5)))  # log of -Re A
-        self.frequency = nn.Parameter((math.pi * torch.arange(pairs)).expand(width, -1).clone())  # Im A
-        self.read = nn.Parameter(torch.randn(width, pairs, 2) * math.sqrt(0.5))  # C
-        self.skip = nn.Parameter(torch.randn(width))
+        self.log_step = nn.Parameter(torch.empty(width))
+        self.log_rate = nn.Parameter(torch.empty(width, pairs))  # log of -Re A
+        self.frequency = nn.Parameter(torch.empty(width, pairs))  # Im A
+        self.read = nn.Parameter(torch.empty(width, pairs, 2))  # C
+        self.skip = nn.Parameter(torch.empty(width))
+        set_initial_weights(self)
         self.out = nn.Linear(width, 2 * width)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        width, pairs = self.log_rate.shape
+        low, high = math.log(1e-3), math.log(1e-1)
+        return {
+            "log_step": low + torch.rand(width) * (high - low),
+            "log_rate": torch.full((width, pairs), math.log(0.5)),
+            "frequency": (math.pi * torch.arange(pairs)).expand(width, -1),
+            "read": torch.randn(width, pairs, 2) * math.sqrt(0.5),
+            "skip": torch.randn(width),
+        }
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], None]:
         A = torch.complex(-self.log_rate.exp(), self.frequency)  # [D, N/2]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from prism.engine.diagonal import Diagonal
 from prism.rules.decays import timescale_bias
+from prism.rules.initial import set_initial_weights, uniform
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv
 from prism.rules.rule import Paper, Rule, check_whole
@@ -50,13 +51,17 @@ class SelectiveFamily(Rule):
         self.conv = ShortConv(inner, conv_size, bias=True)
         self.select = nn.Linear(inner, sum(self.sizes), bias=False)
         self.step_in = nn.Linear(rank, inner, bias=False)
-        self.step_bias = nn.Parameter(torch.zeros(inner))
-        self.skip = nn.Parameter(torch.ones(inner))
+        self.step_bias = nn.Parameter(torch.empty(inner))
+        self.skip = nn.Parameter(torch.empty(inner))
         self.out = nn.Linear(inner, width, bias=False)
-        self.start()
+        self.add_parameters()
+        set_initial_weights(self)
 
-    def start(self) -> None:
-        """What a rule adds to the block, or starts in its own way."""
+    def add_parameters(self) -> None:
+        """Parameters that a rule adds to the block."""
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {"step_bias": torch.zeros(self.value_dim), "skip": torch.ones(self.value_dim)}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], tuple[Tensor, Tensor]]:
         u, z = self.into(x).chunk(2, -1)
@@ -82,12 +87,17 @@ class Mamba1(SelectiveFamily):
     objective = Objective("–")
     forgetting = "per channel and state"
 
-    def start(self) -> None:
-        self.A_log = nn.Parameter(torch.arange(1.0, self.key_dim + 1).log().expand(self.value_dim, -1).clone())
-        bound = self.step_in.in_features**-0.5
-        nn.init.uniform_(self.step_in.weight, -bound, bound)
-        with torch.no_grad():
-            self.step_bias.copy_(timescale_bias(self.value_dim))
+    def add_parameters(self) -> None:
+        self.A_log = nn.Parameter(torch.empty(self.value_dim, self.key_dim))
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        rank = self.sizes[0]
+        return {
+            **super().initial_weights(),
+            "A_log": torch.arange(1.0, self.key_dim + 1).log().expand(self.value_dim, -1),
+            "step_in.weight": uniform((self.value_dim, rank), rank**-0.5),
+            "step_bias": timescale_bias(self.value_dim),
+        }
 
     def diagonal(self, u: Tensor, step: Tensor, k: Tensor, q: Tensor, span: Span) -> Diagonal:
         step = F.softplus(step)

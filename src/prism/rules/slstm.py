@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine.scalar_cells import ScalarCells
+from prism.rules.initial import set_initial_weights
 from prism.rules.norms import HeadLayerNorm
 from prism.rules.objectives import Objective
 from prism.rules.parts import BlockLinear, Carry, ShortConv, split_heads
@@ -40,15 +41,20 @@ class Slstm(Rule):
         size = width // heads
         super().__init__(width, heads, 1, size)
         self.state_size = 4 * width
-        steepness = 0.3 + 1.3 * depth(layer_index, layer_count)
+        self.steepness = 0.3 + 1.3 * depth(layer_index, layer_count)
         self.conv = ShortConv(width, conv_size, bias=True)
         self.gates = nn.ModuleList(BlockLinear(width, heads) for _ in range(4))  # ĩ, f̃, z̃, õ
-        self.recurrent = nn.Parameter(torch.zeros(4, heads, size, size))
-        self.bias = nn.Parameter(torch.zeros(4, heads, size))
-        with torch.no_grad():
-            self.bias[1] = 5 - 12 * (torch.arange(size) / max(1, size - 1)) ** steepness
+        self.recurrent = nn.Parameter(torch.empty(4, heads, size, size))
+        self.bias = nn.Parameter(torch.empty(4, heads, size))
         self.norm = HeadLayerNorm(heads, size, eps=1e-5, bias=False)
         self.out = nn.Linear(width, width, bias=False)
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        size = self.value_dim
+        bias = torch.zeros(4, self.heads, size)
+        bias[1] = 5 - 12 * (torch.arange(size) / max(1, size - 1)) ** self.steepness
+        return {"recurrent": torch.zeros(4, self.heads, size, size), "bias": bias}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[ScalarCells, dict[str, Tensor], None]:
         mixed, window = self.conv(x, carry.get("conv"), span)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from prism.rules.initial import set_initial_weights, uniform
+
 
 def ramp(size: int) -> Tensor:
     """0 … 1 over `size` channels."""
@@ -26,9 +28,9 @@ def mixtures(width: int, powers: list[float], layer_index: int, layer_count: int
 class TokenMix(nn.Module):
     """n learned mixtures of a token and its predecessor."""
 
-    def __init__(self, start: Tensor) -> None:
+    def __init__(self, count: int, width: int) -> None:
         super().__init__()
-        self.mu = nn.Parameter(start)
+        self.mu = nn.Parameter(torch.empty(count, width))  # the rule initialises it
 
     def forward(self, x: Tensor, previous: Tensor) -> tuple[Tensor, ...]:
         """x and the tokens before `[B, T, D]` → n tensors of the same shape."""
@@ -38,14 +40,16 @@ class TokenMix(nn.Module):
 class DynamicTokenMix(TokenMix):
     """Mixtures that also depend on the token: μ_i + tanh(x_0 W)U_i, where x_0 is itself a learned mixture."""
 
-    def __init__(self, start: Tensor, first: Tensor, rank: int) -> None:
-        """`start` `[n, D]`, `first` `[D]` (the mixture x_0 starts from)."""
-        super().__init__(start)
-        count, width = start.shape
-        self.first = nn.Parameter(first)
+    def __init__(self, count: int, width: int, rank: int) -> None:
+        super().__init__(count, width)
+        self.first = nn.Parameter(torch.empty(width))  # the mixture that is x_0; the rule initialises it
         self.down = nn.Linear(width, count * rank, bias=False)
-        self.up = nn.Parameter(torch.empty(count, rank, width).uniform_(-0.01, 0.01))
-        nn.init.zeros_(self.down.weight)
+        self.up = nn.Parameter(torch.empty(count, rank, width))
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        count, rank, width = self.up.shape
+        return {"down.weight": torch.zeros(count * rank, width), "up": uniform((count, rank, width), 0.01)}
 
     def forward(self, x: Tensor, previous: Tensor) -> tuple[Tensor, ...]:
         back = previous - x

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from prism.engine.inner_loop import Averaged, InnerUpdate
 from prism.rules.fast_weights import FastWeights
+from prism.rules.initial import set_initial_weights
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, Rotary, ShortConv, at_least_float32, place, split_heads
 from prism.rules.rule import Paper, Rule, check_amount, check_whole, per_head
@@ -81,15 +82,21 @@ class TttLinear(Rule):
             self.convs = nn.ModuleList(ShortConv(inner, conv_size, bias=True, activation=False) for _ in range(2))
         self.rotary = Rotary(key_dim, interleaved=True)
         self.rate = nn.Linear(width, heads)
-        nn.init.normal_(self.rate.weight, std=0.02)
-        nn.init.zeros_(self.rate.bias)
-        self.reader_scale = nn.Parameter(torch.zeros(mini_batch))
+        self.reader_scale = nn.Parameter(torch.empty(mini_batch))
+        set_initial_weights(self)
         sizes = [key_dim * n for n in (1, *self.hidden, 1)]
         self.fast = FastWeights(heads, sizes, bias=bias, norm=inner_norm, hidden_std=0.02)
         self.state_size = self.fast.size
         self.norm = nn.LayerNorm(inner, eps=1e-6)
         self.gate = nn.Linear(width, inner, bias=False) if gate else None
         self.out = nn.Linear(inner, width, bias=False)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {
+            "rate.weight": torch.empty(self.heads, self.width).normal_(std=0.02),
+            "rate.bias": torch.zeros(self.heads),
+            "reader_scale": torch.zeros(self.mini_batch),
+        }
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[InnerUpdate, dict[str, Tensor], None]:
         positions, following = place(x, carry, span)
