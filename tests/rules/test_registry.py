@@ -127,3 +127,43 @@ def test_the_size_of_heads_and_mixtures_ask_option_names() -> None:
     assert Hidden.option_names() == ("key_dim",)
     settings = ModelSettings(layers="hidden", head_dim=2)
     assert rule_options(settings) == {"hidden": {"key_dim": 2}}
+
+
+def test_a_mixture_shares_the_maps_that_a_rule_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The query map is called `ask`: no list of usual names would find it."""
+    rules.register("mine", Mine)
+    assert "set shared_maps" in refusal(lambda: Mixer("mom", 8, 2, inner="mine"))
+    monkeypatch.setattr(Mine, "shared_maps", ("ask", "out"))
+    inner: Any = Mixer("mom", 8, 2, inner="mine", memories=3, shared=False).rule.inner
+    assert [name for name, _ in inner.named_parameters()] == [
+        "ask.weight",
+        *(f"{name}.maps.{memory}.weight" for name in ("key", "value") for memory in range(3)),
+        "out.weight",
+    ]
+    monkeypatch.setattr(Mine, "shared_maps", ("query", "out"))
+    assert "name 'query', which it does not have" in refusal(lambda: Mixer("mom", 8, 2, inner="mine"))
+
+
+def test_a_mixture_of_a_rule_whose_map_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Packed(Mine):
+        shared_maps = ("out",)
+        query_first_maps = ("packed",)
+
+        def __init__(self, width: int, heads: int) -> None:
+            super().__init__(width, heads)
+            del self.ask, self.key, self.value
+            self.packed = nn.Linear(width, 3 * heads * 4, bias=False)
+
+        def update(self, x: Tensor, carry: Any, span: Any) -> Any:
+            q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in self.packed(x).chunk(3, -1))
+            return Update(q, k.unsqueeze(3), v.unsqueeze(3), reset=span.reset, mask=span.mask), {}, None
+
+    rules.register("packed", Packed)
+    mixture = Mixer("mom", 8, 2, inner="packed", memories=1, top_k=1, shared=False)
+    inner: Any = mixture.rule.inner
+    assert inner.packed.first.out_features == 8 and inner.packed.maps[0].out_features == 16
+    alone: Any = Mixer("packed", 8, 2)
+    whole = torch.cat([inner.packed.first.weight, inner.packed.maps[0].weight])
+    alone.rule.load_state_dict({"packed.weight": whole, "out.weight": inner.out.weight})
+    x = torch.randn(2, 5, 8)
+    assert torch.allclose(mixture(x)[0], alone(x)[0], atol=1e-6)

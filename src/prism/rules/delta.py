@@ -25,6 +25,9 @@ from prism.rules.span import Span
 class DeltaFamily(Rule):
     """Shared by all rules that erase along the key they write, after no decay, one per head (`forget_gate`) or their own."""
 
+    shared_maps = ("gate", "out")
+    query_first_maps = ("qkv",)
+
     def __init__(
         self,
         width: int,

@@ -38,6 +38,8 @@ class HebbianFamily(Rule):
     """
 
     norm: nn.Module
+    shared_maps = ("gate", "out")
+    query_first_maps = ("qkv",)
 
     def __init__(
         self,
@@ -59,6 +61,10 @@ class HebbianFamily(Rule):
         self.conv = ShortConv(sum(self.sizes), conv_size, conv_bias, activation)
         self.gate: nn.Module | None = None
         self.out = nn.Linear(values, width, bias=False)
+
+    @property
+    def query_size(self) -> int:
+        return self.groups * self.key_dim
 
     def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
         mixed, window = self.conv(self.qkv(x), carry.get("conv"), span)

@@ -37,6 +37,7 @@ class Hgrn(Rule):
     forgetting = "per channel, bounded below"
     transition = "diagonal"
     forms = ("recurrent", "scan")
+    shared_maps = ("gate", "out")
 
     def __init__(
         self, width: int, heads: int, *, conv_size: int = 1, layer_index: int = 0, layer_count: int = 1

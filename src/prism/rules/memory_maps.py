@@ -10,11 +10,6 @@ from torch import Tensor, nn
 from prism.rules.parts import BlockLinear
 from prism.rules.rule import Rule
 
-_ONE_FOR_ALL = ("query", "receptance", "gate", "branch", "out")
-"""Maps of a rule that ask or answer, by name."""
-_ASKS_FIRST = ("qkv", "qk")
-"""Maps whose first rows ask: as many as there are query channels."""
-
 
 class MemoryMaps(nn.Module):
     """A linear map for each of M memories: `[B·M, T, width]` → `[B·M, T, out]`, row b·M + m by map m.
@@ -42,15 +37,32 @@ class MemoryMaps(nn.Module):
 def give_each_memory_its_maps(rules: list[Rule]) -> Rule:
     """The first rule, with the maps of all of them in place of its own; it then expects its batch to be B·M rows."""
     rule = rules[0]
-    asked = getattr(rule, "groups", rule.heads) * rule.key_dim
-    for name in [name for name, part in rule.named_modules() if isinstance(part, (nn.Linear, BlockLinear))]:
-        if name.split(".")[0] in _ONE_FOR_ALL:
+    names = [name for name, part in rule.named_modules() if isinstance(part, (nn.Linear, BlockLinear))]
+    shared = _shared_maps(rule, names)
+    for name in names:
+        if name.split(".")[0] in shared:
             continue
         maps = [one.get_submodule(name) for one in rules]
         place, _, leaf = name.rpartition(".")
-        own = _split(maps[0], asked, len(maps)) if name in _ASKS_FIRST else MemoryMaps(maps)
+        own = _split(maps[0], rule.query_size, len(maps)) if name in rule.query_first_maps else MemoryMaps(maps)
         setattr(rule.get_submodule(place), leaf, own)
     return rule
+
+
+def _shared_maps(rule: Rule, maps: list[str]) -> tuple[str, ...]:
+    """The maps that the rule declares as shared. Names that it does not have, and a missing declaration, are refused."""
+    if rule.shared_maps is None and maps:
+        raise ValueError(
+            f"rule {rule.name!r} cannot be mixed: it has the linear maps {', '.join(maps)} and does not say which of them the "
+            "memories share; set shared_maps on its class to those that ask and answer, such as ('query', 'out')"
+        )
+    shared = rule.shared_maps or ()
+    unknown = [name for name in (*shared, *rule.query_first_maps) if not hasattr(rule, name)]
+    if unknown:
+        raise ValueError(
+            f"shared_maps and query_first_maps of rule {rule.name!r} name {unknown[0]!r}, which it does not have"
+        )
+    return shared
 
 
 def _split(whole: nn.Module, asked: int, memories: int) -> MemoryMaps:

@@ -40,6 +40,8 @@ class Mesa(Rule):
     forgetting = "per head"
     transition = "scalar"
     forms = ("recurrent", "chunkwise")
+    shared_maps = ("out",)
+    query_first_maps = ("qk",)
 
     def __init__(
         self,

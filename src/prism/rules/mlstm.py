@@ -39,6 +39,7 @@ class Mlstm(Rule):
     objective = Objective("-⟨Sk, v⟩ + decay, normalised")
     forgetting = "per head"
     transition = "scalar"
+    shared_maps = ("query", "out")
 
     def __init__(
         self,

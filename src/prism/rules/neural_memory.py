@@ -34,6 +34,8 @@ class NeuralMemory(Rule):
     transition = "nonlinear"
     forgetting = "per head, of all weights"
     forms = ("recurrent", "chunkwise")
+    shared_maps = ("gate", "out")
+    query_first_maps = ("qkv",)
 
     def __init__(
         self,

@@ -205,6 +205,7 @@ class PaperPrism(Rule):
     objective = RESIDUAL_PROXY
     forgetting = _FORGETTING
     transition = _TRANSITION
+    shared_maps = ("query", "out")
 
     def __init__(
         self,

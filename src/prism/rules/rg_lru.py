@@ -34,6 +34,7 @@ class RgLru(Rule):
     forgetting = "per channel"
     transition = "diagonal"
     forms = ("recurrent", "scan")
+    shared_maps = ("branch", "out")
 
     def __init__(self, width: int, heads: int, *, conv_size: int = 4) -> None:
         if width % heads:

@@ -58,6 +58,11 @@ class Rule(nn.Module):
     forms: tuple[str, ...] = FORMS
     constant_state: ClassVar[bool] = True
     """False for caches, which grow with the context."""
+    shared_maps: ClassVar[tuple[str, ...] | None] = None
+    """The linear maps, by attribute, that ask or answer: in a mixture of memories there is one for all. The others, which
+    write and forget, are each memory's own. None: the rule cannot be mixed (unless it has no linear maps)."""
+    query_first_maps: ClassVar[tuple[str, ...]] = ()
+    """Maps whose first `query_size` outputs ask: those rows are shared in a mixture, the rest is each memory's own."""
 
     def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, write_rank: int = 1) -> None:
         super().__init__()
@@ -71,6 +76,11 @@ class Rule(nn.Module):
         super().__init_subclass__(**arguments)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
+
+    @property
+    def query_size(self) -> int:
+        """Channels of a token's queries, over all heads."""
+        return self.heads * self.key_dim
 
     @classmethod
     def build(cls, width: int, heads: int, **options: Any) -> Rule:

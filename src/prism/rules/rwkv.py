@@ -33,6 +33,8 @@ class Own(NamedTuple):
 class RwkvFamily(Rule):
     """Shared: the four projections, a norm whose weight starts small in early layers, and `layer_index`, `layer_count`."""
 
+    shared_maps = ("receptance", "gate", "out")
+
     def __init__(
         self,
         width: int,

@@ -41,6 +41,7 @@ class S4d(Rule):
     forgetting = "per channel and state, constant"
     transition = "constant diagonal, complex"
     forms = ("recurrent", "parallel", "scan")
+    shared_maps = ("out",)
 
     def __init__(self, width: int, heads: int, *, key_dim: int = 64) -> None:
         super().__init__(width, heads, key_dim, 1)

@@ -37,6 +37,7 @@ class SelectiveFamily(Rule):
 
     transition = "diagonal, not separable"
     forms = ("recurrent", "scan")
+    shared_maps = ("out",)
 
     def __init__(
         self, width: int, heads: int, *, key_dim: int = 16, expand: int = 2, rank: int | None = None, conv_size: int = 4

@@ -32,6 +32,7 @@ class Slstm(Rule):
     forgetting = "per cell, sees h"
     transition = "nonlinear"
     forms = ("recurrent",)
+    shared_maps = ("out",)
 
     def __init__(
         self, width: int, heads: int, *, conv_size: int = 4, layer_index: int = 0, layer_count: int = 1

@@ -35,6 +35,8 @@ class Softmax(Rule):
     forms = ("recurrent", "parallel")
     constant_state = False
     window: int | None = None
+    shared_maps = ("out",)
+    query_first_maps = ("qkv",)
 
     def __init__(
         self,

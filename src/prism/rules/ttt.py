@@ -50,6 +50,8 @@ class TttLinear(Rule):
     hidden: ClassVar[tuple[int, ...]] = ()
     """Sizes of the hidden layers, in key_dims."""
     default_lr: ClassVar[float] = 1.0
+    shared_maps = ("gate", "out")
+    query_first_maps = ("qkv",)
 
     def __init__(
         self,
