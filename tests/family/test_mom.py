@@ -201,4 +201,4 @@ def test_wrong_options_are_named(options: dict[str, Any], complaint: str) -> Non
 def test_a_state_of_another_mixture_is_refused() -> None:
     _, state = stirred("mom", memories=3)(tokens(1, 4))
     with pytest.raises(ValueError, match="with M = 5"):
-        stirred("mom")(tokens(1, 4), prism.State(state.memory))
+        stirred("mom")(tokens(1, 4), prism.State(state.memory, stirred("mom")(tokens(1, 4))[1].carry))

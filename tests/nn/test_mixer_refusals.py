@@ -119,3 +119,28 @@ def test_unknown_form_of_a_mixer() -> None:
 def test_prism_is_named_first() -> None:
     assert rules.names()[0] == "prism"
     assert prism.rules is rules
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool, torch.bfloat16])
+def test_tokens_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
+    mixer = Mixer("prism", WIDTH, HEADS)
+    message = refusal(lambda: mixer(torch.zeros(2, 3, WIDTH, dtype=dtype)))
+    assert message.startswith("x ") and str(dtype) in message
+
+
+@pytest.mark.parametrize("name", rules.names())
+def test_a_state_of_another_width_or_rule_is_refused(name: str) -> None:
+    mixer = Mixer(name, WIDTH, HEADS)
+    x = torch.zeros(2, 3, WIDTH)
+    others = [Mixer(name, 2 * WIDTH, HEADS), Mixer("titans" if name != "titans" else "rwkv7", WIDTH, HEADS)]
+    for other in others:
+        _, state = other(torch.zeros(2, 3, other.rule.width))
+        assert "state" in refusal(lambda state=state: mixer(x, state))
+
+
+@pytest.mark.parametrize("name", rules.names())
+def test_a_state_of_any_age_is_accepted(name: str) -> None:
+    mixer = Mixer(name, WIDTH, HEADS)
+    state = None
+    for length in (1, 2, 20, 1):
+        _, state = mixer(torch.randn(2, length, WIDTH), state)

@@ -14,6 +14,8 @@ from prism.nn.parameters import full_precision, gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.span import Span
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class Mixer(nn.Module):
     """A layer that mixes tokens through a memory, used like `nn.GRU`.
@@ -38,6 +40,8 @@ class Mixer(nn.Module):
         with full_precision():
             self.rule = rules.get(rule).build(width, heads, **options)
         self.to(torch.get_default_dtype())
+        self._carried: dict[str, list[int]] | None = None
+        """Shapes of a row's carry, found when a state is first passed."""
 
     @property
     def state_size(self) -> int:
@@ -105,9 +109,12 @@ class Mixer(nn.Module):
             raise ValueError(f"state must be a State that this mixer returned, got {type(state).__name__}")
         if x.ndim != 3 or x.shape[-1] != self.rule.width or x.shape[1] == 0:
             raise ValueError(f"x has shape {list(x.shape)}, expected [B, T, {self.rule.width}] with T ≥ 1")
+        self._check_dtype(x)
         for name, part in state.tensors().items():
             if part.shape[0] != x.shape[0]:
                 raise ValueError(f"state has {part.shape[0]} rows ({name} {list(part.shape)}), x has {x.shape[0]}")
+        if state.memory is not None or state.carry:
+            self._check_state(state, x)
         for name, flag in (("mask", mask), ("reset", reset)):
             if flag is not None and not isinstance(flag, Tensor):
                 raise ValueError(f"{name} must be a bool tensor of shape [B, T], got {type(flag).__name__}")
@@ -115,6 +122,34 @@ class Mixer(nn.Module):
                 raise ValueError(
                     f"{name} must be bool of shape [B, T] = {list(x.shape[:2])}, got {flag.dtype} {list(flag.shape)}"
                 )
+
+    def _check_dtype(self, x: Tensor) -> None:
+        if not x.is_floating_point():
+            raise ValueError(f"x must hold floating-point numbers, got {x.dtype}")
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+            return
+        maps = (part.weight.dtype for part in self.rule.modules() if isinstance(part, nn.Linear))
+        dtype = next(maps, x.dtype)
+        if dtype != x.dtype and dtype in _FLOATS:
+            raise ValueError(
+                f"x is {x.dtype}, but the mixer's weights are {dtype}: convert one of them, for example with "
+                f"mixer(x.to({dtype}))"
+            )
+
+    def _check_state(self, state: State, x: Tensor) -> None:
+        """Refuse a carry of another rule or width. The engine looks at the memory."""
+        if torch.compiler.is_compiling():
+            return
+        if self._carried is None:  # what one token leaves behind
+            with torch.no_grad():
+                _, carry, _ = self.rule.update(torch.zeros_like(x[:1, :1]), {}, Span(None, None, None))
+            self._carried = {name: list(value.shape[1:]) for name, value in carry.items() if value.numel()}
+        found = {name: list(value.shape[1:]) for name, value in state.carry.items()}
+        if found != self._carried:
+            raise ValueError(
+                f"state does not fit rule {self.rule.name!r} of width {self.rule.width}: for each row it carries "
+                f"{found or 'nothing'}, expected {self._carried or 'nothing'}; pass a state that this mixer returned"
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mixer:
         """What `.to`, `.half` and `.bfloat16` call: gates move with the mixer but stay in float32."""

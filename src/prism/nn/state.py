@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.export
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
-@dataclass(frozen=True)
+_LINE = 80
+
+
+@dataclass(frozen=True, repr=False)
 class State:
     """A memory (a tensor, or a nest of them) and a carry (windows, positions). The batch is every tensor's first dimension."""
 
@@ -20,6 +24,14 @@ class State:
     carry: dict[str, Tensor] = field(default_factory=dict)
     overwrite: bool = False
     """Whether a step may leave the new memory where this one lies; what is made from this state may not."""
+
+    def __repr__(self) -> str:
+        """Shapes instead of numbers, cut to one line."""
+        parts = [f"{name}={_shape(value)}" for name, value in self.tensors().items()]
+        shown = [part for i, part in enumerate(parts) if len(", ".join(parts[: i + 1])) <= _LINE]
+        if len(shown) < len(parts):
+            shown.append(f"… {len(parts) - len(shown)} more")
+        return f"State({', '.join(shown) or 'empty'}{', overwrite=True' if self.overwrite else ''})"
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by a flat name, for saving; `load` is the inverse."""
@@ -56,6 +68,14 @@ class State:
 
     def detach(self) -> State:
         return self.map(lambda x: x.detach())
+
+
+def _shape(x: Tensor) -> str:
+    kind = "" if x.dtype == torch.float32 else f" {str(x.dtype).removeprefix('torch.')}"
+    return f"{list(x.shape)}{kind}"
+
+
+torch.export.register_dataclass(State, serialized_type_name="prism.nn.State")
 
 
 def concatenate(states: list[State]) -> State:

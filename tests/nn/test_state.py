@@ -1,0 +1,51 @@
+"""A state as others see it: printed in a line, and a tree of tensors for torch.export."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from prism import Mixer, State, rules
+
+
+@pytest.mark.parametrize("name", rules.names())
+def test_a_state_is_printed_in_one_line_without_its_numbers(name: str) -> None:
+    _, state = Mixer(name, 32, 2)(torch.randn(2, 3, 32))
+    printed = repr(state)
+    assert "\n" not in printed and len(printed) <= 120 and "tensor(" not in printed
+    first, value = next(iter(state.tensors().items()))
+    assert f"State({first}={list(value.shape)}" in printed
+    assert (" more" in printed) is any(key not in printed for key in state.tensors())
+
+
+def test_an_empty_state_and_a_dtype_are_printed() -> None:
+    assert repr(State()) == "State(empty)"
+    state = State(torch.zeros(1, 2), {"place": torch.zeros(1, dtype=torch.int64)}, overwrite=True)
+    assert repr(state) == "State(memory=[1, 2], carry.place=[1] int64, overwrite=True)"
+
+
+@pytest.mark.parametrize("name", ["prism", "softmax"])
+def test_a_state_is_a_tree_of_its_tensors(name: str) -> None:
+    _, state = Mixer(name, 16, 2)(torch.randn(2, 3, 16))
+    leaves, tree = pytree.tree_flatten(state)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    assert len(tensors) == len(state.tensors())
+    again = pytree.tree_unflatten(leaves, tree)
+    assert isinstance(again, State) and all(again.tensors()[k] is v for k, v in state.tensors().items())
+
+
+@pytest.mark.parametrize(("name", "trainable"), [("prism", True), ("softmax", False)])
+def test_a_mixer_is_exported(name: str, trainable: bool) -> None:
+    torch.manual_seed(0)
+    mixer = Mixer(name, 16, 2).requires_grad_(trainable)
+    x = torch.randn(2, 4, 16)
+    _, state = mixer(x)
+    state = state.detach()
+    exported = torch.export.export(mixer, (x, state)).module()
+    x, state = torch.randn(2, 4, 16), state.map(lambda part: part * 2 if part.is_floating_point() else part)
+    y, end = exported(x, state)
+    expected, expected_end = mixer(x, state)
+    assert torch.allclose(y, expected, atol=1e-6) and isinstance(end, State)
+    for key, value in expected_end.tensors().items():
+        assert torch.allclose(end.tensors()[key].double(), value.double(), atol=1e-6), key
