@@ -74,8 +74,39 @@ def test_names_are_whole_in_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["rules"]) == 0
-    table = capsys.readouterr().out.partition("forms:")[0]
-    assert all(name in table for name in rules.names())
+    printed = capsys.readouterr().out
+    table = printed.partition("forms:")[0]
+    assert all(len(line) <= 80 for line in printed.splitlines())
+    assert len(table.splitlines()) <= 2 + 2 * len(rules.names())
+    words = {word for name in rules.names() for word in f"{_texts(name)} {_HEADINGS}".split()}
+    assert {word for word in table.split() if len(word) > 3 and word.isalpha()} <= words
+
+
+_HEADINGS = "Rules width with heads rule objective forgetting forms state size"
+
+
+def _texts(name: str) -> str:
+    kind = rules.get(name)
+    return f"{name} {kind.objective.text} {kind.forgetting}".replace(",", " ")
+
+
+@pytest.mark.parametrize("name", rules.names())
+def test_one_rule_is_shown_with_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rules", name]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{name}: ") and rules.get(name).objective.text in printed
+    flat = " ".join(printed.split())
+    for option in rules.describe(name):
+        assert f" {option.name}: {option.type} = {option.default!r} {option.meaning}" in flat
+
+
+def test_one_unknown_rule_and_a_page_of_one_rule_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["rules", "prsim"]) == 2
+    assert "did you mean 'prism'" in capsys.readouterr().err
+    assert main(["rules", "prism", "--output", str(tmp_path / "page.md")]) == 2
+    assert "leave out the name 'prism'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,30 @@
-"""`prism rules`: one table of all rules, read off the registry, for the terminal or as a page of the documentation."""
+"""`prism rules`: the table of all rules, or one rule with its options, in the terminal or as a page of the documentation."""
 
 from __future__ import annotations
 
+import inspect
+import textwrap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from tyro.conf import Positional
 
 from prism import rules as registry
 from prism.data.files import check_target
 from prism.engine import FORMS, engine_of
 from prism.engine.dispatch import path_taken
 from prism.engine.folded import Folded
+from prism.rules.options import options_of
+from prism.rules.rule import Rule
 from prism.rules.span import Span
 
 WIDTH, HEADS = 1024, 4
+_SHOWN = ("rule", "objective", "forgetting", "forms", "state_size")
+"""The columns that fit a terminal of 80 characters."""
+_WRAPPED = ("objective", "forgetting")
 COMMAND = "prism rules --output docs/rules.md"
 
 
@@ -32,31 +40,58 @@ class Row(NamedTuple):
     state_size: str
 
 
-def rules(width: int = WIDTH, heads: int = HEADS, output: Path | None = None) -> None:
-    """Print every rule: objective, forgetting, write rank, transition, forms, state size, and what computes it here.
+def rules(
+    name: Positional[str | None] = None, width: int = WIDTH, heads: int = HEADS, output: Path | None = None
+) -> None:
+    """Print all rules, or one rule with its options.
 
     Args:
+        name: show this rule and its options.
         width: width of the layer for which state sizes and backends are given.
         heads: number of heads.
-        output: write the table to this file, as Markdown, instead of printing it.
+        output: write the table of all rules to this file, as Markdown.
     """
     if output is not None:
+        if name is not None:
+            raise ValueError(f"--output writes the page of all rules: leave out the name {name!r}")
         check_target(output, folder=False).parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page(width, heads), encoding="utf-8")
         return
-    table = Table(title=f"Rules at width {width} with {heads} heads (defaults)", header_style="bold")
-    for column in Row._fields:
+    if name is not None:
+        _print_rule(registry.get(name), width, heads)
+        return
+    table = Table(title=f"Rules at width {width} with {heads} heads (defaults)", header_style="bold", box=None)
+    for column in _SHOWN:
         # Names are there to be copied.
-        table.add_column(_title(column), overflow="fold", no_wrap=column == "rule", justify=_justify(column))
+        table.add_column(_title(column), no_wrap=column not in _WRAPPED, justify=_justify(column))
     for row in rows(width, heads):
-        table.add_row(*row)
+        table.add_row(*(getattr(row, column) for column in _SHOWN))
     Console().print(table)
     print(f"forms: {', '.join(form.capitalize() for form in FORMS)}")
-    print("state size: numbers a sequence keeps in memory in one layer, whatever its length")
+    print("state size: numbers in the memory of one sequence, in one layer, at any length")
+    print("one rule with its options: prism rules NAME")
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
-    print(f"a sequence is computed here, on {where}, in the form and by the backend:")
+    print(f"form and backend of a sequence here, on {where}:")
     for path, names in paths_taken(width, heads).items():
-        print(f"  {path}: {', '.join(names)}")
+        print(textwrap.fill(f"{path}: {', '.join(names)}", 80, initial_indent="  ", subsequent_indent="    "))
+
+
+def _print_rule(kind: type[Rule], width: int, heads: int) -> None:
+    """One rule: what it is, then every option with its type, default and meaning."""
+    row = _row(kind, width, heads)
+    print(f"{kind.name}: {(inspect.getdoc(kind) or '').splitlines()[0]}")
+    if kind.paper is not None:
+        print(f"  {'paper:':<12} {kind.paper.title}, {kind.paper.authors}, {kind.paper.url}")
+    row = row._replace(forms=", ".join(form for form in FORMS if form[0].upper() in row.forms))
+    for column in Row._fields[1:]:
+        print(f"  {_title(column) + ':':<12} {getattr(row, column)}")
+    print("options:")
+    for option in options_of(kind):
+        default = "" if option.default is inspect.Parameter.empty else f" = {option.default!r}"
+        print(f"  {option.name}: {option.type}{default}")
+        print(
+            textwrap.fill(option.meaning or "not documented", 80, initial_indent="      ", subsequent_indent="      ")
+        )
 
 
 def paths_taken(width: int, heads: int) -> dict[str, list[str]]:
@@ -83,17 +118,15 @@ def _build(name: str, width: int, heads: int) -> Any:
 
 
 def rows(width: int, heads: int) -> list[Row]:
-    table = []
-    for name in registry.names():
-        kind = registry.get(name)
-        with torch.device("meta"):  # sizes need no weights
-            rule = _build(name, width, heads)
-        size = f"{rule.state_size:,}" if kind.constant_state else f"{rule.state_size:,} a token"
-        forms = " ".join(form[0].upper() for form in FORMS if form in rule.forms)
-        table.append(
-            Row(name, kind.objective.text, kind.forgetting, str(rule.write_rank), kind.transition, forms, size)
-        )
-    return table
+    return [_row(registry.get(name), width, heads) for name in registry.names()]
+
+
+def _row(kind: type[Rule], width: int, heads: int) -> Row:
+    with torch.device("meta"):  # sizes need no weights
+        rule = _build(kind.name, width, heads)
+    size = f"{rule.state_size:,}" if kind.constant_state else f"{rule.state_size:,}/token"
+    forms = " ".join(form[0].upper() for form in FORMS if form in rule.forms)
+    return Row(kind.name, kind.objective.text, kind.forgetting, str(rule.write_rank), kind.transition, forms, size)
 
 
 def page(width: int = WIDTH, heads: int = HEADS) -> str:
@@ -101,24 +134,45 @@ def page(width: int = WIDTH, heads: int = HEADS) -> str:
     lines = [
         "# Rules",
         "",
-        "Every rule of the library, as the registry describes it. Do not edit this page: it is written by",
+        "All rules, as the registry describes them. Do not edit this page. It is written by",
         "",
         f"    {COMMAND}",
         "",
-        f"and a test compares it with the registry. State sizes are those of one layer of width {width} with {heads} heads",
-        "and default options: the numbers a sequence keeps in memory, whatever its length. Forms are "
-        + ", ".join(f"**{form[0].upper()}** {form}" for form in FORMS)
-        + ".",
+        "and a test compares it with the registry.",
+        "",
+        f"State sizes are for one layer of width {width} with {heads} heads and default options: the numbers",
+        "in the memory of one sequence, at any length. Forms:",
+        ", ".join(f"**{form[0].upper()}** {form}" for form in FORMS) + ".",
         "",
         *_about_networks(width, heads),
         "",
-        "| " + " | ".join(map(_title, Row._fields)) + " |",
-        "|" + "|".join("--:" if _justify(column) == "right" else "---" for column in Row._fields) + "|",
+        "| " + " | ".join([*map(_title, Row._fields), "paper"]) + " |",
+        "|" + "|".join("--:" if _justify(column) == "right" else "---" for column in (*Row._fields, "paper")) + "|",
     ]
     for row in rows(width, heads):
-        cells = [f"`{row.rule}`", *row[1:]]
+        cells = [f"[`{row.rule}`](#{row.rule})", *row[1:], _link(registry.get(row.rule))]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "## Options", "", "Every rule is built as `Mixer(rule, width, heads, **options)`."]
+    for name in registry.names():
+        lines += ["", f"### {name}", "", *_options_table(name)]
     return "\n".join(lines) + "\n"
+
+
+def _link(kind: type[Rule]) -> str:
+    return "–" if kind.paper is None else f"[{kind.paper.authors}]({kind.paper.url})"
+
+
+def _options_table(name: str) -> list[str]:
+    kind = registry.get(name)
+    lines = [(inspect.getdoc(kind) or "").splitlines()[0]]
+    if kind.paper is not None:
+        lines += [f"*{kind.paper.title}*,", f"{_link(kind)}."]
+    lines += ["", "| option | type | default | meaning |"]
+    lines.append("|---|---|---|---|")
+    for option in options_of(kind):
+        cells = [f"`{option.name}`", f"`{option.type}`", f"`{option.default!r}`", option.meaning]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
 
 
 def _about_networks(width: int, heads: int) -> list[str]:
@@ -129,9 +183,10 @@ def _about_networks(width: int, heads: int) -> list[str]:
     with torch.device("meta"):
         online = [n for n, kind in networks.items() if "serial" in kind.build(width, heads, mini_batch=1).forms]
     return [
-        f"{_named(list(networks))} keep an open mini-batch beside that: its gradients so far, or the",
-        f"weights at which they are taken. With `mini_batch=1` {_named(online)} also have the form `serial`, which",
-        "takes every gradient at the weights that the token before it left.",
+        f"{_named(list(networks))} also store their open mini-batch:",
+        "its gradients so far, or the weights at which they are taken.",
+        f"With `mini_batch=1`, {_named(online)} also have the form `serial`,",
+        "which takes every gradient at the weights that the previous token left.",
     ]
 
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-
 _LINE = 80
 
 

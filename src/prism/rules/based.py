@@ -28,7 +28,9 @@ def taylor_features(x: Tensor) -> Tensor:
 
 
 class Based(HebbianFamily):
-    """Defaults as published: d = 16, which makes 273 features, and H·V = width.
+    """Based: linear attention with Taylor features of the exponential.
+
+    Defaults as published: d = 16, which makes 273 features, and H·V = width.
 
     Args:
         key_dim: d, the size of a head's queries and keys before the features.

@@ -14,7 +14,9 @@ from prism.rules.rule import Paper, check_whole, per_head
 
 
 class DeltaProduct(DeltaFamily):
-    """Defaults as DeltaNet's, but two steps a token.
+    """DeltaProduct: several delta steps for every token.
+
+    Defaults as DeltaNet's, but two steps a token.
 
     Args:
         householders: n_h, the number of delta steps of a token; 1 is DeltaNet (with `forget_gate`: Gated DeltaNet).

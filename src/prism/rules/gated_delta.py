@@ -11,7 +11,9 @@ from prism.rules.rule import Paper, per_head
 
 
 class GatedDelta(DeltaFamily):
-    """Defaults as published: H·K = ¾ width and V = 2K (6 heads of 256 × 512 at width 2048).
+    """Gated DeltaNet: the delta rule after a decay per head.
+
+    Defaults as published: H·K = ¾ width and V = 2K (6 heads of 256 × 512 at width 2048).
 
     Args:
         key_dim: size of a head's queries and keys; ¾ · width / heads by default.

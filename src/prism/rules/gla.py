@@ -27,7 +27,9 @@ from prism.rules.span import Span
 
 
 class Gla(HebbianFamily):
-    """Defaults as published: H·K = width / 2, H·V = width, a gate of rank 16.
+    """Gated linear attention: a low-rank decay per key channel.
+
+    Defaults as published: H·K = width / 2, H·V = width, a gate of rank 16.
 
     Args:
         key_dim: size of a head's queries and keys; width / (2 · heads) by default.
@@ -63,7 +65,10 @@ class Gla(HebbianFamily):
 
 
 class Hgrn2(HebbianFamily):
-    """Defaults as published: K = V = width / heads (128). SiLU on q only; the answer is normalised over all heads, ungated."""
+    """HGRN2: a bounded decay per key channel, whose complement is the key.
+
+    Defaults as published: K = V = width / heads (128). SiLU on q only; the answer is normalised over all heads, ungated.
+    """
 
     name = "hgrn2"
     paper = Paper("HGRN2", "Qin et al. 2024", "https://arxiv.org/abs/2404.07904")

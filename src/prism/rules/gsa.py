@@ -24,7 +24,9 @@ from prism.rules.span import Span
 
 
 class Gsa(HebbianFamily):
-    """Defaults as published: K = V = width / heads and as many slots.
+    """Gated Slot Attention: a fixed number of slots, read by softmax.
+
+    Defaults as published: K = V = width / heads and as many slots.
 
     Args:
         slots: M, the number of slots of a head; key_dim by default.

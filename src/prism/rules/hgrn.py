@@ -23,7 +23,9 @@ from prism.rules.span import Span
 
 
 class Hgrn(Rule):
-    """Heads have no meaning here: every channel is a memory of its own.
+    """HGRN: a vector recurrence whose forget gate has a lower bound.
+
+    Heads have no meaning here: every channel is a memory of its own.
 
     Args:
         conv_size: number of tokens that a short convolution on W_i x and W_f x sees; 1, as published, means no convolution.

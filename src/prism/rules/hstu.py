@@ -24,7 +24,9 @@ from prism.rules.span import Span
 
 
 class Hstu(Rule):
-    """Sees the whole document; its state grows. `state_size` is what one token adds.
+    """HSTU: pointwise attention with SiLU weights and a gate.
+
+    Sees the whole document; its state grows. `state_size` is what one token adds.
 
     Args:
         key_dim: size of a head's queries and keys; width / heads by default.

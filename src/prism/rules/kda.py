@@ -31,7 +31,9 @@ class BoundedDecay(SoftplusDecay):
 
 
 class Kda(DeltaFamily):
-    """Defaults as published: K = V (128 at any width, with width / 128 heads).
+    """Kimi Delta Attention: Gated DeltaNet with a decay per key channel.
+
+    Defaults as published: K = V (128 at any width, with width / 128 heads).
 
     Args:
         lower_bound: None for the softplus gate; a negative number (-5 in the published variant) for the bounded one.

@@ -20,7 +20,10 @@ from prism.rules.span import Span
 
 
 class Lightning(HebbianFamily):
-    """The slopes shrink towards the last layer, which hardly forgets: give `layer_index` and `layer_count` in a stack."""
+    """Lightning attention: linear attention with a constant decay per head.
+
+    The slopes shrink towards the last layer, which hardly forgets: give `layer_index` and `layer_count` in a stack.
+    """
 
     name = "lightning"
     paper = Paper("Lightning Attention-2", "Qin et al. 2024", "https://arxiv.org/abs/2401.04658")

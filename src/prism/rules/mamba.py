@@ -24,7 +24,9 @@ from prism.rules.span import Span
 
 
 class Mamba2(HebbianFamily):
-    """Defaults as published: K = 128 (`d_state`), H·V = 2 · width.
+    """Mamba-2: a selective state space with one decay per head.
+
+    Defaults as published: K = 128 (`d_state`), H·V = 2 · width.
 
     Args:
         key_dim: N, the state size of a channel (`d_state`).

@@ -28,7 +28,9 @@ _LEAST_RIDGE = 0.25
 
 
 class Mesa(Rule):
-    """Defaults as published: K = V = width / heads (128 in the released models), no output gate.
+    """Mesa: the exact solution of a regularised regression at every token.
+
+    Defaults as published: K = V = width / heads (128 in the released models), no output gate.
 
     Args:
         iterations: iterations of conjugate gradients, the same in every form and in decoding.

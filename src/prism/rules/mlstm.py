@@ -24,7 +24,9 @@ from prism.rules.span import Span
 
 
 class Mlstm(Rule):
-    """Defaults as published: twice the width inside, K = V = 2 · width / heads, q, k and v from blocks of 4 channels.
+    """mLSTM: a matrix memory with exponential gates and a normaliser.
+
+    Defaults as published: twice the width inside, K = V = 2 · width / heads, q, k and v from blocks of 4 channels.
 
     q and k come from a convolved branch, v from the branch itself; the gates see all three, and start out constant.
 

@@ -34,7 +34,9 @@ from prism.rules.span import Span
 
 
 class Mom(Rule):
-    """Defaults as published: four memories and a shared one, two of the four for each token, around Gated DeltaNet.
+    """Mixture of memories: a router sends each token to a few memories of another rule.
+
+    Defaults as published: four memories and a shared one, two of the four for each token, around Gated DeltaNet.
 
     Args:
         inner: the rule of every memory; any whose state has a constant size.

@@ -26,7 +26,10 @@ _STEEPEST = 1000.0
 
 
 class RgLru(Rule):
-    """Defaults as published: as many channels as the layer is wide."""
+    """RG-LRU, the gated linear recurrence of Griffin.
+
+    Defaults as published: as many channels as the layer is wide.
+    """
 
     name = "rg_lru"
     paper = Paper("Griffin", "De et al. 2024", "https://arxiv.org/abs/2402.19427")

@@ -25,7 +25,9 @@ from prism.rules.span import Span
 
 
 class S4d(Rule):
-    """Defaults as published: N = 64. Heads have no meaning here.
+    """S4D: a linear system with a constant complex diagonal for every channel.
+
+    Defaults as published: N = 64. Heads have no meaning here.
 
     Args:
         key_dim: N, the numbers that a channel keeps; even.

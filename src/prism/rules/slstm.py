@@ -22,7 +22,9 @@ from prism.rules.span import Span
 
 
 class Slstm(Rule):
-    """Defaults as published: `width` cells; nothing is mixed back at the start, and forget biases run from 5 to -7 in a head,
+    """sLSTM: LSTM cells with exponential gates, a normaliser and memory mixing.
+
+    Defaults as published: `width` cells; nothing is mixed back at the start, and forget biases run from 5 to -7 in a head,
     steeper in deeper layers. The answer is normalised per head and projected.
     """
 

@@ -19,7 +19,9 @@ from prism.rules.span import Span
 
 
 class Softmax(Rule):
-    """Sees the whole document; its state grows. `state_size` is what one token adds.
+    """Softmax attention over the whole document.
+
+    Sees the whole document; its state grows. `state_size` is what one token adds.
 
     Args:
         key_dim: size of a head's queries, keys and values; width / heads by default.
@@ -73,7 +75,9 @@ class Softmax(Rule):
 
 
 class SlidingWindow(Softmax):
-    """Sees the last `window` tokens, itself included; its state is a ring of window - 1 tokens.
+    """Softmax attention over the last `window` tokens.
+
+    Sees the last `window` tokens, itself included; its state is a ring of window - 1 tokens.
 
     Args:
         window: number of tokens that are seen.

@@ -26,7 +26,9 @@ from prism.rules.span import Span
 
 
 class TttLinear(Rule):
-    """Defaults are the authors' Transformer backbone; `shared_qk` and `gate` together are their Mamba backbone.
+    """TTT-Linear: a linear layer that learns at test time, in mini-batches.
+
+    Defaults are the authors' Transformer backbone; `shared_qk` and `gate` together are their Mamba backbone.
 
     Args:
         key_dim: size of a head's queries, keys and values; width / heads by default.
@@ -129,7 +131,10 @@ class TttLinear(Rule):
 
 
 class TttMlp(TttLinear):
-    """A hidden layer of four times the key's size."""
+    """TTT-MLP: a two-layer network that learns at test time, in mini-batches.
+
+    A hidden layer of four times the key's size.
+    """
 
     name = "ttt_mlp"
     paper = Paper("Learning to (Learn at Test Time)", "Sun et al. 2024", "https://arxiv.org/abs/2407.04620")
