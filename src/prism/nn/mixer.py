@@ -126,7 +126,7 @@ class Mixer(nn.Module):
     def _check_dtype(self, x: Tensor) -> None:
         if not x.is_floating_point():
             raise ValueError(f"x must hold floating-point numbers, got {x.dtype}")
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+        if torch.compiler.is_compiling() or x.is_meta or torch.is_autocast_enabled(x.device.type):
             return
         maps = (part.weight.dtype for part in self.rule.modules() if isinstance(part, nn.Linear))
         dtype = next(maps, x.dtype)
