@@ -40,8 +40,6 @@ class Mixer(nn.Module):
         with full_precision():
             self.rule = rules.get(rule).build(width, heads, **options)
         self.to(torch.get_default_dtype())
-        self._carried: dict[str, list[int]] | None = None
-        """Shapes of a row's carry, found when a state is first passed."""
 
     @property
     def state_size(self) -> int:
@@ -84,7 +82,7 @@ class Mixer(nn.Module):
             x, mask = _reorder(x, order), mask.gather(1, order)
             reset = None if reset is None else reset.gather(1, order) & mask
         span = Span(mask, reset, shared)
-        update, carry, extra = self.rule.update(x, state.carry, span)
+        update, carry, extra = self._update(x, state, span)
         if state.overwrite and state.memory is not None and in_place.replaces(update, form):
             o, new = in_place.memory_(update, state.memory, backend), state.memory
         else:
@@ -113,8 +111,6 @@ class Mixer(nn.Module):
         for name, part in state.tensors().items():
             if part.shape[0] != x.shape[0]:
                 raise ValueError(f"state has {part.shape[0]} rows ({name} {list(part.shape)}), x has {x.shape[0]}")
-        if state.memory is not None or state.carry:
-            self._check_state(state, x)
         for name, flag in (("mask", mask), ("reset", reset)):
             if flag is not None and not isinstance(flag, Tensor):
                 raise ValueError(f"{name} must be a bool tensor of shape [B, T], got {type(flag).__name__}")
@@ -136,20 +132,29 @@ class Mixer(nn.Module):
                 f"mixer(x.to({dtype}))"
             )
 
-    def _check_state(self, state: State, x: Tensor) -> None:
-        """Refuse a carry of another rule or width. The engine looks at the memory."""
-        if torch.compiler.is_compiling():
-            return
-        if self._carried is None:  # what one token leaves behind
-            with torch.no_grad():
+    def _update(self, x: Tensor, state: State, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
+        """Ask the rule; refuse the carry of another rule or width. The engine checks the memory."""
+        fresh = state.memory is None and not state.carry
+        if fresh or torch.compiler.is_compiling():
+            return self.rule.update(x, state.carry, span)
+        try:
+            update, carry, extra = self.rule.update(x, state.carry, span)
+        except (RuntimeError, IndexError) as error:
+            with torch.no_grad():  # what one token leaves behind
                 _, carry, _ = self.rule.update(torch.zeros_like(x[:1, :1]), {}, Span(None, None, None))
-            self._carried = {name: list(value.shape[1:]) for name, value in carry.items() if value.numel()}
+            self._check_carry(state, carry, error)
+            raise
+        self._check_carry(state, carry)
+        return update, carry, extra
+
+    def _check_carry(self, state: State, carry: dict[str, Tensor], error: Exception | None = None) -> None:
+        expected = {name: list(value.shape[1:]) for name, value in carry.items() if value.numel()}
         found = {name: list(value.shape[1:]) for name, value in state.carry.items()}
-        if found != self._carried:
+        if found != expected:
             raise ValueError(
                 f"state does not fit rule {self.rule.name!r} of width {self.rule.width}: for each row it carries "
-                f"{found or 'nothing'}, expected {self._carried or 'nothing'}; pass a state that this mixer returned"
-            )
+                f"{found or 'nothing'}, expected {expected or 'nothing'}; pass a state that this mixer returned"
+            ) from error
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mixer:
         """What `.to`, `.half` and `.bfloat16` call: gates move with the mixer but stay in float32."""
