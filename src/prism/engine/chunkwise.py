@@ -13,10 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from prism.engine import compat
 from prism.engine.block import Rows, affine, blocks, unblocks
 from prism.engine.head_chunks import head_chunks
 from prism.engine.steps import Steps, resolve
-from prism.engine.update import Update, have_tangents
+from prism.engine.update import Update
 
 SEGMENT = 512
 
@@ -29,7 +30,8 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
         chunk = 32 if max(update.key_dim, update.value_dim) <= 64 else 64
     size = max(1, SEGMENT // chunk) * chunk
     # What is written out has neither tangents nor a batch of its own to be mapped over.
-    transformed = have_tangents(*update.tensors, state) or torch._C._are_functorch_transforms_active()
+    inputs = (*update.tensors, state)
+    transformed = compat.have_tangents(*inputs) or compat.transforms_active(*inputs)
     if update.per_channel or transformed:
         o, S = _in_blocks(steps, S, chunk, size)
     else:

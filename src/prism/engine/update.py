@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from prism.engine.compat import have_tangents, transforms_active
 
 
 class InvalidValueError(ValueError):
@@ -127,13 +128,6 @@ def wants_gradients(*tensors: Tensor | None) -> bool:
     return have_tangents(*tensors)
 
 
-def have_tangents(*values: Any) -> bool:
-    """Whether forward-mode gradients are wanted."""
-    if forward_ad._current_level < 0:
-        return False
-    return any(isinstance(z, Tensor) and forward_ad.unpack_dual(z).tangent is not None for z in values)
-
-
 def check_state(update: Update, state: Tensor | None) -> None:
     """An incoming memory must be `[B, H, K, V]`."""
     if state is None:
@@ -224,7 +218,7 @@ def _expect_device(name: str, x: Tensor | None, u: Update) -> None:
 
 
 def values_may_be_read(x: Tensor) -> bool:
-    if torch.compiler.is_compiling() or x.is_meta or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or x.is_meta or transforms_active(x):
         return False
     return x.device.type == "cpu" or os.environ.get("PRISM_CHECK") == "1"
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from prism.engine import compat
 from prism.models.cache import PrismCache
 from prism.nn.state import State
 
@@ -36,11 +36,10 @@ class CapturedStep:
     def __init__(self, model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> None:
         self.model = model
         self.modules = modules = list(model.modules())
-        self.registries = [z for m in modules for z in (m._parameters, m._buffers, m._modules)]
+        self.registries = compat.registries(modules) or []  # `repeatable` has seen that they can be read
         entries = [(registry, name, value) for registry in self.registries for name, value in registry.items()]
         self.holders, self.names, self.contents = zip(*entries, strict=True)
-        self.hooks = [_global_forward_hooks, _global_forward_pre_hooks]
-        self.hooks += [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self.hooks = compat.forward_hooks(modules) or []
         self.attributes = [m.__dict__ for m in modules]
         self.modes = self.modes_now()
         self.weights = [*model.parameters(), *model.buffers()]
@@ -118,11 +117,15 @@ class CapturedStep:
 def repeatable(model: PrismForCausalLM) -> bool:
     """Whether a step is the same every time, as far as can be told without one: no growing states, no hooks, and no adapters
     of peft's, which are switched by flags that a graph does not see."""
-    if not model.config.constant_state or _global_forward_hooks or _global_forward_pre_hooks:
+    if not model.config.constant_state:
         return False
     if os.environ.get("PRISM_CHECK") == "1":  # values are looked at, which waits for the device
         return False
-    return not any(m._forward_hooks or m._forward_pre_hooks or hasattr(m, "_disable_adapters") for m in model.modules())
+    modules = list(model.modules())
+    hooks = compat.forward_hooks(modules)
+    if hooks is None or any(hooks) or compat.registries(modules) is None:  # what cannot be watched cannot be replayed
+        return False
+    return not any(hasattr(m, "_disable_adapters") for m in modules)
 
 
 def capture(model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> CapturedStep | None:
@@ -187,7 +190,7 @@ def _copy(sources: list[State], targets: list[State]) -> None:
                 places.append(place)
                 values.append(given[name])
     for places, values in kinds.values():
-        torch._foreach_copy_(places, values)
+        compat.copy_all(places, values)
 
 
 def _contiguous(z: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from prism.documents import needed_starts, starts_of_positions
 from prism.engine.update import values_may_be_read
 from prism.models.cache import PrismCache
+from prism.models.compat import is_loaded, require_marks, warn_of_missing
 from prism.models.config import PrismConfig
 from prism.models.replay import ReplayedCache, cache_for
 from prism.nn.block import Block, place_options
@@ -71,12 +72,13 @@ class PrismPreTrainedModel(PreTrainedModel):
             _start(module.weight, lambda shape: torch.ones(shape, device="cpu"))
         elif isinstance(module, PrismLayer):
             own = dict(module.mixer.rule.named_parameters())
-            if not all(_is_loaded(parameter) for parameter in own.values()):
+            if not all(is_loaded(parameter) for parameter in own.values()):
                 for name, value in initial_weights(module.mixer.rule).items():
                     _start(own[name], lambda shape, value=value: value)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> PrismPreTrainedModel:
+        require_marks()
         _refuse_pickles(pretrained_model_name_or_path, kwargs)
         kwargs["use_safetensors"] = True
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
@@ -314,12 +316,8 @@ def _document_starts(
     return needed_starts(reset, fresh) if _may_look(reset) else reset
 
 
-def _is_loaded(parameter: Tensor) -> bool:
-    return getattr(parameter, "_is_hf_initialized", False)
-
-
 def _start(parameter: Tensor | None, draw: Any) -> None:
-    if parameter is not None and not _is_loaded(parameter):
+    if parameter is not None and not is_loaded(parameter):
         assign(parameter, draw(tuple(parameter.shape)))
 
 
@@ -339,5 +337,6 @@ def _refuse_pickles(source: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
+warn_of_missing(PreTrainedModel, GenerationMixin)
 AutoModel.register(PrismConfig, PrismModel, exist_ok=True)
 AutoModelForCausalLM.register(PrismConfig, PrismForCausalLM, exist_ok=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
+from prism.models.compat import warn_of_missing
 from prism.models.config import PrismConfig
 
 
@@ -81,4 +83,5 @@ def hstu(num_items: int, **settings: Any) -> PrismRecConfig:
     return PrismRecConfig(num_items, **{**HSTU, **settings})
 
 
+warn_of_missing(PreTrainedConfig)
 AutoConfig.register("prism_rec", PrismRecConfig, exist_ok=True)

@@ -10,14 +10,13 @@ import torch
 import torch.export
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 _LINE = 80
 
 
 @dataclass(frozen=True, repr=False)
 class State:
-    """A memory (a tensor, or a nest of them) and a carry (windows, positions). The batch is every tensor's first dimension."""
+    """A memory (a tensor, or tensors by name) and a carry (windows, positions). The batch is every tensor's first dimension."""
 
     memory: Any = None
     carry: dict[str, Tensor] = field(default_factory=dict)
@@ -52,10 +51,7 @@ class State:
         return sum(x.nbytes for x in self.tensors().values())
 
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
-        return State(
-            pytree.tree_map_only(Tensor, function, self.memory),
-            {name: function(value) for name, value in self.carry.items()},
-        )
+        return State(_map(function, self.memory), _map(function, self.carry))
 
     def to(self, device: torch.device | str) -> State:
         """On another device; dtypes stay (a memory is float32 whatever the model is)."""
@@ -75,6 +71,13 @@ def _shape(x: Tensor) -> str:
 
 
 torch.export.register_dataclass(State, serialized_type_name="prism.nn.State")
+
+
+def _map(function: Callable[[Tensor], Tensor], memory: Any) -> Any:
+    """A tensor, tensors by name, or None."""
+    if isinstance(memory, dict):
+        return {name: _map(function, part) for name, part in memory.items()}
+    return None if memory is None else function(memory)
 
 
 def concatenate(states: list[State]) -> State:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism.engine.compat import untouched
 from prism.engine.kernels import paths
 from prism.rules.initial import set_initial_weights
 from prism.rules.span import Span
@@ -42,7 +43,7 @@ def l2_normalize(x: Tensor, eps: float = UNIT_EPS) -> Tensor:
 def linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     """Each map's answer to x. Plain ones, and low-rank ones down to their rank, are one product: many maps of few outputs
     would each read x, and each add to its gradient. If one was replaced, hooked or quantised, all are called as they are."""
-    firsts = [m.down if type(m) is LowRank and _untouched(m) else m for m in maps]
+    firsts = [m.down if type(m) is LowRank and untouched(m) else m for m in maps]
     plain = [m for m in firsts if isinstance(m, nn.Linear) and _plain(m)]
     if len(plain) < len(maps) or len({(m.weight.dtype, m.weight.device) for m in plain}) > 1:
         return [m(x) for m in maps]
@@ -55,13 +56,7 @@ def linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
 
 def _plain(m: nn.Linear) -> bool:
     """Whether m's answer is x Wᵀ, and W a tensor like any other: quantised and sharded ones are classes of their own."""
-    return type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter) and _untouched(m)
-
-
-def _untouched(m: nn.Module) -> bool:
-    """Whether nobody hooked m or gave it a forward of its own (which is how weights are fetched from elsewhere)."""
-    hooks = (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    return not any(hooks) and "forward" not in m.__dict__
+    return type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter) and untouched(m)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

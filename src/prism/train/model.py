@@ -83,9 +83,9 @@ def vocabulary(settings: ModelSettings, manifest: Manifest) -> int:
 
 def initialize(model: nn.Module, seed: int, weights: dict[str, Tensor] | None = None) -> None:
     """The weights that this seed stands for, whatever device or sharding the model has; or those given."""
-    for part in model.modules():  # transformers skips what it believes done
-        if hasattr(part, "_is_hf_initialized"):
-            del part._is_hf_initialized
+    from prism.models.compat import forget_initialised
+
+    forget_initialised(model)
     torch.manual_seed(seed)
     model.init_weights()  # type: ignore[operator]  # transformers models have it
     if weights is not None:

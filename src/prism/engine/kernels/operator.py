@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from prism.engine.update import have_tangents
+from prism.engine import compat
 
 Run = Callable[..., Any]
 
@@ -54,11 +53,11 @@ class Operator:
 
 
 def _noticed(inputs: tuple[Any, ...]) -> bool:
-    if have_tangents(*inputs):
+    if compat.have_tangents(*inputs):
         raise NotImplementedError(
             "the kernels have no forward-mode gradient: with backend='torch' memories have one, and layers whose input has"
         )
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or compat.in_dispatch_mode() or compat.transforms_active(*inputs):
         return True
     return any(isinstance(z, Tensor) and type(z) not in (Tensor, torch.nn.Parameter) for z in inputs)
 

@@ -1,0 +1,68 @@
+"""Every private name of transformers that PRISM's models use, each with a fallback.
+
+Marks that transformers leaves on tensors and modules are read here. Methods and class attributes that the models
+override are listed in `OVERRIDDEN`: a transformers without such a name would ignore ours, so that is warned about.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LOADED_MARK = "_is_hf_initialized"
+
+OVERRIDDEN = {
+    "PreTrainedModel": (
+        "_init_weights",
+        "_initialize_weights",
+        "_is_stateful",
+        "_keep_in_fp32_modules_strict",
+        "_no_split_modules",
+        "_skip_keys_device_placement",
+        "_tied_weights_keys",
+    ),
+    "GenerationMixin": ("_prepare_cache_for_generation",),
+    "PreTrainedConfig": ("_get_generation_parameters",),
+}
+"""Private names that PRISM's models override, by the class of transformers they belong to."""
+
+
+def is_loaded(parameter: Tensor) -> bool:
+    """Whether transformers filled this parameter from a file. `require_marks` has made sure that it would say so."""
+    return getattr(parameter, LOADED_MARK, False)
+
+
+def require_marks() -> None:
+    """Refuse to load with a transformers that marks loaded weights in another way: they would be drawn anew, silently."""
+    from transformers import initialization  # transformers 5 has it: its own models draw their weights through it
+
+    marked = torch.zeros(1)
+    setattr(marked, LOADED_MARK, True)
+    initialization.ones_(marked)
+    if marked.item() != 0:
+        raise ImportError(
+            f"transformers {version('transformers')} marks loaded weights in a way that PRISM does not know, and would "
+            "overwrite them: install transformers 5"
+        )
+
+
+def forget_initialised(model: nn.Module) -> None:
+    """Make `init_weights` start every module again, also those marked as done. Without the mark nothing is skipped."""
+    for part in model.modules():
+        if hasattr(part, LOADED_MARK):
+            delattr(part, LOADED_MARK)
+
+
+def warn_of_missing(*classes: type[Any]) -> None:
+    """Say which overridden names these classes of transformers no longer have."""
+    missing = [f"{c.__name__}.{name}" for c in classes for name in OVERRIDDEN[c.__name__] if not hasattr(c, name)]
+    if missing:
+        warnings.warn(
+            f"this transformers has no {', '.join(missing)}, which PRISM's models override: they may load or generate "
+            "differently; install transformers 5",
+            stacklevel=2,
+        )
