@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import prism
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn import no_weight_decay
 from prism.nn.block import SwiGLU
@@ -40,13 +38,11 @@ class Trainer:
     def __init__(self, config: PrismConfig, device: str, form: str | None, compiled: str, recompute: bool) -> None:
         torch.manual_seed(0)
         self.device = device
+        if form is not None:
+            config.form = form
         self.model = PrismForCausalLM(config).to(device).train()
         if recompute:
             self.model.gradient_checkpointing_enable()
-        if form is not None:
-            for module in self.model.modules():
-                if isinstance(module, prism.Mixer):
-                    module.forward = _in_form(module.forward, form)  # type: ignore[method-assign]
         parts = {"pieces": (HeadNorm, SwiGLU), "layers": (type(self.model.model.layers[0]),), "no": ()}[compiled]
         for module in self.model.modules():
             if isinstance(module, parts):
@@ -94,10 +90,3 @@ class Trainer:
             return loss
 
         self.replay = replay
-
-
-def _in_form(forward: Callable[..., Any], form: str) -> Callable[..., Any]:
-    def run(*arguments: Any, **options: Any) -> Any:
-        return forward(*arguments, **{**options, "form": form})
-
-    return run

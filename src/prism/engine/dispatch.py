@@ -14,14 +14,12 @@ from typing import Any
 from prism.engine import attention
 from prism.engine.autocast import without_autocast
 from prism.engine.chunkwise import chunkwise
+from prism.engine.defaults import BACKENDS, FORMS, resolve
 from prism.engine.kernels import fla, paths
 from prism.engine.parallel import parallel
 from prism.engine.recurrent import recurrent
 from prism.engine.scan import scan
 from prism.engine.update import Update, check_state
-
-FORMS = ("recurrent", "parallel", "chunkwise", "scan")
-BACKENDS = ("torch", "triton", "fla")
 
 Form = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -79,6 +77,8 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
             (`"serial"`: online learning of a network, inner_loop/serial.py).
         backend: `"torch"`, `"triton"`, `"fla"`, or `"auto"`.
 
+    Inside `with prism.engine.using(form=…, backend=…)`, `"auto"` is what that says.
+
     Returns:
         The outputs `[B, T, H, V]` and the memory after the last token. Passing that memory on with the next tokens gives
         what one call over all tokens would have given.
@@ -90,6 +90,7 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     ((1, 5, 2, 4), (1, 2, 8, 4))
     """
     engine = engine_of(type(update))
+    form, backend = resolve(form, backend)
     known = tuple(dict.fromkeys((*FORMS, *engine.forms)))
     if form != "auto" and form not in known:
         raise ValueError(f"unknown form {form!r}: choose from auto, {', '.join(known)}")

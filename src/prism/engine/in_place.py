@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from prism.engine.autocast import without_autocast
+from prism.engine.defaults import resolve
 from prism.engine.dispatch import engine_of, path_taken
 from prism.engine.recurrent import recurrent
 from prism.engine.update import Update, check_state, wants_gradients
@@ -40,7 +41,7 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
         raise ValueError(f"state must be contiguous {update.state_dtype} to be overwritten, got {state.dtype}{strides}")
     if wants_gradients(*update.tensors, state):
         raise ValueError("memory_ has no gradients: call it under torch.no_grad(), or call memory")
-    if path_taken(engine_of(Update), update, "recurrent", backend)[1] == "triton":
+    if path_taken(engine_of(Update), update, *resolve("recurrent", backend))[1] == "triton":
         from prism.engine.kernels import ops
 
         return ops.step_(*update.tensors, update.reset, update.mask, state, update.substeps)
@@ -51,4 +52,5 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
 
 def replaces(update: Any, form: str) -> bool:
     """Whether `memory_` computes what `memory` would in this form, to the bit."""
+    form, _ = resolve(form)
     return type(update) is Update and (engine_of(Update).choose(update) if form == "auto" else form) == "recurrent"

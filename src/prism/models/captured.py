@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from prism.engine import compat
+from prism.engine.defaults import Choice, resolve
 from prism.models.cache import PrismCache
 from prism.nn.state import State
 
@@ -45,6 +46,7 @@ class CapturedStep:
         self.weights = [*model.parameters(), *model.buffers()]
         self.places = self.places_now()
         self.precision = precision(tokens.device)
+        self.choice = choice_of(model)
         with torch.inference_mode(False), torch.no_grad():  # written to whatever mode later steps are called in
             self.tokens = tokens.clone()
             self.states = [state.map(_contiguous) for state in states]
@@ -83,6 +85,8 @@ class CapturedStep:
             self.tokens.device,
         )
         if model is not self.model or not alike or precision(tokens.device) != self.precision:
+            return False
+        if choice_of(model) != self.choice:
             return False
         return (self.holds(states) or layout(states) == layout(self.states)) and not self.outdated()
 
@@ -173,6 +177,11 @@ def _record(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, run: Callabl
         with suppress(RuntimeError), torch.cuda.stream(stream), again:
             torch.zeros(1, device=stream.device)
         raise
+
+
+def choice_of(model: PrismForCausalLM) -> Choice:
+    """The form and backend that a forward pass of the model takes now."""
+    return resolve(model.config.form, model.config.backend)
 
 
 def layout(states: list[State]) -> list[dict[str, Any]]:

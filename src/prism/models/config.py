@@ -10,6 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from prism import rules
+from prism.engine.defaults import check_choice
 from prism.nn.pattern import LayerSpec, parse_layers
 
 
@@ -30,6 +31,8 @@ class PrismConfig(PreTrainedConfig):
         initializer_range: standard deviation of embeddings and linear maps at the start; gates start as their rule says.
         tie_word_embeddings: one matrix for tokens in and out.
         use_cache: whether a forward pass outside training returns its state.
+        form, backend: how every layer computes its memory, as in `prism.memory`; `"auto"` leaves the choice to
+            `prism.engine.using` around the call, or to the engine.
     """
 
     model_type: ClassVar[str] = "prism"
@@ -53,6 +56,8 @@ class PrismConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = True,
         use_cache: bool = True,
+        form: str = "auto",
+        backend: str = "auto",
         pad_token_id: int | None = None,
         bos_token_id: int | None = None,
         eos_token_id: int | list[int] | None = None,
@@ -63,6 +68,7 @@ class PrismConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+        check_choice(form, backend)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_heads = num_heads
@@ -75,6 +81,8 @@ class PrismConfig(PreTrainedConfig):
         self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
         self.use_cache = use_cache
+        self.form = form
+        self.backend = backend
         self.pad_token_id = pad_token_id
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id

@@ -7,7 +7,16 @@ import json
 
 from transformers import PreTrainedModel
 
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache", "dropout")
+_SAYS_NOTHING = (
+    "_name_or_path",
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "use_cache",
+    "dropout",
+    "form",
+    "backend",
+)
 """Entries of a configuration that do not change what a model computes."""
 
 

@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from prism.documents import needed_starts, starts_of_positions
+from prism.engine.defaults import resolve
 from prism.engine.update import values_may_be_read
 from prism.models.cache import PrismCache
 from prism.models.compat import is_loaded, require_marks, warn_of_missing
@@ -136,12 +137,13 @@ class PrismModel(PrismPreTrainedModel):
         mask = _padding_mask(attention_mask, B, T)
         reset = _document_starts(reset, position_ids, B, T, fresh=not states)
         shared = {} if shared is None else shared
+        form, backend = resolve(self.config.form, self.config.backend)
         hidden: list[Any] = []
         new: list[State] = []
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
             if output_hidden_states:  # kept only then: they would hold layers × tokens alive
                 hidden.append(x)
-            x, state = layer(x, state, mask, reset, shared, keep_state=use_cache)
+            x, state = layer(x, state, mask, reset, shared, keep_state=use_cache, form=form, backend=backend)
             new.append(state)
         x = self.norm(x)
         cache = None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from prism.models.cache import PrismCache
-from prism.models.captured import CapturedStep, capture, layout, precision, repeatable
+from prism.models.captured import CapturedStep, capture, choice_of, layout, precision, repeatable
 
 if TYPE_CHECKING:
     from prism.models.language import PrismForCausalLM
@@ -62,7 +62,7 @@ class ReplayedCache(PrismCache):
             self._kind = None
             return None
         about = tokens.shape, tokens.dtype, tokens.device, precision(tokens.device)
-        kind = id(model), *about, layout(self.states)
+        kind = id(model), *about, choice_of(model), layout(self.states)
         self._waited = self._waited + 1 if kind == self._kind else 0
         self._kind = kind
         if self._waited != self._patience:

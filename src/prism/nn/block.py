@@ -65,10 +65,12 @@ class Block(nn.Module):
         reset: Tensor | None = None,
         shared: dict[str, Tensor] | None = None,
         keep_state: bool = True,
+        form: str = "auto",
+        backend: str = "auto",
     ) -> tuple[Tensor, State]:
         """`[B, T, width]` → `[B, T, width]` and the mixer's state, all as in `Mixer.forward`. Without `keep_state` that is
         empty: nobody need look after what will not be used (FSDP warns of windows, which are views)."""
-        mixed, state = self.mixer(_lowered(self.mixer_norm(x)), state, mask, reset, shared=shared)
+        mixed, state = self.mixer(_lowered(self.mixer_norm(x)), state, mask, reset, form, backend, shared)
         x = x + self.dropout(mixed)
         if self.has_mlp:
             x = x + self.dropout(self.mlp(_lowered(self.mlp_norm(x))))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from prism import rules
-from prism.engine import in_place, memory
+from prism.engine import in_place, memory, using
 from prism.nn.parameters import full_precision, gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.span import Span
@@ -70,6 +71,8 @@ class Mixer(nn.Module):
             mask: `[B, T]` bool, False is padding, left, right or between: it changes neither the other outputs nor the
                 state, and its own outputs are zero.
             reset: `[B, T]` bool, a document starts here: nothing before it is seen. Ignored on padding.
+            form, backend: as in `prism.memory`. A named backend is also that of the kernels around the memory, except in
+                compiled code, where only `prism.engine.using` around the call decides about those.
             shared: in a stack, one dict for all layers of a pass, new for every pass: some rules leave a tensor there for
                 the layers above (RWKV-7 its first value).
         """
@@ -82,12 +85,14 @@ class Mixer(nn.Module):
             x, mask = _reorder(x, order), mask.gather(1, order)
             reset = None if reset is None else reset.gather(1, order) & mask
         span = Span(mask, reset, shared)
-        update, carry, extra = self._update(x, state, span)
-        if state.overwrite and state.memory is not None and in_place.replaces(update, form):
-            o, new = in_place.memory_(update, state.memory, backend), state.memory
-        else:
-            o, new = memory(update, state.memory, form, backend)
-        y = self.rule.output(o, x, extra)
+        named = backend != "auto" and not torch.compiler.is_compiling()
+        with using(backend=backend) if named else nullcontext():
+            update, carry, extra = self._update(x, state, span)
+            if state.overwrite and state.memory is not None and in_place.replaces(update, form):
+                o, new = in_place.memory_(update, state.memory, backend), state.memory
+            else:
+                o, new = memory(update, state.memory, form, backend)
+            y = self.rule.output(o, x, extra)
         if order is not None:
             assert span.mask is not None  # nothing else is reordered
             y = _reorder(torch.where(span.mask.unsqueeze(-1), y, 0.0), order.argsort(1))

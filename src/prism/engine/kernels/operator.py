@@ -55,7 +55,7 @@ class Operator:
 def _noticed(inputs: tuple[Any, ...]) -> bool:
     if compat.have_tangents(*inputs):
         raise NotImplementedError(
-            "the kernels have no forward-mode gradient: with backend='torch' memories have one, and layers whose input has"
+            "the kernels have no forward-mode gradient: run it in `with prism.engine.using(backend='torch'):`, which has"
         )
     if torch.compiler.is_compiling() or compat.in_dispatch_mode() or compat.transforms_active(*inputs):
         return True
@@ -74,7 +74,8 @@ def _function(run_for_gradient: Run, keep: Run, differentiate: Run) -> type[torc
         def backward(ctx: Any, *d_outputs: Tensor | None) -> Any:
             if torch.is_grad_enabled():  # asked with create_graph=True
                 raise NotImplementedError(
-                    "the kernels have no second derivatives: a memory has them with backend='torch'"
+                    "the kernels have no second derivatives: run the forward pass in "
+                    "`with prism.engine.using(backend='torch'):`, which has them"
                 )
             return differentiate(ctx, *d_outputs)
 

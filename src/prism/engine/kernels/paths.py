@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism.engine.defaults import resolve
 from prism.engine.kernels.installed import at_least
 from prism.engine.recurrent import recurrent
 from prism.engine.steps import at_substep
@@ -64,7 +65,9 @@ def chunks_refuse(u: Update) -> str | None:
 
 
 def fuses(x: Tensor) -> bool:
-    """Whether the kernels beside the memory serve a tensor."""
+    """Whether the kernels around the memory serve a tensor, and may: `using(backend="torch")` turns them off."""
+    if resolve()[1] == "torch":
+        return False
     return INSTALLED and x.is_cuda and x.dtype != torch.float64 and not _outdated(x) and not have_tangents(x)
 
 

@@ -1,0 +1,172 @@
+"""`using` sets what "auto" stands for, where it was set and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import prism
+from prism.engine import BACKENDS, FORMS, defaults, dispatch, in_place, using
+from prism.engine.kernels import paths
+
+UPDATE = prism.Update(torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 1, 8), torch.randn(1, 5, 2, 1, 4))
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    """The form and backend of every call of `memory`."""
+    calls: list[tuple[str, str]] = []
+    original = dispatch.path_taken
+
+    def spy(*arguments: object) -> tuple[str, str]:
+        calls.append(original(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(dispatch, "path_taken", spy)
+    yield calls
+    assert defaults.resolve() == defaults.AUTO and not defaults._entered, "a block is still open"
+
+
+def test_auto_is_what_the_block_says(taken: list[tuple[str, str]]) -> None:
+    for form in FORMS:
+        with using(form=form, backend="torch"):
+            prism.memory(UPDATE)
+            prism.memory(UPDATE, form="recurrent")
+    prism.memory(UPDATE)
+    expected = [pair for form in FORMS for pair in ((form, "torch"), ("recurrent", "torch"))]
+    assert taken == [*expected, ("chunkwise", "torch")]
+
+
+NAMES = st.tuples(st.sampled_from(["auto", *FORMS]), st.sampled_from(["auto", *BACKENDS]))
+
+
+@given(blocks=st.lists(NAMES, max_size=5), asked=NAMES)
+def test_the_innermost_name_counts(blocks: list[tuple[str, str]], asked: tuple[str, str]) -> None:
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(using(*block))
+        for place, got in enumerate(defaults.resolve(*asked)):
+            named = [choice[place] for choice in [*blocks, asked] if choice[place] != "auto"]
+            assert got == (named[-1] if named else "auto")
+        assert defaults._latest == defaults.resolve()
+    assert defaults.resolve() == defaults._latest == defaults.AUTO
+
+
+def test_an_error_ends_the_block() -> None:
+    with pytest.raises(KeyError), using(form="scan"):
+        raise KeyError
+    assert defaults.resolve() == defaults.AUTO and not defaults._entered
+
+
+def test_threads_and_tasks_choose_for_themselves() -> None:
+    seen: dict[str, str] = {}
+    both = threading.Barrier(2)
+
+    def in_thread(form: str) -> None:
+        with using(form=form):
+            both.wait(10)
+            seen[f"thread {form}"] = defaults.resolve()[0]
+            both.wait(10)
+
+    threads = [threading.Thread(target=in_thread, args=(form,)) for form in ("scan", "parallel")]
+    with using(form="recurrent"):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seen["thread recurrent"] = defaults.resolve()[0]
+
+    async def in_task(form: str) -> None:
+        with using(form=form):
+            await asyncio.sleep(0)
+            seen[f"task {form}"] = defaults.resolve()[0]
+            await asyncio.sleep(0)
+
+    async def tasks() -> None:
+        await asyncio.gather(in_task("scan"), in_task("parallel"))
+
+    asyncio.run(tasks())
+    assert len(seen) == 5 and all(name.split()[1] == form for name, form in seen.items())
+    assert not defaults._entered
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        ({"form": "chunks"}, "unknown form 'chunks': choose from auto, recurrent, parallel, chunkwise, scan, serial"),
+        ({"backend": "cuda"}, "unknown backend 'cuda': choose from auto, torch, triton, fla"),
+    ],
+)
+def test_a_wrong_name_is_refused_at_once(names: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence), using(**names):
+        raise AssertionError("entered")
+
+
+def test_what_a_memory_does_not_have_is_said() -> None:
+    mixer, x = prism.Mixer("softmax", 16, 2), torch.randn(1, 3, 16)
+    with using(form="scan"), pytest.raises(ValueError, match="form 'scan' cannot serve a Attend: it has the forms"):
+        mixer(x)
+
+
+def test_a_mixer_and_a_decode_step_follow(taken: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer, x = prism.Mixer("mom", 16, 2), torch.randn(1, 7, 16)
+    with using(form="parallel"):
+        mixer(x)
+        assert taken == [("parallel", "torch")]
+        assert not in_place.replaces(UPDATE, "auto") and in_place.replaces(UPDATE, "recurrent")
+    with using(backend="fla"), pytest.raises(ValueError, match="backend 'fla' has no form 'recurrent'"):
+        prism.engine.memory_(UPDATE, torch.zeros(1, 2, 8, 4))
+
+
+class _OnGpu:
+    """What `fuses` looks at in a tensor."""
+
+    is_cuda, dtype, device = True, torch.float32, torch.device("cuda")
+
+
+@pytest.mark.parametrize(("backend", "fused"), [("auto", True), ("triton", True), ("fla", True), ("torch", False)])
+def test_torch_turns_off_the_kernels_around_the_memory(
+    backend: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "INSTALLED", True)
+    monkeypatch.setattr(paths, "_outdated", lambda x: False)
+    with using(backend=backend):
+        assert paths.fuses(_OnGpu()) is fused  # type: ignore[arg-type]
+    seen: list[bool] = []
+    mixer = prism.Mixer("gated_delta", 16, 2)
+    monkeypatch.setattr(mixer.rule, "output", lambda o, x, extra: seen.append(paths.fuses(_OnGpu())) or x)
+    if backend in ("auto", "torch"):
+        mixer(torch.randn(1, 3, 16), backend=backend)
+        assert seen == [fused]
+
+
+def test_compiled_code_follows_the_block_around_it() -> None:
+    def asked(x: Tensor) -> Tensor:
+        return x + (10 if defaults.resolve()[0] == "scan" else 1)
+
+    compiled = torch.compile(asked, backend="eager", fullgraph=True)
+    zero = torch.zeros(())
+    answers = [compiled(zero).item()]
+    with using(form="scan"):
+        answers.append(compiled(zero).item())
+    answers.append(compiled(zero).item())
+    assert answers == [1, 10, 1]
+
+
+def test_a_compiled_mixer_follows() -> None:
+    mixer, x = prism.Mixer("linear", 8, 1).double(), torch.randn(1, 5, 8, dtype=torch.float64)
+    expected, _ = mixer(x)
+    compiled = torch.compile(mixer, backend="eager", fullgraph=True)
+    with using(form="recurrent", backend="torch"):
+        y, _ = compiled(x)
+    z, _ = torch.compile(mixer, backend="eager", fullgraph=True)(x, form="parallel", backend="torch")
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(z, expected)
