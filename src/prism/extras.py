@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+_CLI = ("tyro", "rich", "tomli")
 BROUGHT_BY = {
+    "cli": _CLI,
     "plots": ("matplotlib",),
-    "lm": ("transformers", "tokenizers", "datasets", "tensorboard", "filelock"),
-    "rec": ("transformers", "polars", "filelock"),
+    "lm": ("transformers", "tokenizers", "datasets", "tensorboard", "filelock", *_CLI),
+    "rec": ("transformers", "polars", "filelock", *_CLI),
     "eval": ("lm_eval",),
     "gpu": ("triton",),
 }

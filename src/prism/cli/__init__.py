@@ -26,23 +26,27 @@ class Command(NamedTuple):
     summary: str
     own_arguments: bool = False
     """The function takes the list of arguments and parses it itself."""
+    extra: str = "lm"
+    """The extra that installs what the command needs."""
 
 
 COMMANDS = {
     "train lm": Command("prism.cli.train:train", "train a language model, or go on training one", True),
     "train rec": Command(
-        "prism.cli.train_rec:train", "train a recommender on a log of events, or go on training one", True
+        "prism.cli.train_rec:train", "train a recommender on a log of events, or go on training one", True, "rec"
     ),
     "generate": Command("prism.cli.generate:generate", "write text with a model, and go on later where it stopped"),
     "evaluate lm": Command("prism.cli.evaluate:evaluate_lm", "perplexity on files, and lm-eval tasks from local data"),
     "evaluate rec": Command(
-        "prism.cli.evaluate_rec:evaluate_rec", "where held-out events land in a recommender's ranking of all items"
+        "prism.cli.evaluate_rec:evaluate_rec",
+        "where held-out events land in a recommender's ranking of all items",
+        extra="rec",
     ),
     "recommend": Command(
-        "prism.cli.recommend:recommend", "the next items for users, for sequences or for saved states"
+        "prism.cli.recommend:recommend", "the next items for users, for sequences or for saved states", extra="rec"
     ),
     "export": Command("prism.cli.export:export", "write a run's newest checkpoint as a transformers model"),
-    "rules": Command("prism.cli.rules:rules", "the table of all rules: what they forget, write and cost"),
+    "rules": Command("prism.cli.rules:rules", "the table of all rules: what they forget, write and cost", extra="cli"),
     "demo": Command("prism.cli.demo:demo", "train three small models here and now, and write a report about them"),
     "probe mqar": Command(
         "prism.cli.probe:mqar", "train small models on associative recall and draw what they remember"
@@ -86,7 +90,7 @@ def _run(words: list[str]) -> int:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("PRISM_DEBUG") == "1":
             raise
-        told = missing(error, "rec" if "rec" in name else "lm") or _unwritable(error) or error
+        told = missing(error, COMMANDS[name].extra) or _unwritable(error) or error
         say(f"prism {name}: {told}")
         return 2
     except KeyboardInterrupt:
