@@ -12,7 +12,7 @@ import torch
 from rec_runs import small
 
 from prism.data.interactions import LogRecipe, Prepared
-from prism.data.interactions.prepared import Synthetic
+from prism.data.interactions.recipe import Synthetic
 from prism.data.interactions.synthetic import synthetic_log
 from prism.evaluate.recommendation import rank_targets
 from prism.models.item_losses import full_softmax

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prism.data.interactions import LogRecipe, prepare_log
-from prism.data.interactions.prepared import Synthetic
+from prism.data.interactions.recipe import Synthetic
 from prism.data.interactions.synthetic import synthetic_log
 
 

@@ -12,12 +12,10 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
+from prism.cli.exit_codes import INTERRUPTED
 from prism.data.files import reason
 from prism.extras import missing
 from prism.messages import did_you_mean, say
-
-INTERRUPTED = 130
-"""The exit code after a signal, also where everything was saved: whoever waits for the end must not go on as if it were."""
 
 
 class Command(NamedTuple):

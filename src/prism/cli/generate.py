@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from prism.cli import INTERRUPTED
+from prism.cli.exit_codes import INTERRUPTED
 from prism.data.state_file import check_state_target
 from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.language_model import open_model

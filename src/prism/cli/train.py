@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prism.cli import INTERRUPTED
+from prism.cli.exit_codes import INTERRUPTED
 from prism.cli.flags import parse_settings
 from prism.train.language import train_lm
 from prism.train.presets import preset

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from prism.cli import INTERRUPTED
 from prism.cli.evaluate_rec import evaluate_rec
+from prism.cli.exit_codes import INTERRUPTED
 from prism.cli.flags import parse_settings
 from prism.train.rec import train_rec
 from prism.train.rec_presets import preset

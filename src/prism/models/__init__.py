@@ -2,7 +2,7 @@
 library's shape.
 
 Importing this package makes `AutoConfig` know PRISM's configurations; making a configuration makes `AutoModel` (and
-`AutoModelForCausalLM`) know its models (see config.py). Nothing heavier than a configuration is imported before that.
+`AutoModelForCausalLM`) know its models (see auto.py). Nothing heavier than a configuration is imported before that.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from prism.models import auto  # noqa: F401 - registers with transformers
 from prism.models.config import PrismConfig
 from prism.models.rec_config import PrismRecConfig
 

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache
 
 from prism.nn.state import State
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class CachedModel(Protocol):
+    """What a cache that steps its model asks of it: `PrismForCausalLM` has it."""
+
+    config: Any
+
+    def forward(self, input_ids: Tensor, **options: Any) -> Any: ...
+    def modules(self) -> Iterator[nn.Module]: ...
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def buffers(self) -> Iterator[Tensor]: ...
 
 
 class PrismCache(Cache):

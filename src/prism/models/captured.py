@@ -14,18 +14,15 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from prism.engine import compat
 from prism.engine.defaults import Choice, resolve
-from prism.models.cache import PrismCache
+from prism.models.cache import CachedModel, PrismCache
 from prism.nn.state import State
-
-if TYPE_CHECKING:
-    from prism.models.language import PrismForCausalLM
 
 _one_capture = threading.Lock()
 _failed: list[torch.cuda.CUDAGraph] = []
@@ -34,7 +31,7 @@ _failed: list[torch.cuda.CUDAGraph] = []
 class CapturedStep:
     """One more token a row for the same number of rows, into `states`, which belong to it."""
 
-    def __init__(self, model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> None:
+    def __init__(self, model: CachedModel, tokens: Tensor, states: list[State]) -> None:
         self.model = model
         self.modules = modules = list(model.modules())
         self.registries = compat.registries(modules) or []  # `repeatable` has seen that they can be read
@@ -78,7 +75,7 @@ class CapturedStep:
         copies = [state.map(_contiguous) for state in self.states]
         return layout(self.compute(copies, overwrite=True)[-1]) == layout(self.states)
 
-    def serves(self, model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> bool:
+    def serves(self, model: CachedModel, tokens: Tensor, states: list[State]) -> bool:
         alike = (tokens.shape, tokens.dtype, tokens.device) == (
             self.tokens.shape,
             self.tokens.dtype,
@@ -118,7 +115,7 @@ class CapturedStep:
         return logits.clone(), None if balance is None else balance.clone()
 
 
-def repeatable(model: PrismForCausalLM) -> bool:
+def repeatable(model: CachedModel) -> bool:
     """Whether a step is the same every time, as far as can be told without one: no growing states, no hooks, and no adapters
     of peft's, which are switched by flags that a graph does not see."""
     if not model.config.constant_state:
@@ -132,7 +129,7 @@ def repeatable(model: PrismForCausalLM) -> bool:
     return not any(hasattr(m, "_disable_adapters") for m in modules)
 
 
-def capture(model: PrismForCausalLM, tokens: Tensor, states: list[State]) -> CapturedStep | None:
+def capture(model: CachedModel, tokens: Tensor, states: list[State]) -> CapturedStep | None:
     """None where a step's states do not come back as they went in; and, with a warning, where it does something that no graph
     can do."""
     try:
@@ -179,7 +176,7 @@ def _record(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, run: Callabl
         raise
 
 
-def choice_of(model: PrismForCausalLM) -> Choice:
+def choice_of(model: CachedModel) -> Choice:
     """The form and backend that a forward pass of the model takes now."""
     return resolve(model.config.form, model.config.backend)
 

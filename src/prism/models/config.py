@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.configuration_auto import AutoConfig
 
 from prism import rules
 from prism.engine.defaults import check_choice
@@ -38,8 +36,8 @@ class PrismConfig(PreTrainedConfig):
     model_type: ClassVar[str] = "prism"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {"num_attention_heads": "num_heads"}
-    models_module: ClassVar[str] = "prism.models.language"
-    """Where the models of this configuration are."""
+    on_creation: ClassVar[list[Callable[[PrismConfig], None]]] = []
+    """Called with every new configuration (see auto.py)."""
 
     def __init__(
         self,
@@ -88,7 +86,8 @@ class PrismConfig(PreTrainedConfig):
         self.eos_token_id = eos_token_id
         super().__init__(**kwargs)
         self._check_rule_options()
-        import_module(self.models_module)  # registers the models with transformers' Auto classes
+        for call in self.on_creation:
+            call(self)
 
     @property
     def layer_plan(self) -> list[LayerSpec]:
@@ -122,6 +121,3 @@ class PrismConfig(PreTrainedConfig):
 def _as_json(entry: Any) -> Any:
     """A pair (name, options) as the list that a JSON file gives back."""
     return list(entry) if isinstance(entry, tuple) else entry
-
-
-AutoConfig.register("prism", PrismConfig, exist_ok=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
@@ -340,5 +340,3 @@ def _refuse_pickles(source: Any, kwargs: dict[str, Any]) -> None:
 
 
 warn_of_missing(PreTrainedModel, GenerationMixin)
-AutoModel.register(PrismConfig, PrismModel, exist_ok=True)
-AutoModelForCausalLM.register(PrismConfig, PrismForCausalLM, exist_ok=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.configuration_auto import AutoConfig
 
 from prism.models.compat import warn_of_missing
 from prism.models.config import PrismConfig
@@ -29,7 +28,6 @@ class PrismRecConfig(PrismConfig):
     """
 
     model_type: ClassVar[str] = "prism_rec"
-    models_module: ClassVar[str] = "prism.models.recommender"
 
     def __init__(
         self,
@@ -84,4 +82,3 @@ def hstu(num_items: int, **settings: Any) -> PrismRecConfig:
 
 
 warn_of_missing(PreTrainedConfig)
-AutoConfig.register("prism_rec", PrismRecConfig, exist_ok=True)

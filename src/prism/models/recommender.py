@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModel
 from transformers.utils import ModelOutput
 
 from prism.models.cache import PrismCache
@@ -167,6 +166,3 @@ class PrismForRecommendation(PrismPreTrainedModel):
 def gap_bucket(gaps: Tensor) -> Tensor:
     """The bucket of a time gap, two for each doubling: 0 for none, 63 for all from 2^31.5 on."""
     return (2 * torch.log2(1 + gaps.double().clamp(min=0))).long().clamp(max=GAP_BUCKETS - 1)
-
-
-AutoModel.register(PrismRecConfig, PrismForRecommendation, exist_ok=True)

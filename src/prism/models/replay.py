@@ -12,16 +12,13 @@ Design choices
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from prism.models.cache import PrismCache
+from prism.models.cache import CachedModel, PrismCache
 from prism.models.captured import CapturedStep, capture, choice_of, layout, precision, repeatable
-
-if TYPE_CHECKING:
-    from prism.models.language import PrismForCausalLM
 
 PATIENCE = 3
 """Ordinary steps of one kind before one is captured."""
@@ -40,7 +37,7 @@ class ReplayedCache(PrismCache):
         self._kind: Any = None
         self._waited, self._patience = 0, PATIENCE
 
-    def step(self, model: PrismForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    def step(self, model: CachedModel, tokens: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """The logits `[B, 1, vocabulary]` after one more token `[B, 1]` a row, and the balance loss; None where an ordinary
         step is to be taken."""
         if tokens.is_cuda and torch.cuda.is_current_stream_capturing():  # by somebody else
@@ -56,7 +53,7 @@ class ReplayedCache(PrismCache):
         self.update(list(self._step.states), 1)
         return answers
 
-    def _after_a_while(self, model: PrismForCausalLM, tokens: Tensor) -> CapturedStep | None:
+    def _after_a_while(self, model: CachedModel, tokens: Tensor) -> CapturedStep | None:
         """Tried once for steps of a kind."""
         if not repeatable(model):
             self._kind = None
@@ -92,7 +89,7 @@ class ReplayedCache(PrismCache):
         return {**self.__dict__, "_step": None, "_kind": None}
 
 
-def cache_for(model: PrismForCausalLM) -> PrismCache:
+def cache_for(model: CachedModel) -> PrismCache:
     """The cache that goes fastest with this model where it is: one whose steps are replayed, if it lies on one GPU whole."""
     kinds, devices = {type(p.data) for p in model.parameters()}, {p.device for p in model.parameters()}
     on_one_gpu = kinds == {Tensor} and len(devices) == 1 and next(iter(devices)).type == "cuda"

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from prism.messages import did_you_mean
 from prism.rules.options import Option, options_of
-from prism.rules.rule import Rule
+from prism.rules.rule import Rule, look_up_with
 
 _RULES = {
     "prism": "prism.rules.prism:Prism",
@@ -118,5 +118,7 @@ def _check_class(rule: type) -> type[Rule]:
         raise ValueError(f"the rule {rule.__name__} does not define {' and '.join(missing)}")
     return rule
 
+
+look_up_with(get)
 
 __all__ = ["Option", "Rule", "describe", "get", "names", "register"]

@@ -29,7 +29,7 @@ from prism.rules.memory_maps import give_each_memory_its_maps
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, at_least_float32
 from prism.rules.routing import Routing, borders, imbalance, take
-from prism.rules.rule import Paper, Rule, check_amount, check_whole, depth
+from prism.rules.rule import Paper, Rule, check_amount, check_whole, depth, rule_named
 from prism.rules.span import Span
 
 
@@ -67,14 +67,12 @@ class Mom(Rule):
         layer_index: int = 0,
         layer_count: int = 1,
     ) -> None:
-        from prism import rules  # the registry knows this module, so it cannot be imported above
-
         check_whole(memories=memories)
         check_amount(balance=balance)
         depth(layer_index, layer_count)  # checks them
         if not isinstance(top_k, int) or not 1 <= top_k <= memories:
             raise ValueError(f"top_k must be one of 1 … memories = {memories}, got {top_k!r}")
-        kind = rules.get(inner)
+        kind = rule_named(inner)
         if kind is Mom or not kind.constant_state:
             raise ValueError(f"inner must be a rule whose state has a constant size, other than mom: got {inner!r}")
         place = {"layer_index": layer_index, "layer_count": layer_count}

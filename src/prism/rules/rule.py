@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -119,6 +119,19 @@ class Rule(nn.Module):
     def output(self, o: Tensor, x: Tensor, extra: Any) -> Tensor:
         """o `[B, T, H, V]`, x `[B, T, width]` → `[B, T, width]`."""
         raise NotImplementedError
+
+
+_lookups: list[Callable[[str], type[Rule]]] = []
+
+
+def look_up_with(lookup: Callable[[str], type[Rule]]) -> None:
+    """Give rules that contain other rules the registry's `get`, without their importing the registry that lists them."""
+    _lookups[:] = [lookup]
+
+
+def rule_named(name: str) -> type[Rule]:
+    """The class of another rule, for rules that contain one."""
+    return _lookups[0](name)
 
 
 def check_options(cls: type[Rule], options: Iterable[str]) -> None:

@@ -5,7 +5,8 @@ Only read.py and core.py work on tables (polars); everything after a log is prep
 
 from prism.data.interactions.histories import Histories
 from prism.data.interactions.ids import Catalogue, Feature, Users
-from prism.data.interactions.prepared import LogRecipe, Prepared, open_prepared, prepare_log
+from prism.data.interactions.prepared import Prepared, open_prepared
+from prism.data.interactions.recipe import LogRecipe, prepare_log
 from prism.data.interactions.samples import RecBatch, Samples
 from prism.data.interactions.split import Split, Targets, check_leakage, global_time, leave_one_out
 

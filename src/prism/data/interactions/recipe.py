@@ -1,0 +1,111 @@
+"""From a recipe to prepared arrays: which log is read and how, made once and found again in a cache folder.
+
+The folder's name is a hash of everything that the arrays depend on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock
+
+from prism.data.files import check_target
+from prism.data.interactions.prepared import Prepared, open_prepared
+from prism.data.interactions.synthetic import synthetic_log
+from prism.data.prepare import default_cache
+from prism.data.text import not_there
+
+VERSION = 2
+"""Raise it when the same log would give other arrays: old caches are then no longer found."""
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Sizes of the log that is made up where none is given; see synthetic.py."""
+
+    users: int = 600
+    items: int = 400
+    events: int = 40_000
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LogRecipe:
+    """Everything that decides which arrays come out."""
+
+    source: str | None = None
+    """A log: csv, tsv, parquet, RecBole's .inter, lines of "user item" or "user item item …" (texts also as .gz and .xz), or
+    a folder that was prepared from one. None: a synthetic log of users whose interests drift."""
+    format: str = "auto"
+    """Of the log, if its name and first line do not tell."""
+    user: str = "auto"
+    """The column with the users."""
+    item: str = "auto"
+    """The column with the items."""
+    time: str | None = "auto"
+    """The column with the times; None: the log is in order as it is."""
+    features: tuple[str, ...] = ()
+    """Columns that say something of the item (a category, a brand) for the model to know."""
+    duplicates: Literal["keep", "drop"] = "keep"
+    """What to do with an event that has user, item and time of another."""
+    min_user: int = 1
+    """Leave out users with fewer events than this, and items with fewer than min_item, until both hold."""
+    min_item: int = 1
+    """Leave out items with fewer events than this."""
+    synthetic: Synthetic = field(default_factory=Synthetic)
+
+
+def prepare_log(
+    recipe: LogRecipe,
+    cache: Path | None = None,
+    verify: bool = True,
+    report: Callable[[str], None] = lambda message: None,
+) -> Prepared:
+    """The arrays of a recipe, made now if no one has made them before.
+
+    Args:
+        cache: the folder that keeps them.
+        verify: compare what is found there with its digest.
+        report: is told when a log is read.
+    """
+    source = None if recipe.source is None else Path(recipe.source).expanduser()
+    if source is not None and source.is_dir():
+        return open_prepared(source, verify)
+    if source is not None and not source.is_file():
+        raise FileNotFoundError(not_there(str(recipe.source)))
+    cache = check_target((cache or default_cache()) / "logs", folder=True, name="data.cache")
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / _key(recipe, source)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            report(f"reading {'the synthetic log' if source is None else source}, once")
+            make_log(recipe, source).save(folder)
+    return open_prepared(folder, verify)
+
+
+def make_log(recipe: LogRecipe, source: Any) -> Prepared:
+    """The arrays, made now and kept nowhere; source is a file, a polars or pandas DataFrame, or None: the synthetic log."""
+    if source is None:
+        made = synthetic_log(**asdict(recipe.synthetic))
+    else:
+        from prism.data.interactions.core import k_core  # works on polars' tables
+        from prism.data.interactions.read import Columns, read_log
+
+        columns = Columns(recipe.user, recipe.item, recipe.time, recipe.features)
+        log = read_log(source, columns, format=recipe.format, duplicates=recipe.duplicates)
+        made = k_core(log, users=recipe.min_user, items=recipe.min_item).prepare()
+    return Prepared(made.histories, made.catalogue, made.users, {**made.manifest, "recipe": asdict(recipe)})
+
+
+def _key(recipe: LogRecipe, source: Path | None) -> str:
+    """A file counts as the same while its place, size and time stay."""
+    what: dict[str, Any] = asdict(recipe)
+    if source is not None:
+        what["source"] = [str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns]
+        del what["synthetic"]
+    return hashlib.sha256(json.dumps([VERSION, what]).encode()).hexdigest()[:20]
