@@ -1,4 +1,4 @@
-"""A log made ready once: arrays and JSON in a folder, found again by whoever comes second.
+"""A prepared log: arrays and JSON in a folder. recipe.py makes one from a log, and finds it again.
 
     log/
       events.safetensors       offsets, items, times: the Histories
@@ -6,7 +6,7 @@
       users.json               the users' own ids
       manifest.json            what was read and what was dropped, and one digest for all of it
 
-The folder is found by everything it depends on. It appears whole or not at all, and opening it needs no polars.
+The folder appears whole or not at all, and opening it needs no polars.
 """
 
 from __future__ import annotations
