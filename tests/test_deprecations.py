@@ -26,7 +26,11 @@ def test_a_deprecation_is_an_error(category: type[Warning], library: str, blamed
 @pytest.mark.parametrize("category", [DeprecationWarning, PendingDeprecationWarning])
 @pytest.mark.parametrize(
     ("message", "module"),
-    [("torch.jit.script is deprecated", "fla.ops"), ("ast.Num is deprecated", "triton.compiler"), ("old", "numpy.lib")],
+    [
+        ("torch.jit.script is deprecated", "fla.ops"),
+        ("ast.Num is deprecated", "triton.compiler"),
+        ("old", "numpy.lib"),
+    ],
 )
 def test_noise_is_none(category: type[Warning], message: str, module: str) -> None:
     with warnings.catch_warnings(record=True):  # keeps the filters
@@ -36,3 +40,8 @@ def test_noise_is_none(category: type[Warning], message: str, module: str) -> No
 def test_a_warning_of_another_kind_is_none() -> None:
     with warnings.catch_warnings(record=True):
         warn("torch is slow", UserWarning, "torch.nn")
+
+
+def test_torch_using_its_own_old_parts_is_none() -> None:
+    with warnings.catch_warnings(record=True):
+        warn("`torch.jit.script` is deprecated", DeprecationWarning, "torch.jit._script")
