@@ -157,7 +157,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(
         assert dir == tmp_path
         raise OSError(number, os.strerror(number), str(dir))
 
-    monkeypatch.setattr("prism.data.files.tempfile.TemporaryFile", refused)
+    monkeypatch.setattr("prism.files.tempfile.TemporaryFile", refused)
     place = tmp_path / "place"
     assert main([word.replace("PLACE", str(place)) for word in words]) == 2
     said = capsys.readouterr().err

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from prism.data.files import fresh_folder, replace_folder
 from prism.data.interactions import LogRecipe, prepare_log
 from prism.data.prepare import Recipe, prepare
+from prism.files import fresh_folder, replace_folder
 
 
 def folder(path: Path, content: str) -> Path:
@@ -50,7 +50,7 @@ def test_what_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeypatch: p
     def full(path: Path) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("prism.data.files.sync", full)
+    monkeypatch.setattr("prism.files.sync", full)
     with pytest.raises(OSError, match="No space"):
         replace_folder(partial, final)
     assert (final / "file").read_text() == "old"
@@ -65,6 +65,6 @@ def test_a_read_only_cache_is_named_with_its_setting(
     def refused(dir: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir))
 
-    monkeypatch.setattr("prism.data.files.tempfile.TemporaryFile", refused)
+    monkeypatch.setattr("prism.files.tempfile.TemporaryFile", refused)
     with pytest.raises(ValueError, match=r"cannot be written: there is no permission to; give another .* data\.cache$"):
         make(tmp_path)

@@ -13,8 +13,8 @@ from runs import losses, small
 from standin import build_with_dropout
 
 from children import final_tensors, same_tensors
-from prism.data import files
-from prism.data.manifest import find_damage
+from prism import files
+from prism.files import find_damage
 from prism.train import checkpoint as checkpoints
 from prism.train import tensors as tensor_files
 from prism.train.checkpoint import Checkpoints

@@ -16,7 +16,7 @@ from runs import small
 from safetensors import SafetensorError
 
 from prism.cli import main
-from prism.data.manifest import check_weights
+from prism.files import check_weights
 from prism.train.language import train_lm
 
 Captured = pytest.CaptureFixture[str]

@@ -16,8 +16,8 @@ from standin import Standin, build_plain, build_with_dropout
 
 from children import final_tensors, finish, reached, same_tensors, signal_when
 from prism.cli.export import export
-from prism.data.files import remove_folder
 from prism.engine.update import InvalidValueError
+from prism.files import remove_folder
 from prism.train.finite import NotFiniteError
 from prism.train.language import train_lm
 from prism.train.log import read_log

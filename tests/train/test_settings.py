@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prism.cli.train import parse
-from prism.data.files import write_json
+from prism.files import write_json
 from prism.train.overrides import override, to_plain
 from prism.train.presets import PRESETS, preset
 from prism.train.settings import Settings

@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from prism.cli.exit_codes import INTERRUPTED
-from prism.data.files import reason
 from prism.extras import missing
+from prism.files import reason
 from prism.messages import did_you_mean, say
 
 

@@ -14,7 +14,6 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from tyro.conf import Positional
 
-from prism.data.files import check_target
 from prism.data.interactions import Prepared
 from prism.evaluate.bars import progress_bars
 from prism.evaluate.rec_plots import FEW_TARGETS, is_small
@@ -23,6 +22,7 @@ from prism.evaluate.rec_report import report as write_report
 from prism.evaluate.recommendation import Sampled, evaluate_split, protocol_line
 from prism.evaluate.report import write_results
 from prism.evaluate.saved_model import open_weights
+from prism.files import check_target
 from prism.messages import say
 from prism.models import PrismForRecommendation
 from prism.train.log import read_log

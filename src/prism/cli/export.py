@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from prism.data.files import check_target
+from prism.files import check_target
 from prism.messages import say
 from prism.train.checkpoint import all_damaged, checkpoint_names, chosen_by, find_newest_good
 from prism.train.export import export as export_checkpoint

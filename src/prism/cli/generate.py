@@ -9,9 +9,9 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from prism.cli.exit_codes import INTERRUPTED
-from prism.data.state_file import check_state_target
 from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.language_model import open_model
+from prism.files import check_state_target
 from prism.messages import say
 from prism.train.saved import model_folder
 from prism.train.stop import StopRequest

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
-from prism.data.state_file import check_state_target
+from prism.files import check_state_target
 from prism.messages import say
 from prism.recommend import Recommendations, Recommender, UserStates
 

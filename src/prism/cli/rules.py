@@ -13,10 +13,10 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from prism import rules as registry
-from prism.data.files import check_target
 from prism.engine import FORMS, engine_of
 from prism.engine.dispatch import path_taken
 from prism.engine.folded import Folded
+from prism.files import check_target
 from prism.rules.options import options_of
 from prism.rules.rule import Rule
 from prism.rules.span import Span

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prism.data.compressed import inner_suffix, open_bytes
+from prism.files import inner_suffix, open_bytes
 
 Document = Iterable[str]
 

@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from prism.data.files import read_json, sha256, write_json
+from prism.files import read_json, sha256, write_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.data.state_file import read_state, write_state
 from prism.data.streaming import TextStream
 from prism.evaluate.language_model import LanguageModel
 from prism.evaluate.reader import Reader
+from prism.files import read_state, write_state
 from prism.models.identity import differs, identity
 from prism.models.replay import cache_for
 

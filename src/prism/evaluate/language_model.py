@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from prism.data.files import read_json
 from prism.data.tokenizer import Tokenizer, load_tokenizer
 from prism.evaluate.saved_model import open_weights
+from prism.files import read_json
 from prism.models import PrismForCausalLM
 
 

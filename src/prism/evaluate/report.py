@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from prism.data.files import write_json
+from prism.files import write_json
 
 
 def machine() -> dict[str, Any]:

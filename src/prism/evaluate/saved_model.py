@@ -9,9 +9,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from prism.data.files import read_json
-from prism.data.manifest import check_weights
 from prism.device import pick_device
+from prism.files import check_weights, read_json
 from prism.models.quiet import without_progress_bars
 
 Model = TypeVar("Model", bound=PreTrainedModel)

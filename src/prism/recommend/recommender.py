@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prism.data.files import whole_folder, write_json
 from prism.data.interactions import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
 from prism.data.interactions.columns import AUTO, Columns
 from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
 from prism.data.interactions.translate import translate
-from prism.data.manifest import MANIFEST, seal_weights
 from prism.evaluate.saved_model import open_weights
+from prism.files import MANIFEST, seal_weights, whole_folder, write_json
 from prism.models import PrismForRecommendation
 from prism.models.identity import differs
 from prism.models.quiet import without_progress_bars

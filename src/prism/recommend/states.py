@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from prism.data.state_file import read_state, write_state
+from prism.files import read_state, write_state
 from prism.nn.state import State, concatenate
 
 FORMAT = "prism user states 1"

@@ -23,16 +23,19 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
 
-from prism.data.files import (
+from prism.files import (
+    Entries,
     commit_folder,
+    entries,
+    find_damage,
     fresh_folder,
     read_json,
     reason,
     remove_folder,
     sync,
     write_json,
+    write_manifest,
 )
-from prism.data.manifest import Entries, entries, find_damage, write_manifest
 from prism.train import tensors as tensor_files
 from prism.train.distributed import World
 from prism.train.finite import NotFiniteError, refuse_non_finite

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from prism.data.files import whole_folder
-from prism.data.manifest import seal_weights
+from prism.files import seal_weights, whole_folder
 from prism.train.checkpoint import Checkpoint
 from prism.train.run import CONFIG, stored_config
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from prism.data.files import write_atomically
+from prism.files import write_atomically
 
 
 class Log:

@@ -27,8 +27,8 @@ import torch
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from prism.data.files import write_atomically
 from prism.engine.update import InvalidValueError
+from prism.files import write_atomically
 from prism.train import rng, tensors
 from prism.train.best import Best
 from prism.train.checkpoint import Checkpoint, Checkpoints, good_checkpoint

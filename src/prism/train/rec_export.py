@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from prism.data.files import json_bytes
 from prism.data.interactions import Catalogue
 from prism.data.interactions.prepared import ITEMS, USERS
+from prism.files import json_bytes
 from prism.models.item_losses import full_softmax
 from prism.models.quiet import without_progress_bars
 from prism.train import tensors

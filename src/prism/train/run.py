@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from filelock import FileLock, Timeout
 
-from prism.data.files import check_target, read_json, write_atomically, write_json
+from prism.files import check_target, read_json, write_atomically, write_json
 from prism.train.distributed import World
 from prism.train.overrides import override
 from prism.train.settings import RunSettings

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prism.data.files import read_json
+from prism.files import read_json
 from prism.train.checkpoint import all_damaged, checkpoint_names, chosen_by, find_newest_good
 from prism.train.export import export
 from prism.train.run import CONFIG

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from prism.data.files import write_atomically
+from prism.files import write_atomically
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from prism.data.files import read_json, write_atomically
+from prism.files import read_json, write_atomically
 
 Id: TypeAlias = str | int
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prism.data.files import commit_folder, fresh_folder, json_bytes, read_json
 from prism.data.interactions.histories import Histories
 from prism.data.interactions.ids import Catalogue, Users
+from prism.files import commit_folder, fresh_folder, json_bytes, read_json
 
 FORMAT = 1
 EVENTS, ITEMS, USERS, MANIFEST = "events.safetensors", "items.json", "users.json", "manifest.json"

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from filelock import FileLock
 
-from prism.data.files import check_target
 from prism.data.interactions.prepared import Prepared, open_prepared
 from prism.data.interactions.synthetic import synthetic_log
 from prism.data.prepare import default_cache
 from prism.data.text import not_there
+from prism.files import check_target
 
 VERSION = 2
 """Raise it when the same log would give other arrays: old caches are then no longer found."""

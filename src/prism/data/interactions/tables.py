@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from prism.data.compressed import inner_suffix, open_bytes
 from prism.data.interactions.columns import Columns, is_line_of_names
 from prism.data.interactions.dataframes import pl
+from prism.files import inner_suffix, open_bytes
 
 Format = Literal["auto", "csv", "tsv", "inter", "parquet", "lines"]
 _BY_SUFFIX: dict[str, Format] = {

@@ -7,15 +7,22 @@ half a file, and what a killed writer leaves behind has a name that nobody reads
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 
 NO_SPACE, NO_PERMISSION = "No space left on device", "there is no permission to"
 _SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
@@ -170,3 +177,127 @@ def _sync_all(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)
+
+
+# Files that may be compressed: `a.csv`, `a.csv.gz` and `a.csv.xz` are read alike.
+
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+def inner_suffix(path: Path) -> str:
+    """The ending that says what is inside: `.jsonl` for both `a.jsonl` and `a.jsonl.gz`."""
+    inner = path.with_suffix("") if path.suffix in _OPENERS else path
+    return inner.suffix.lower()
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """For reading. What turns out to be damaged is named."""
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            yield file
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path} does not decompress: {error}") from error
+
+
+# Manifests: size and SHA-256 of files in a folder, in a file that is hashed itself, so that damage is noticed.
+
+MANIFEST = "manifest.json"
+Entries = dict[str, dict[str, Any]]
+
+
+def entry(path: Path) -> dict[str, Any]:
+    """What a manifest says of one file."""
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def write_manifest(folder: Path, files: Entries) -> None:
+    """Write the manifest of a folder; `files` are entries by file name relative to it."""
+    write_json(folder / MANIFEST, _signed(files))
+
+
+def seal_weights(folder: Path) -> None:
+    """Write a manifest of a model folder's weights, for `check_weights`.
+
+    Only of the weights: configuration, tokenizer and README are for people to edit.
+    """
+    write_manifest(folder, entries(folder, sorted(folder.glob("*.safetensors"))))
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse a model folder whose weights differ from its manifest; a folder without one is not checked."""
+    if not (folder / MANIFEST).exists():
+        return
+    damage = find_damage(folder)
+    if damage is not None:
+        raise ValueError(
+            f"the model in {folder} is damaged: {damage}; export or copy it again, or remove {MANIFEST} if the change "
+            "is meant"
+        )
+
+
+def entries(folder: Path, paths: Iterable[Path]) -> Entries:
+    """Entries of files in a folder, by name relative to it."""
+    return {path.relative_to(folder).as_posix(): entry(path) for path in paths}
+
+
+def find_damage(folder: Path) -> str | None:
+    """The first file that is missing or differs in size or SHA-256 from the manifest, in words; None if all is well."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return f"{MANIFEST} is missing"
+    try:
+        manifest = read_json(path)
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    if manifest != _signed(manifest["files"]) or path.read_bytes() != json_bytes(manifest):
+        return f"{MANIFEST} does not have its SHA-256"
+    for name, (size, digest) in expected.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if sha256(path) != digest:
+            return f"{name} does not have its SHA-256"
+    return None
+
+
+def _signed(files: Entries) -> dict[str, Any]:
+    """The manifest's content: it vouches for the files, and a hash in it for the manifest."""
+    files = dict(sorted(files.items()))
+    return {"files": files, "sha256": hashlib.sha256(json_bytes(files)).hexdigest()}
+
+
+# The state of something that goes on later, as one safetensors file that says what it is.
+
+
+def check_state_target(path: Path, name: str) -> None:
+    """Refuse a place for a state file before the work; `name` is the argument that gave it."""
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{name} must be a file name that ends in .safetensors, got {path}")
+    if not path.resolve().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to save the state in")
+    check_target(path, folder=False, name=name)
+
+
+def write_state(path: Path, format: str, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
+    """The file is written whole or not at all. `format` is what `read_state` will ask for."""
+    held = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}  # clones share nothing
+    write_atomically(path, save(held, {"format": format, **about}))
+
+
+def read_state(path: Path, format: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors, on the CPU, and what was said about them."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no state file {path}")
+    try:
+        with safe_open(path, "pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a saved state: {error}") from error
+    if about.get("format") != format:
+        raise ValueError(f"{path} is not a saved state of the kind {format!r}")
+    return tensors, about
