@@ -12,7 +12,7 @@ from torch import Tensor
 
 import prism
 from helpers import assert_close
-from prism.engine.attention import Attend
+from prism.engine.memories.attention import Attend
 
 FORMS = ("recurrent", "parallel")
 

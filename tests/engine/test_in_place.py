@@ -12,7 +12,7 @@ from torch import Tensor
 import prism
 from helpers import Problem, examples, problems
 from prism.engine import memory_
-from prism.engine.in_place import replaces
+from prism.engine.dispatch import replaces
 from prism.nn.state import State
 
 PROBLEM = Problem(tokens=3, heads=4, query_heads=2, key_heads=2, writes=2)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prism
-from prism.engine import BACKENDS, FORMS, defaults, dispatch, in_place, using
+from prism.engine import BACKENDS, FORMS, defaults, dispatch, using
+from prism.engine import dispatch as in_place
 from prism.engine.kernels import paths
 
 UPDATE = prism.Update(torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 1, 8), torch.randn(1, 5, 2, 1, 4))

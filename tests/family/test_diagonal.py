@@ -14,8 +14,9 @@ from torch import Tensor
 
 import prism
 from helpers import assert_close, examples
-from prism.engine import InvalidValueError, diagonal
-from prism.engine.diagonal import Diagonal
+from prism.engine import InvalidValueError
+from prism.engine.memories import diagonal
+from prism.engine.memories.diagonal import Diagonal
 
 B, D, N = 2, 3, 4
 
@@ -152,7 +153,7 @@ def test_the_convolution_of_s4d_is_its_recurrence() -> None:
 
 def test_a_steady_system_is_convolved_and_a_long_or_packed_one_scanned() -> None:
     from prism.engine import engine_of
-    from prism.engine.kinds import LONGEST_KERNEL
+    from prism.engine.registry import LONGEST_KERNEL
 
     update, _ = tell(stirred("s4d").rule, tokens(1, 6))
     choose = engine_of(Diagonal).choose

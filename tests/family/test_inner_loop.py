@@ -13,9 +13,9 @@ from torch import Tensor
 
 import prism
 from helpers import Tensors, assert_close, examples, relative_error
-from prism.engine.inner_loop import Averaged, InnerUpdate, Momentum, Network, loop
-from prism.engine.inner_loop.network import gelu, gelu_slope, normalize, normalize_backward
-from prism.engine.inner_loop.newton_schulz import orthogonalize
+from prism.engine.networks import Averaged, InnerUpdate, Momentum, Network
+from prism.engine.networks import chunkwise as loop
+from prism.engine.networks.network import gelu, gelu_slope, normalize, normalize_backward, orthogonalize
 from prism.rules.atlas import Polynomial
 
 GATES = ("log_decay", "log_momentum", "step")

@@ -13,7 +13,7 @@ from torch import Tensor
 import prism
 from helpers import assert_close, relative_error
 from prism import Mixer
-from prism.engine.inner_loop import Averaged, InnerUpdate, Momentum
+from prism.engine.networks import Averaged, InnerUpdate, Momentum
 from prism.rules.span import Span
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import prism
 from helpers import assert_close
 from prism import Update
-from prism.engine.least_squares import LeastSquares, conjugate_gradients
+from prism.engine.memories.least_squares import LeastSquares, conjugate_gradients
 
 FORMS = ("recurrent", "chunkwise")
 

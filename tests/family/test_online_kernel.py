@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import prism
-from prism.engine.inner_loop import Averaged, InnerUpdate, Network
+from prism.engine.networks import Averaged, InnerUpdate, Network
 
 TESTS = Path(__file__).parents[1]
 SMALL = [

@@ -14,7 +14,7 @@ from torch import Tensor
 import prism
 from helpers import assert_close
 from prism import rules
-from prism.engine.scalar_cells import ScalarCells
+from prism.engine.memories.scalar_cells import ScalarCells
 from prism.rules.based import taylor_features
 from prism.rules.mlstm import stabiliser
 from prism.rules.span import Span

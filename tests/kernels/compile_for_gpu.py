@@ -121,7 +121,7 @@ def beside() -> None:
 
 
 def online() -> None:
-    from prism.engine.inner_loop.online import online_mlp
+    from prism.engine.networks.online import online_mlp
 
     B, T, H, D, M = 1, 5, 2, 64, 256
     single = torch.float32

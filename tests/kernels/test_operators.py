@@ -312,7 +312,7 @@ def test_fake_tensors_have_the_real_shapes() -> None:
 def test_automatic_choice_on_a_cpu_is_torch() -> None:
     with torch.device("cpu"):
         u = update(leaves(4, dtype=torch.float32))
-    assert choose_path(engine_of(prism.Update), u).run.__module__ == "prism.engine.chunkwise"
+    assert choose_path(engine_of(prism.Update), u).run.__module__ == "prism.engine.linear.chunkwise"
 
 
 @pytest.mark.parametrize(

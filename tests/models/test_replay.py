@@ -19,7 +19,7 @@ import torch
 from stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 from torch import Tensor, nn
 
-from prism.engine import in_place
+from prism.engine import dispatch as in_place
 from prism.models import PrismCache, PrismForCausalLM, ReplayedCache, captured, replay
 from prism.models.captured import CapturedStep
 from prism.models.replay import cache_for

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism import Mixer, memory
-from prism.engine.pointwise import DISTANCES, NEAR, Pointwise, distance_entry
+from prism.engine.memories.pointwise import DISTANCES, NEAR, Pointwise, distance_entry
 from prism.rules.span import Span
 
 B, H, K, V = 2, 2, 4, 3

@@ -174,7 +174,7 @@ def test_a_cache_is_as_long_as_the_longest_history_on_any_device(layers: str, mo
     """Also where the engine may not look at lengths: events of others must not lengthen everybody's."""
     it, histories = recommender(layers), sequences(5, 2)
     expected = it.observe(it.start(5), histories)
-    monkeypatch.setattr("prism.engine.attention.values_may_be_read", lambda x: False)
+    monkeypatch.setattr("prism.engine.memories.attention.values_may_be_read", lambda x: False)
     it = recommender(layers)
     states = it.start(5)
     for event in range(2):

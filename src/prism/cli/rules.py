@@ -15,7 +15,7 @@ from tyro.conf import Positional
 from prism import rules as registry
 from prism.engine import FORMS, engine_of
 from prism.engine.dispatch import path_taken
-from prism.engine.folded import Folded
+from prism.engine.memories.folded import Folded
 from prism.files import check_target
 from prism.rules.options import options_of
 from prism.rules.rule import Rule

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from prism import rules
-from prism.engine import in_place, memory, using
+from prism.engine import dispatch as in_place
+from prism.engine import memory, using
 from prism.nn.parameters import full_precision, gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.span import Span

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from prism.engine.inner_loop import Momentum
+from prism.engine.networks import Momentum
 from prism.rules.initial import set_initial_weights
 from prism.rules.neural_memory import NeuralMemory
 from prism.rules.objectives import Objective

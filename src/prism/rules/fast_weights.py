@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from prism.engine.inner_loop import Network
+from prism.engine.networks import Network
 from prism.rules.initial import set_initial_weights
 
 

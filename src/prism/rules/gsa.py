@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.slots import Slots
+from prism.engine.memories.slots import Slots
 from prism.rules.decays import log_sigmoid_decay
 from prism.rules.hebbian import HebbianFamily
 from prism.rules.norms import WidthNorm

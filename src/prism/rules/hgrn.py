@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.diagonal import Diagonal
+from prism.engine.memories.diagonal import Diagonal
 from prism.rules.decays import bounded_decay, log_lower_bound
 from prism.rules.initial import set_initial_weights
 from prism.rules.norms import WidthNorm

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.pointwise import DISTANCES, Pointwise
+from prism.engine.memories.pointwise import DISTANCES, Pointwise
 from prism.rules.initial import set_initial_weights
 from prism.rules.norms import WidthNorm
 from prism.rules.objectives import Objective

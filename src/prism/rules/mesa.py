@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.engine.least_squares import LeastSquares
+from prism.engine.memories.least_squares import LeastSquares
 from prism.rules.initial import set_initial_weights
 from prism.rules.norms import HeadNorm
 from prism.rules.objectives import Objective

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.autocast import without_autocast
-from prism.engine.folded import Folded, fold, unfold
+from prism.engine.memories.folded import Folded, fold, unfold
 from prism.rules.memory_maps import give_each_memory_its_maps
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, at_least_float32

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.inner_loop import InnerUpdate, Momentum
+from prism.engine.networks import InnerUpdate, Momentum
 from prism.rules.fast_weights import FastWeights
 from prism.rules.initial import set_initial_weights
 from prism.rules.norms import HeadNorm

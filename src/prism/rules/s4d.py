@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.diagonal import Diagonal
+from prism.engine.memories.diagonal import Diagonal
 from prism.rules.initial import set_initial_weights
 from prism.rules.objectives import Objective
 from prism.rules.parts import Carry

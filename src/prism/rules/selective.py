@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.diagonal import Diagonal
+from prism.engine.memories.diagonal import Diagonal
 from prism.rules.decays import timescale_bias
 from prism.rules.initial import set_initial_weights, uniform
 from prism.rules.objectives import Objective

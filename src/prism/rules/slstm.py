@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from prism.engine.scalar_cells import ScalarCells
+from prism.engine.memories.scalar_cells import ScalarCells
 from prism.rules.initial import set_initial_weights
 from prism.rules.norms import HeadLayerNorm
 from prism.rules.objectives import Objective

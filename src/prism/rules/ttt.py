@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.inner_loop import Averaged, InnerUpdate
+from prism.engine.networks import Averaged, InnerUpdate
 from prism.rules.fast_weights import FastWeights
 from prism.rules.initial import set_initial_weights
 from prism.rules.objectives import Objective

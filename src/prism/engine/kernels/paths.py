@@ -13,8 +13,8 @@ from torch import Tensor
 
 from prism.engine.defaults import resolve
 from prism.engine.kernels.installed import at_least
-from prism.engine.recurrent import recurrent
-from prism.engine.steps import at_substep
+from prism.engine.linear.recurrent import recurrent
+from prism.engine.linear.steps import at_substep
 from prism.engine.update import Update, have_tangents, wants_gradients
 
 INSTALLED = at_least((3, 6), "triton", "triton-windows", "pytorch-triton")

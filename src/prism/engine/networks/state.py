@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prism.engine.inner_loop.network import Weights
-from prism.engine.inner_loop.update import InnerUpdate
+from prism.engine.networks.network import Weights
+from prism.engine.networks.update import InnerUpdate
 
 
 class Learned(NamedTuple):

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prism.engine.block import blocks, hand_on, unblocks
-from prism.engine.chunkwise import chunkwise as linear_chunkwise
-from prism.engine.decay import ChannelDecay
-from prism.engine.recurrent import recurrent as linear_recurrent
-from prism.engine.steps import Steps, resolve
+from prism.engine.linear.block import blocks, hand_on, unblocks
+from prism.engine.linear.chunkwise import chunkwise as linear_chunkwise
+from prism.engine.linear.decay import ChannelDecay
+from prism.engine.linear.recurrent import recurrent as linear_recurrent
+from prism.engine.linear.steps import Steps, resolve
 from prism.engine.update import Update
 from prism.engine.update import check_state as check_memory
 

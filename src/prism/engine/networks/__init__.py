@@ -19,14 +19,14 @@ Read network.py (f and its gradient), update.py (what a rule says), recurrent.py
 """
 
 from prism.engine.dispatch import Engine, Path, register
-from prism.engine.inner_loop import online
-from prism.engine.inner_loop.dual import chunkwise
-from prism.engine.inner_loop.fast import check_state
-from prism.engine.inner_loop.network import Network
-from prism.engine.inner_loop.recurrent import recurrent
-from prism.engine.inner_loop.serial import refuses as serial_refuses
-from prism.engine.inner_loop.serial import serial
-from prism.engine.inner_loop.update import Averaged, InnerUpdate, Momentum
+from prism.engine.networks import online
+from prism.engine.networks.chunkwise import chunkwise
+from prism.engine.networks.network import Network
+from prism.engine.networks.recurrent import recurrent
+from prism.engine.networks.serial import refuses as serial_refuses
+from prism.engine.networks.serial import serial
+from prism.engine.networks.state import check_state
+from prism.engine.networks.update import Averaged, InnerUpdate, Momentum
 
 
 def _choose(update: InnerUpdate) -> str:

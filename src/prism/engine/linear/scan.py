@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prism.engine.steps import Steps, resolve
+from prism.engine.linear.steps import Steps, resolve
 from prism.engine.update import Update
 
 

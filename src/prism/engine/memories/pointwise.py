@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.engine.attention import Attend, Cache, advance, append, first_seen, silence_padding, without_padding
+from prism.engine.memories.attention import Attend, Cache, advance, append, first_seen, silence_padding, without_padding
 
 NEAR, FAR_PER_DOUBLING = 32, 8
 DISTANCES = 128

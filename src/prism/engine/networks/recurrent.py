@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prism.engine.inner_loop.fast import Fast, Learned, advance, initial, pick, restart, tensors, zeros
-from prism.engine.inner_loop.layout import places, position_after
-from prism.engine.inner_loop.network import Weights, outer
-from prism.engine.inner_loop.newton_schulz import orthogonalize
-from prism.engine.inner_loop.update import Averaged, InnerUpdate
+from prism.engine.networks.layout import places, position_after
+from prism.engine.networks.network import Weights, orthogonalize, outer
+from prism.engine.networks.state import Fast, Learned, advance, initial, pick, restart, tensors, zeros
+from prism.engine.networks.update import Averaged, InnerUpdate
 
 
 def recurrent(update: InnerUpdate, state: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prism.engine.inner_loop.network import Network
+from prism.engine.networks.network import Network
 from prism.engine.update import InvalidValueError, values_may_be_read
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from prism.engine import compat
-from prism.engine.block import Rows, affine, blocks, unblocks
-from prism.engine.head_chunks import head_chunks
-from prism.engine.steps import Steps, resolve
+from prism.engine.linear.block import Rows, affine, blocks, unblocks
+from prism.engine.linear.head_chunks import head_chunks
+from prism.engine.linear.steps import Steps, resolve
 from prism.engine.update import Update
 
 SEGMENT = 512

@@ -17,13 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prism.engine.inner_loop.coefficients import Coefficients
-from prism.engine.inner_loop.dual import read, written
-from prism.engine.inner_loop.fast import Fast, Learned, initial, restart, tensors
-from prism.engine.inner_loop.layout import line_up
-from prism.engine.inner_loop.loop import run
-from prism.engine.inner_loop.network import Network, Weights, gelu, gelu_slope
-from prism.engine.inner_loop.update import Averaged, InnerUpdate
+from prism.engine.networks.chunkwise import Coefficients, read, run, written
+from prism.engine.networks.layout import line_up
+from prism.engine.networks.network import Network, Weights, gelu, gelu_slope
+from prism.engine.networks.state import Fast, Learned, initial, restart, tensors
+from prism.engine.networks.update import Averaged, InnerUpdate
 
 GROUP = 16
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.engine.inner_loop.fast import Fast, Learned, initial, tensors
-from prism.engine.inner_loop.update import Averaged, InnerUpdate
 from prism.engine.kernels import paths
 from prism.engine.kernels.paths import home
+from prism.engine.networks.state import Fast, Learned, initial, tensors
+from prism.engine.networks.update import Averaged, InnerUpdate
 
 LARGEST = 64 * 256
 """Numbers in a weight matrix: two of them are held in the registers of one multiprocessor."""
@@ -70,7 +70,7 @@ def online_mlp(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """z `[B, T, H, D]`, the last W1, W2, b1, b2 (empty if there are none), and what the backward reads."""
-    from prism.engine.inner_loop.online_kernels import forward_kernel
+    from prism.engine.networks.online_kernels import forward_kernel
 
     made = _outputs(q, w1, w2, b1, b2, save)
     z, end1, end2, end_b1, end_b2, *saved = made
@@ -130,7 +130,7 @@ def online_mlp_backward(
     asked: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, target, rate, the first W1, W2, b1, b2, and of scale and shift. `w1`, `w2`: the last weights."""
-    from prism.engine.inner_loop.online_kernels import backward_kernel
+    from prism.engine.networks.online_kernels import backward_kernel
 
     B, T, H, D = q.shape
     tokens = [x.contiguous() for x in (q, k, target, rate)]

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from prism.engine.autocast import without_autocast
-from prism.engine.block import blocks, hand_on, unblocks
-from prism.engine.decay import HeadDecay
-from prism.engine.steps import resolve
+from prism.engine.linear.block import blocks, hand_on, unblocks
+from prism.engine.linear.decay import HeadDecay
+from prism.engine.linear.steps import resolve
 from prism.engine.update import Update
 from prism.engine.update import check_state as check_memory
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from prism.engine import attention, convolution, diagonal, folded, least_squares, pointwise, scalar_cells, slots
 from prism.engine.dispatch import Engine, Path, register
+from prism.engine.memories import attention, diagonal, folded, least_squares, pointwise, scalar_cells, slots
+from prism.engine.memories import diagonal as convolution
 
 LONGEST_KERNEL = 4096
 """Tokens. The table of powers behind a convolution has T·D·N numbers; beyond this a scan is the better choice."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.engine.steps import Steps, resolve
+from prism.engine.linear.steps import Steps, resolve
 from prism.engine.update import Update, check_state
 
 

@@ -1,0 +1,1 @@
+"""The linear memory in its normal form: the recurrence that defines it, and the forms that compute it."""

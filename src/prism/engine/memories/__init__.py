@@ -1,0 +1,1 @@
+"""Memories of other kinds: attention caches, diagonal recurrences, slots, least squares, scalar cells."""
