@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn import no_weight_decay
 from prism.nn.block import SwiGLU
-from prism.rules.norms import HeadNorm
+from prism.rules.parts.norms import HeadNorm
 
 
 def slice_loss(head: nn.Module, hidden: Tensor, labels: Tensor, size: int = 16384) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from prism import Mixer
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 WIDTH, HEADS = 16, 2
 

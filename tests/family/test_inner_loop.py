@@ -16,7 +16,7 @@ from helpers import Tensors, assert_close, examples, relative_error
 from prism.engine.networks import Averaged, InnerUpdate, Momentum, Network
 from prism.engine.networks import chunkwise as loop
 from prism.engine.networks.network import gelu, gelu_slope, normalize, normalize_backward, orthogonalize
-from prism.rules.atlas import Polynomial
+from prism.rules.neural_memory import Polynomial
 
 GATES = ("log_decay", "log_momentum", "step")
 STREAMS = ("q", "k", "v", "rate", *GATES)

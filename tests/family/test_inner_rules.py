@@ -14,7 +14,7 @@ import prism
 from helpers import assert_close, relative_error
 from prism import Mixer
 from prism.engine.networks import Averaged, InnerUpdate, Momentum
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 
 def linear_state(update: InnerUpdate) -> Tensor:

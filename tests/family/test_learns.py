@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from prism import Mixer, rules
 from prism.data.mqar import IGNORE, Recall
 from prism.rules.parts import ShortConv
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 TASK = Recall(pairs=2, length=12, vocabulary=16)
 WITHOUT_MEMORY = math.log(TASK.vocabulary - TASK.vocabulary // 2)

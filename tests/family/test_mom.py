@@ -13,8 +13,8 @@ from torch import Tensor
 import prism
 from helpers import assert_close
 from prism import Mixer, rules
-from prism.rules.memory_maps import MemoryMaps
-from prism.rules.span import Span
+from prism.rules.mom import MemoryMaps
+from prism.rules.rule import Span
 
 INNERS = [name for name in rules.names() if rules.get(name).constant_state and name != "mom"]
 

@@ -17,7 +17,7 @@ from prism import rules
 from prism.engine.memories.scalar_cells import ScalarCells
 from prism.rules.based import taylor_features
 from prism.rules.mlstm import stabiliser
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 T = 19
 

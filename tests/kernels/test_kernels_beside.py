@@ -18,8 +18,8 @@ from helpers import assert_close, unwritten_memory_is_nan
 from prism.engine.kernels import paths
 from prism.rules.columns import Columns, Corrections, columns
 from prism.rules.parts import UNIT_EPS, ShortConv
+from prism.rules.rule import Span
 from prism.rules.solver import solve, solved_writes
-from prism.rules.span import Span
 
 pytestmark = needs_kernels
 

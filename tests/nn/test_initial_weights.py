@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from prism import Mixer, rules
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn.parameters import initial_weights
-from prism.rules.gated_delta import GatedDelta
-from prism.rules.initial import set_initial_weights
+from prism.rules.delta import GatedDelta
+from prism.rules.rule import set_initial_weights
 
 
 class Replaced(GatedDelta):

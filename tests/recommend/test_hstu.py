@@ -9,7 +9,7 @@ from torch import Tensor
 
 from prism import Mixer, memory
 from prism.engine.memories.pointwise import DISTANCES, NEAR, Pointwise, distance_entry
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 B, H, K, V = 2, 2, 4, 3
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prism import Mixer, Update, rules
 from prism.rules import Rule
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 WIDTH, HEADS = 32, 4
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import prism
 from helpers import assert_close
 from prism import Update, rules
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 HEBBIAN = ["linear", "retnet", "lightning", "gated_retention", "mamba2", "gla", "hgrn2", "rwkv6"]
 DELTA: list[tuple[str, dict[str, Any]]] = [

@@ -22,7 +22,7 @@ from torch import Tensor
 import prism
 from helpers import assert_close
 from prism import Update
-from prism.rules.span import Span
+from prism.rules.rule import Span
 from reference_code import load_all, transformers_module
 
 BATCH, TOKENS = 2, 37

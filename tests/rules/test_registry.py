@@ -13,7 +13,7 @@ from prism import Mixer, rules
 from prism.engine import Update
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.rules import Rule
-from prism.rules.gated_delta import GatedDelta
+from prism.rules.delta import GatedDelta
 from prism.train.model import rule_options
 from prism.train.settings import ModelSettings
 

@@ -14,7 +14,7 @@ import prism
 from helpers import assert_close
 from prism import Mixer, rules
 from prism.rules.parts import LowRank, linears
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 LAYERED = ("lightning", "hgrn2", "rwkv6", "rwkv7")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import prism
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 
 @pytest.mark.parametrize("rule", ["prism", "gated_delta", "mamba2", "linear", "gla", "retnet"])

@@ -15,7 +15,7 @@ from torch import Tensor
 import prism
 from helpers import assert_close
 from prism import rules
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 
 def _before(x: Tensor) -> Tensor:

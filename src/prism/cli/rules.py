@@ -18,8 +18,7 @@ from prism.engine.dispatch import path_taken
 from prism.engine.memories.folded import Folded
 from prism.files import check_target
 from prism.rules.options import options_of
-from prism.rules.rule import Rule
-from prism.rules.span import Span
+from prism.rules.rule import Rule, Span
 
 WIDTH, HEADS = 1024, 4
 _SHOWN = ("rule", "objective", "forgetting", "forms", "state_size")

@@ -23,8 +23,7 @@ from prism import rules
 from prism.data.mqar import IGNORE, Recall
 from prism.nn import Mixer
 from prism.rules.parts import ShortConv
-from prism.rules.rule import check_options
-from prism.rules.span import Span
+from prism.rules.rule import Span, check_options
 
 _TEST_SEED = 1 << 40
 

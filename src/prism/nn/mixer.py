@@ -14,7 +14,7 @@ from prism.engine import dispatch as in_place
 from prism.engine import memory, using
 from prism.nn.parameters import full_precision, gates, keep_gates_exact
 from prism.nn.state import State
-from prism.rules.span import Span
+from prism.rules.rule import Span
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from prism.rules.initial import uniform
-from prism.rules.memory_maps import MemoryMaps
+from prism.rules.mom import MemoryMaps
 from prism.rules.parts import BlockLinear, ShortConv
-from prism.rules.rule import Rule
+from prism.rules.rule import Rule, uniform
 
 _MAPS = (nn.Linear, nn.Embedding)
 _MAP_WEIGHTS = ("weight", "bias")

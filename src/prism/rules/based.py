@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from prism.rules.hebbian import HebbianFamily, Projections
-from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, with_normaliser
-from prism.rules.rule import Paper, check_amount, per_head
-from prism.rules.span import Span
+from prism.rules.rule import Objective, Paper, Span, check_amount, per_head
 
 
 def taylor_features(x: Tensor) -> Tensor:

@@ -14,12 +14,19 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.rules.columns import Corrections, columns
-from prism.rules.decays import SoftplusDecay
-from prism.rules.norms import HeadNorm
-from prism.rules.objectives import REGRESSION
 from prism.rules.parts import Carry, ShortConv, linears
-from prism.rules.rule import Paper, Rule, per_head
-from prism.rules.span import Span
+from prism.rules.parts.decays import SoftplusDecay
+from prism.rules.parts.norms import HeadNorm
+from prism.rules.rule import (
+    DECAYED_REGRESSION,
+    REGRESSION,
+    REPEATED_REGRESSION,
+    Paper,
+    Rule,
+    Span,
+    check_whole,
+    per_head,
+)
 
 
 class DeltaFamily(Rule):
@@ -115,4 +122,101 @@ class Delta(DeltaFamily):
             gate=gate,
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
+        )
+
+
+# Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): DeltaNet after a decay that the input chooses, one per head.
+#
+# S_t = α_t S_{t-1}(I - β k kᵀ) + β v kᵀ
+
+
+class GatedDelta(DeltaFamily):
+    """Gated DeltaNet: the delta rule after a decay per head.
+
+    Defaults as published: H·K = ¾ width and V = 2K (6 heads of 256 × 512 at width 2048).
+
+    Args:
+        key_dim: size of a head's queries and keys; ¾ · width / heads by default.
+        value_dim: size of a head's values; 2 · key_dim by default.
+    """
+
+    name = "gated_delta"
+    paper = Paper("Gated Delta Networks", "Yang et al. 2024", "https://arxiv.org/abs/2412.06464")
+    objective = DECAYED_REGRESSION
+    forgetting = "per head, and along the key"
+    transition = "α · Householder"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        gate: bool = True,
+        negative_eigenvalues: bool = False,
+    ) -> None:
+        key_dim = per_head(width, heads, key_dim, ratio=0.75)
+        super().__init__(
+            width,
+            heads,
+            key_dim,
+            2 * key_dim if value_dim is None else value_dim,
+            gate=gate,
+            conv_size=conv_size,
+            negative_eigenvalues=negative_eigenvalues,
+            forget_gate=True,
+        )
+
+
+# DeltaProduct: every token takes n_h delta steps instead of one, each with its own key, value and step size.
+#
+#     S ← α_t S_{t-1};   S ← S(I - β_j k_j k_jᵀ) + β_j v_j k_jᵀ  for j = 1 … n_h;   read after the last   (Siems et al., 2025)
+#
+# A product of n_h Householder-like factors can rotate, which a single one cannot: the transition of a token has rank
+# up to
+# n_h beyond the decay. β = 2σ by default, so that every factor can reflect.
+
+
+class DeltaProduct(DeltaFamily):
+    """DeltaProduct: several delta steps for every token.
+
+    Defaults as DeltaNet's, but two steps a token.
+
+    Args:
+        householders: n_h, the number of delta steps of a token; 1 is DeltaNet (with `forget_gate`: Gated DeltaNet).
+        forget_gate: whether there is a decay α per head before the first step (Gated DeltaProduct).
+    """
+
+    name = "delta_product"
+    paper = Paper("DeltaProduct", "Siems et al. 2025", "https://arxiv.org/abs/2502.10297")
+    objective = REPEATED_REGRESSION
+    forgetting = "along n keys, per head if gated"
+    transition = "product of Householders"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        householders: int = 2,
+        forget_gate: bool = False,
+        conv_size: int = 4,
+        gate: bool = False,
+        negative_eigenvalues: bool = True,
+    ) -> None:
+        check_whole(householders=householders)
+        super().__init__(
+            width,
+            heads,
+            per_head(width, heads, key_dim),
+            per_head(width, heads, value_dim),
+            gate=gate,
+            conv_size=conv_size,
+            negative_eigenvalues=negative_eigenvalues,
+            forget_gate=forget_gate,
+            substeps=householders,
         )

@@ -16,14 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.rules.decays import bounded_decay, log_lower_bound, log_sigmoid_decay
 from prism.rules.hebbian import HebbianFamily, Projections
-from prism.rules.initial import set_initial_weights
-from prism.rules.norms import HeadNorm, WidthNorm
-from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry, LowRank, split_heads
-from prism.rules.rule import Paper, depth, per_head
-from prism.rules.span import Span
+from prism.rules.parts.decays import bounded_decay, log_lower_bound, log_sigmoid_decay
+from prism.rules.parts.norms import HeadNorm, WidthNorm
+from prism.rules.rule import DECAYED_CORRELATION, Paper, Span, depth, per_head, set_initial_weights
 
 
 class Gla(HebbianFamily):

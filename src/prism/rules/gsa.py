@@ -14,13 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.memories.slots import Slots
-from prism.rules.decays import log_sigmoid_decay
 from prism.rules.hebbian import HebbianFamily
-from prism.rules.norms import WidthNorm
-from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, split_heads
-from prism.rules.rule import Paper, check_whole, per_head
-from prism.rules.span import Span
+from prism.rules.parts.decays import log_sigmoid_decay
+from prism.rules.parts.norms import WidthNorm
+from prism.rules.rule import Objective, Paper, Span, check_whole, per_head
 
 
 class Gsa(HebbianFamily):

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.rules.parts import Carry, ShortConv, split_heads
-from prism.rules.rule import Rule
-from prism.rules.span import Span
+from prism.rules.rule import Rule, Span
 
 
 class Projections(NamedTuple):

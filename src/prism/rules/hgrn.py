@@ -13,13 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.memories.diagonal import Diagonal
-from prism.rules.decays import bounded_decay, log_lower_bound
-from prism.rules.initial import set_initial_weights
-from prism.rules.norms import WidthNorm
-from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv
-from prism.rules.rule import Paper, Rule, depth
-from prism.rules.span import Span
+from prism.rules.parts.decays import bounded_decay, log_lower_bound
+from prism.rules.parts.norms import WidthNorm
+from prism.rules.rule import Objective, Paper, Rule, Span, depth, set_initial_weights
 
 
 class Hgrn(Rule):

@@ -15,12 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.memories.pointwise import DISTANCES, Pointwise
-from prism.rules.initial import set_initial_weights
-from prism.rules.norms import WidthNorm
-from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, split_heads
-from prism.rules.rule import Paper, Rule, per_head
-from prism.rules.span import Span
+from prism.rules.parts.norms import WidthNorm
+from prism.rules.rule import Objective, Paper, Rule, Span, per_head, set_initial_weights
 
 
 class Hstu(Rule):

@@ -11,11 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prism.rules.decays import SoftplusDecay
 from prism.rules.delta import DeltaFamily
-from prism.rules.objectives import DECAYED_REGRESSION
 from prism.rules.parts import LowRank, split_heads
-from prism.rules.rule import Paper, per_head
+from prism.rules.parts.decays import SoftplusDecay
+from prism.rules.rule import DECAYED_REGRESSION, Paper, per_head
 
 
 class BoundedDecay(SoftplusDecay):

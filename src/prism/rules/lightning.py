@@ -10,13 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prism.rules.decays import constant_decay, head_numbers
 from prism.rules.hebbian import HebbianFamily, Projections
-from prism.rules.norms import WidthNorm
-from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry, LowRank
-from prism.rules.rule import Paper, depth, per_head
-from prism.rules.span import Span
+from prism.rules.parts.decays import constant_decay, head_numbers
+from prism.rules.parts.norms import WidthNorm
+from prism.rules.rule import DECAYED_CORRELATION, Paper, Span, depth, per_head
 
 
 class Lightning(HebbianFamily):

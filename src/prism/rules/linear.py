@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.rules.hebbian import HebbianFamily, Projections
-from prism.rules.norms import HeadNorm
-from prism.rules.objectives import CORRELATION
 from prism.rules.parts import Carry, with_normaliser
-from prism.rules.rule import Paper, check_amount, per_head
-from prism.rules.span import Span
+from prism.rules.parts.norms import HeadNorm
+from prism.rules.rule import CORRELATION, Paper, Span, check_amount, per_head
 
 _FEATURES = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "identity": lambda x: x}
 _POSITIVE = ("elu", "relu")

@@ -13,14 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.rules.decays import SoftplusDecay
 from prism.rules.hebbian import HebbianFamily, Projections
-from prism.rules.initial import set_initial_weights
-from prism.rules.norms import WidthNorm
-from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry
-from prism.rules.rule import Paper, per_head
-from prism.rules.span import Span
+from prism.rules.parts.decays import SoftplusDecay
+from prism.rules.parts.norms import WidthNorm
+from prism.rules.rule import DECAYED_CORRELATION, Paper, Span, per_head, set_initial_weights
 
 
 class Mamba2(HebbianFamily):

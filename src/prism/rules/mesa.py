@@ -17,12 +17,9 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.memories.least_squares import LeastSquares
-from prism.rules.initial import set_initial_weights
-from prism.rules.norms import HeadNorm
-from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv, at_least_float32, l2_normalize, split_heads
-from prism.rules.rule import Paper, Rule, check_whole, per_head
-from prism.rules.span import Span
+from prism.rules.parts.norms import HeadNorm
+from prism.rules.rule import Objective, Paper, Rule, Span, check_whole, per_head, set_initial_weights
 
 _LEAST_RIDGE = 0.25
 

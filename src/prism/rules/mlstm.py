@@ -15,12 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.rules.initial import set_initial_weights
-from prism.rules.norms import HeadLayerNorm
-from prism.rules.objectives import Objective
 from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, split_heads, with_normaliser
-from prism.rules.rule import Paper, Rule, check_amount, check_whole
-from prism.rules.span import Span
+from prism.rules.parts.norms import HeadLayerNorm
+from prism.rules.rule import Objective, Paper, Rule, Span, check_amount, check_whole, set_initial_weights
 
 
 class Mlstm(Rule):

@@ -17,7 +17,8 @@ from layer to layer; the language model has it as `balance_loss` and, in trainin
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +26,114 @@ from torch import Tensor, nn
 
 from prism.engine.autocast import without_autocast
 from prism.engine.memories.folded import Folded, fold, unfold
-from prism.rules.memory_maps import give_each_memory_its_maps
-from prism.rules.objectives import Objective
-from prism.rules.parts import Carry, at_least_float32
-from prism.rules.routing import Routing, borders, imbalance, take
-from prism.rules.rule import Paper, Rule, check_amount, check_whole, depth, rule_named
-from prism.rules.span import Span
+from prism.rules.parts import BlockLinear, Carry, at_least_float32
+from prism.rules.rule import Objective, Paper, Rule, Span, check_amount, check_whole, depth, rule_named
+
+# One rule made into several memories: what it writes and forgets by is multiplied, what it asks and answers with is
+# not.
+
+
+class MemoryMaps(nn.Module):
+    """A linear map for each of M memories: `[B·M, T, width]` → `[B·M, T, out]`, row b·M + m by map m.
+
+    `first` is a map that all have in common; its outputs come before the others. A plain map is one block of a
+    block-diagonal one.
+    """
+
+    def __init__(self, maps: Sequence[nn.Module], first: nn.Linear | None = None) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(maps)
+        self.first = first
+        self.blocks = maps[0].blocks if isinstance(maps[0], BlockLinear) else 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.stack([one.weight for one in self.maps]).unflatten(1, (self.blocks, -1))  # type: ignore[misc]  # a ModuleList forgets what it holds
+        rows = x.unflatten(-1, (self.blocks, -1)).unflatten(0, (-1, len(weight)))
+        y = torch.einsum("bmtni,mnoi->bmtno", rows, weight).flatten(-2)
+        if self.maps[0].bias is not None:
+            y = y + torch.stack([one.bias for one in self.maps]).unsqueeze(1)  # type: ignore[misc]  # a ModuleList forgets what it holds
+        y = y.flatten(0, 1)
+        return y if self.first is None else torch.cat([self.first(x), y], -1)
+
+
+def give_each_memory_its_maps(rules: list[Rule]) -> Rule:
+    """The first rule, with the maps of all of them in place of its own; it then expects its batch to be B·M rows."""
+    rule = rules[0]
+    names = [name for name, part in rule.named_modules() if isinstance(part, (nn.Linear, BlockLinear))]
+    shared = _shared_maps(rule, names)
+    for name in names:
+        if name.split(".")[0] in shared:
+            continue
+        maps = [one.get_submodule(name) for one in rules]
+        place, _, leaf = name.rpartition(".")
+        own = _split(maps[0], rule.query_size, len(maps)) if name in rule.query_first_maps else MemoryMaps(maps)
+        setattr(rule.get_submodule(place), leaf, own)
+    return rule
+
+
+def _shared_maps(rule: Rule, maps: list[str]) -> tuple[str, ...]:
+    """The maps that the rule declares as shared. Names that it does not have, and a missing declaration, are refused."""
+    if rule.shared_maps is None and maps:
+        raise ValueError(
+            f"rule {rule.name!r} cannot be mixed: it has the linear maps {', '.join(maps)} and does not say which of them the "
+            "memories share; set shared_maps on its class to those that ask and answer, such as ('query', 'out')"
+        )
+    shared = rule.shared_maps or ()
+    unknown = [name for name in (*shared, *rule.query_first_maps) if not hasattr(rule, name)]
+    if unknown:
+        raise ValueError(
+            f"shared_maps and query_first_maps of rule {rule.name!r} name {unknown[0]!r}, which it does not have"
+        )
+    return shared
+
+
+def _split(whole: nn.Module, asked: int, memories: int) -> MemoryMaps:
+    """A map to q and more in one: q becomes the memories' common one."""
+    assert isinstance(whole, nn.Linear)
+    rest = whole.out_features - asked
+    first, *own = (nn.Linear(whole.in_features, n, bias=False) for n in (asked, *[rest] * memories))
+    return MemoryMaps(own, first)
+
+
+# Tokens sent to memories: where they went, where documents begin in each memory, and how evenly they were spread.
+
+
+class Routing(NamedTuple):
+    """Where tokens went, for `output`."""
+
+    weights: Tensor  # [B, M, T], zero where a token was not sent
+    order: Tensor  # [B, M, T], the token in each place
+    x: Tensor  # [B·M, T, width]
+    extra: Any  # the inner rule's
+
+
+def take(x: Tensor, order: Tensor) -> Tensor:
+    """`[B, M, T, D]`: place i of memory m takes token order[b, m, i]."""
+    return x.gather(2, order.unsqueeze(-1).expand_as(x))
+
+
+def borders(order: Tensor, mask: Tensor, stale: Tensor | None, span: Span) -> tuple[Tensor | None, Tensor]:
+    """Where documents start in each memory `[B, M, T]`, and which memories `[B, M]` still hold an earlier document.
+
+    A document need not send its first token to a memory, nor any: then the memory starts afresh when it is next written.
+    """
+    if span.reset is None and stale is None:
+        return None, torch.zeros(order.shape[:2], dtype=torch.bool, device=order.device)
+    document = torch.zeros_like(order[:, 0]) if span.documents is None else span.documents
+    own = document.unsqueeze(1).expand_as(order).gather(-1, order)
+    before = torch.zeros_like(own[..., :1]) if stale is None else -stale.long().unsqueeze(-1)
+    own = torch.cat([before, own], -1)
+    last = own.gather(-1, mask.sum(-1, keepdim=True)).squeeze(-1)
+    current = span.last(torch.cat([torch.zeros_like(document[:, :1]), document], 1), 1)
+    return (own[..., 1:] != own[..., :-1]) & mask, last != current
+
+
+def imbalance(scores: Tensor, chosen: Tensor, mask: Tensor | None) -> Tensor:
+    """M Σ_m (share of tokens sent to m) · (mean probability of m), over real tokens; top_k if all are alike."""
+    real = torch.ones_like(scores[..., :1]) if mask is None else mask.unsqueeze(-1).to(scores.dtype)
+    count = real.sum().clamp(min=1)
+    share, probability = ((z * real).sum((0, 1)) / count for z in (chosen.to(scores.dtype), scores))
+    return scores.shape[-1] * (share * probability).sum()
 
 
 class Mom(Rule):

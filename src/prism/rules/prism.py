@@ -29,14 +29,11 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.rules.columns import Corrections
-from prism.rules.gated_delta import GatedDelta
-from prism.rules.initial import set_initial_weights
-from prism.rules.norms import HeadNorm
-from prism.rules.objectives import RESIDUAL_PROXY
+from prism.rules.delta import GatedDelta
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, linears, split_heads
-from prism.rules.rule import Paper, Rule, construct, per_head
+from prism.rules.parts.norms import HeadNorm
+from prism.rules.rule import RESIDUAL_PROXY, Paper, Rule, Span, construct, per_head, set_initial_weights
 from prism.rules.solver import RESIDUALS, SOLVERS, solved_writes
-from prism.rules.span import Span
 
 _PAPER = Paper("PRISM", "paper in its repository", "https://github.com/gpr-prism/prism")
 _FORGETTING = "per head, and along k₁"

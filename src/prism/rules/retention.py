@@ -15,13 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from prism.rules.decays import constant_decay, head_numbers, log_sigmoid_decay
 from prism.rules.hebbian import HebbianFamily, Projections
-from prism.rules.norms import HeadNorm
-from prism.rules.objectives import DECAYED_CORRELATION
 from prism.rules.parts import Carry, Rotary, place
-from prism.rules.rule import Paper, per_head
-from prism.rules.span import Span
+from prism.rules.parts.decays import constant_decay, head_numbers, log_sigmoid_decay
+from prism.rules.parts.norms import HeadNorm
+from prism.rules.rule import DECAYED_CORRELATION, Paper, Span, per_head
 
 
 class Retention(HebbianFamily):

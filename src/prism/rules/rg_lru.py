@@ -16,11 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.memories.diagonal import Diagonal
-from prism.rules.initial import set_initial_weights
-from prism.rules.objectives import Objective
 from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, place
-from prism.rules.rule import Paper, Rule
-from prism.rules.span import Span
+from prism.rules.rule import Objective, Paper, Rule, Span, set_initial_weights
 
 _STEEPEST = 1000.0
 

@@ -11,15 +11,146 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from prism.engine import FORMS
-from prism.rules.objectives import Objective
-from prism.rules.parts import Carry
-from prism.rules.span import Span
+
+# The test-time regression view: a memory learns, at every token, to answer the key with the value.
+#
+# A rule of this view is one (or several) steps of gradient descent on an objective, after a weight decay `keep`:
+#
+#     S ← keep ⊙ S;   S ← S - rate · ∂loss/∂S
+#
+# Memories are key-first, `[K, V]`: the answer to k is Sᵀk. `tests/rules/test_objectives.py` shows by autograd that
+# each rule's
+# update is exactly that.
+
+Carry = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss of the memory `[…, K, V]` at one key `[…, K]` and value `[…, V]`, and how people write it."""
+
+    text: str
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """None where the rule imitates an objective without being a gradient step on it (PRISM's proxy)."""
+
+    def descend(
+        self, S: Tensor, k: Tensor, v: Tensor, rate: float | Tensor = 1.0, keep: float | Tensor = 1.0
+    ) -> Tensor:
+        """One decayed SGD step, by autograd."""
+        if self.loss is None:
+            raise ValueError(f"the objective {self.text!r} is a proxy: no gradient step on it gives the update")
+        S = (keep * S).detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.loss(S, k, v).sum(), S)
+        return (S - rate * gradient).detach()
+
+
+def answer(S: Tensor, k: Tensor) -> Tensor:
+    """Sᵀk: `[…, K, V]`, `[…, K]` → `[…, V]`."""
+    return (k.unsqueeze(-2) @ S).squeeze(-2)
+
+
+def _correlation(S: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return -(answer(S, k) * v).sum(-1)
+
+
+def _squared_error(S: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return 0.5 * (answer(S, k) - v).square().sum(-1)
+
+
+CORRELATION = Objective("-⟨Sk, v⟩", _correlation)
+DECAYED_CORRELATION = Objective("-⟨Sk, v⟩ + decay", _correlation)
+REGRESSION = Objective("½‖Sk - v‖²", _squared_error)
+DECAYED_REGRESSION = Objective("½‖Sk - v‖² + decay", _squared_error)
+REPEATED_REGRESSION = Objective("½‖Sk - v‖², several steps", _squared_error)
+GENERALISED_REGRESSION = Objective("generalised ½‖Sk - v‖²")
+RESIDUAL_PROXY = Objective("proxy of ½‖σ(Sk) - v‖²")
+
+
+# Where a stretch of tokens begins and ends: padding, documents, and what must be remembered for the next stretch.
+#
+# Rules never meet padding between tokens: the mixer moves real tokens to the front first, so row b has `lengths[b]`
+# real
+# tokens followed by padding. A causal rule needs no more than that, except where it keeps the *last real* tokens.
+
+
+@dataclass(frozen=True)
+class Span:
+    """T tokens of B rows. `mask` `[B, T]`: real tokens first, then padding. `reset` `[B, T]`: a document starts here.
+
+    `shared` is a dict that one pass hands from layer to layer (RWKV-7's first value); None outside a stack.
+    """
+
+    mask: Tensor | None = None
+    reset: Tensor | None = None
+    shared: dict[str, Tensor] | None = None
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """`[B]`, the number of real tokens, or None if all are."""
+        return None if self.mask is None else self.mask.sum(1)
+
+    @property
+    def documents(self) -> Tensor | None:
+        """`[B, T]`, 0 for the document that began before this span, then 1, 2, …; None if there is only that one."""
+        return None if self.reset is None else self.reset.long().cumsum(1)
+
+    def last(self, rows: Tensor, count: int) -> Tensor:
+        """The `count` rows up to the last real token. `rows` `[B, count + T, …]` begins with what came before the span."""
+        if self.lengths is None:
+            return rows[:, rows.shape[1] - count :]
+        index = self.lengths[:, None] + torch.arange(count, device=rows.device)
+        return rows.gather(1, index.reshape(*index.shape, *[1] * (rows.ndim - 2)).expand(-1, -1, *rows.shape[2:]))
+
+    def positions(self, tokens: int, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's place in its document `[B, T]`, and the place `[B]` of the token after the last real one.
+
+        `start` `[B]` is the place of the first token if no document starts in this span.
+        """
+        index = torch.arange(tokens, device=start.device).expand(start.shape[0], tokens)
+        place = start[:, None] + index
+        if self.reset is not None:
+            began = torch.where(self.reset, index, -1).cummax(1).values
+            place = torch.where(began >= 0, index - began, place)
+        following = torch.cat([start[:, None], place + 1], 1)
+        return place, self.last(following, 1)[:, 0]
+
+
+# Initial weights: a rule or a part that sets weights itself returns them from `initial_weights`.
+#
+# All other weights of linear maps are left to torch in a `Mixer`, and to the configuration (`initializer_range`) in a
+# model. A
+# model draws its weights after it was built, perhaps on the meta device or sharded: so values are returned, not
+# written.
+
+
+class SetsWeights(Protocol):
+    """A module with weights of its own."""
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        """Newly drawn values by parameter name, on the current default device."""
+        ...
+
+    def get_parameter(self, target: str) -> nn.Parameter: ...
+
+
+@torch.no_grad()
+def set_initial_weights(part: SetsWeights) -> None:
+    """Give a part the weights that it sets itself. Constructors call this once those parameters exist."""
+    for name, value in part.initial_weights().items():
+        part.get_parameter(name).copy_(value)
+
+
+def uniform(shape: tuple[int, ...], bound: float) -> Tensor:
+    """Drawn from U(-bound, bound)."""
+    return torch.empty(shape).uniform_(-bound, bound)
 
 
 class Paper(NamedTuple):

@@ -9,12 +9,80 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.rules.initial import set_initial_weights
-from prism.rules.norms import HeadLayerNorm
-from prism.rules.parts import LowRank, split_heads
-from prism.rules.rule import Rule, depth, per_head
+from prism.engine import Update
+from prism.rules.parts import Carry, LowRank, at_least_float32, l2_normalize, shift, split_heads
+from prism.rules.parts.norms import HeadLayerNorm
+from prism.rules.rule import (
+    DECAYED_CORRELATION,
+    GENERALISED_REGRESSION,
+    Paper,
+    Rule,
+    Span,
+    depth,
+    per_head,
+    set_initial_weights,
+    uniform,
+)
+
+# RWKV's way to look one token back: every projection sees its own mixture of a token and the one before it.
+#
+#     x_i = x_t + (x_{t-1} - x_t) ⊙ μ_i
+#
+# RWKV-7 learns the μ_i; RWKV-6 adds to each a low-rank function of the input. Both start from a ramp over the
+# channels,
+# 1 - (c/D)^{p (1 - ℓ/Λ)}: early channels look back most, late layers less than early ones.
+
+
+def ramp(size: int) -> Tensor:
+    """0 … 1 over `size` channels."""
+    return torch.arange(size) / max(1, size - 1)
+
+
+def mixtures(width: int, powers: list[float], layer_index: int, layer_count: int) -> Tensor:
+    """The starting μ, one row for each power, `[n, D]`."""
+    share = torch.arange(width) / width
+    return torch.stack([1 - share ** (p * (1 - layer_index / layer_count)) for p in powers])
+
+
+class TokenMix(nn.Module):
+    """n learned mixtures of a token and its predecessor."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.mu = nn.Parameter(torch.empty(count, width))  # the rule initialises it
+
+    def forward(self, x: Tensor, previous: Tensor) -> tuple[Tensor, ...]:
+        """x and the tokens before `[B, T, D]` → n tensors of the same shape."""
+        return _mix(x, previous - x, self.mu)
+
+
+class DynamicTokenMix(TokenMix):
+    """Mixtures that also depend on the token: μ_i + tanh(x_0 W)U_i, where x_0 is itself a learned mixture."""
+
+    def __init__(self, count: int, width: int, rank: int) -> None:
+        super().__init__(count, width)
+        self.first = nn.Parameter(torch.empty(width))  # the mixture that is x_0; the rule initialises it
+        self.down = nn.Linear(width, count * rank, bias=False)
+        self.up = nn.Parameter(torch.empty(count, rank, width))
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        count, rank, width = self.up.shape
+        return {"down.weight": torch.zeros(count * rank, width), "up": uniform((count, rank, width), 0.01)}
+
+    def forward(self, x: Tensor, previous: Tensor) -> tuple[Tensor, ...]:
+        back = previous - x
+        (own,) = _mix(x, back, self.first.unsqueeze(0))
+        hidden = self.down(own).tanh().unflatten(-1, (len(self.mu), -1))
+        return _mix(x, back, self.mu + torch.einsum("btnr,nrd->btnd", hidden, self.up.to(x.dtype)))
+
+
+def _mix(x: Tensor, back: Tensor, mu: Tensor) -> tuple[Tensor, ...]:
+    """x and the way back to its predecessor `[B, T, D]`, μ `[…, n, D]` → n tensors `[B, T, D]`, in x's precision."""
+    return (x.unsqueeze(2) + back.unsqueeze(2) * mu.to(x.dtype)).unbind(2)
 
 
 class Own(NamedTuple):
@@ -76,3 +144,186 @@ class ConstantStart(LowRank):
         width, out, rank = self.sizes
         up = nn.init.orthogonal_(torch.empty(out, rank), gain=0.1 * max(1.0, math.sqrt(rank / out)))
         return {"down.weight": torch.zeros(rank, width), "up.weight": up}
+
+
+# RWKV-6: linear attention with a decay per key channel that reads before it writes.
+#
+#     S_t = Diag(w_t) S_{t-1} + k_t v_tᵀ          o_t = (S_{t-1} + (u ⊙ k_t) v_tᵀ)ᵀ r_t          (Peng et al., 2024)
+#
+# The token itself enters the answer with a learned weight u instead of the 1 it is written with. w = exp(-exp(w₀ +
+# low-rank));
+# which part of the previous token each projection sees depends on the data.
+
+
+class Rwkv6(RwkvFamily):
+    """RWKV-6 (Finch), with its own token shift.
+
+    Args:
+        mix_rank: rank of the maps that decide how much each projection sees of the previous token.
+        decay_rank: rank of the map to the decay.
+    """
+
+    name = "rwkv6"
+    paper = Paper("Eagle and Finch", "Peng et al. 2024", "https://arxiv.org/abs/2404.05892")
+    objective = DECAYED_CORRELATION
+    forgetting = "per channel"
+    transition = "diagonal"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        mix_rank: int = 32,
+        decay_rank: int = 64,
+        layer_index: int = 0,
+        layer_count: int = 1,
+    ) -> None:
+        super().__init__(width, heads, key_dim, value_dim, layer_index, layer_count)
+        self.mix = DynamicTokenMix(5, width, mix_rank)
+        self.decay_in = ConstantStart(width, heads * self.key_dim, decay_rank, torch.tanh)
+        self.bonus = nn.Parameter(torch.empty(heads, self.key_dim))
+        set_initial_weights(self)
+        self.gate = nn.Linear(width, heads * self.value_dim, bias=False)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        keys, channels = self.heads * self.key_dim, ramp(self.heads * self.key_dim)
+        powers = [0.5, 1, 1, 1, 0.5, 1]  # r, w, k, v, g and their own input
+        mix = mixtures(self.width, powers, self.layer_index, self.layer_count)
+        mix[3] -= 0.3 * self.depth
+        zigzag = ((torch.arange(keys) + 1) % 3 - 1) * 0.1
+        return {
+            **super().initial_weights(),
+            "mix.mu": mix[:5],
+            "mix.first": mix[5],
+            "decay_in.up.weight": uniform((keys, self.decay_in.sizes[-1]), 0.01),
+            "decay_in.up.bias": -6 + 5 * channels ** (0.7 + 1.3 * self.depth),
+            "bonus": (self.depth * (1 - channels) + zigzag).view(self.heads, -1),
+        }
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Own]:
+        previous, last = shift(x, carry.get("shift"), span)
+        xr, xw, xk, xv, xg = self.mix(x, previous)
+        r, k, v = self.heads_of(self.receptance(xr), self.key(xk), self.value(xv))
+        (log_decay,) = self.heads_of(-at_least_float32(self.decay_in(xw)).exp())
+        update = Update(r, k.unsqueeze(3), v.unsqueeze(3), log_decay, read="before", reset=span.reset, mask=span.mask)
+        return update, {"shift": last}, Own(r, k, v, F.silu(self.gate(xg)))
+
+    def output(self, o: Tensor, x: Tensor, extra: Own) -> Tensor:
+        return self.out(self.norm(o + extra.bonus(self.bonus)) * extra.gate)
+
+
+# RWKV-7: a decay per key channel, and an erase along a key of its own from the *undecayed* state.
+#
+#     S_t = (Diag(w_t) - (a ⊙ κ̂) κ̂ᵀ) S_{t-1} + k̃ ṽᵀ          o_t = S_tᵀ r_t                    (Peng et al., 2025)
+#
+# κ̂ = nrm(k ⊙ k_k) is looked up, a ⊙ κ̂ taken away: a step size per channel. k̃ = k ⊙ (1 + (a - 1) ⊙ k_a) is written.
+# With
+# w = exp(-e^{-½} σ(·)) in (.545, 1) the eigenvalue along κ̂ is about w - a: mildly negative ones come for free. The
+# bonus
+# (r·(r_k ⊙ k̃)) v for the token itself is added after the norm.
+#
+# Layers above the first mix their value with the first layer's, which travels in `shared`. Without it (a mixer on its
+# own) a
+# layer uses its own value.
+
+
+class Rwkv7(RwkvFamily):
+    """RWKV-7 (Goose). The ranks of its low-rank maps follow from the width."""
+
+    name = "rwkv7"
+    paper = Paper("RWKV-7 Goose", "Peng et al. 2025", "https://arxiv.org/abs/2503.14456")
+    objective = GENERALISED_REGRESSION
+    forgetting = "per channel, and along a key"
+    transition = "diagonal + rank 1"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        layer_index: int = 0,
+        layer_count: int = 1,
+    ) -> None:
+        super().__init__(width, heads, key_dim, value_dim, layer_index, layer_count)
+        K, keys, values = self.key_dim, heads * self.key_dim, heads * self.value_dim
+        self.mix = TokenMix(6, width)
+        self.decay_in = ConstantStart(width, keys, _rank(width, 2.5), torch.tanh)
+        self.rate = ConstantStart(width, keys, _rank(width, 2.5))
+        self.value_mix = ConstantStart(width, values, _rank(width, 1.7)) if layer_index > 0 else None
+        self.gate = ConstantStart(width, values, _rank(width, 5), torch.sigmoid, bias=False)
+        self.erase_scale = nn.Parameter(torch.empty(keys))
+        self.rate_scale = nn.Parameter(torch.empty(keys))
+        self.bonus = nn.Parameter(torch.empty(heads, K))
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        heads, width, root = self.heads, self.width, math.sqrt(self.width)
+        keys, values = heads * self.key_dim, heads * self.value_dim
+        powers = [0.2, 0.9, 0.7, 0.7, 0.9, 0.2]  # r, w, k, v, a, g
+        line, zigzag = ramp(keys) - 0.5, (2 * ramp(self.key_dim) - 1).repeat(heads)
+        zigzag = zigzag * zigzag.abs()
+        weights = {
+            **super().initial_weights(),
+            "mix.mu": mixtures(width, powers, self.layer_index, self.layer_count),
+            "decay_in.up.bias": -5.5 + 6 * ramp(keys) ** (1 + self.depth**0.3) + 2.5 * zigzag,
+            "rate.up.bias": -0.19 + 0.3 * zigzag + 0.4 * line,
+            "erase_scale": 0.71 - 0.1 * line,
+            "rate_scale": torch.full((keys,), 1.02),
+            "bonus": torch.full((heads, self.key_dim), -0.04),
+            "receptance.weight": uniform((keys, width), 0.5 / root),
+            "key.weight": uniform((keys, width), 0.05 / root),
+            "value.weight": uniform((values, width), 0.5 / root),
+            "out.weight": torch.zeros(width, values),
+        }
+        if self.value_mix is not None:
+            weights["value_mix.up.bias"] = 0.73 - 0.4 * (ramp(values) - 0.5)
+        return weights
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Own]:
+        previous, last = shift(x, carry.get("shift"), span)
+        xr, xw, xk, xv, xa, xg = self.mix(x, previous)
+        k, a = self.key(xk), self.rate(xa).sigmoid()
+        log_decay = -math.exp(-0.5) * at_least_float32(self.decay_in(xw)).sigmoid()
+        erase, written = k * self.erase_scale.to(k.dtype), k * (1 + (a - 1) * self.rate_scale.to(k.dtype))
+        r, k, v, a, erase, log_decay = self.heads_of(
+            self.receptance(xr), written, self._value(xv, span.shared), a, erase, log_decay
+        )
+        erase = l2_normalize(erase)
+        update = Update(
+            r,
+            k.unsqueeze(3),
+            v.unsqueeze(3),
+            log_decay,
+            erase_key=erase,
+            erase_write=a * erase,
+            erase_on="undecayed",
+            reset=span.reset,
+            mask=span.mask,
+        )
+        return update, {"shift": last}, Own(r, k, v, self.gate(xg))
+
+    def _value(self, x: Tensor, shared: dict[str, Tensor] | None) -> Tensor:
+        """`[B, T, H·V]`; the first layer leaves its value for the others."""
+        v = self.value(x)
+        shared = {} if shared is None else shared
+        if self.value_mix is None:
+            shared["value"] = v
+            return v
+        first = shared.setdefault("value", v)
+        if first.shape != v.shape:
+            raise ValueError(f"shared['value'] has shape {list(first.shape)}, expected [B, T, H·V] = {list(v.shape)}")
+        return torch.lerp(v, first, self.value_mix(x).sigmoid())
+
+    def output(self, o: Tensor, x: Tensor, extra: Own) -> Tensor:
+        bonus = extra.bonus(self.bonus).flatten(-2)
+        return self.out((self.norm(o) + bonus) * extra.gate)
+
+
+def _rank(width: int, factor: float) -> int:
+    """factor · √width to the nearest 32, at least 32."""
+    return max(32, 32 * round(factor * math.sqrt(width) / 32))

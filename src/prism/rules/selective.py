@@ -18,12 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.memories.diagonal import Diagonal
-from prism.rules.decays import timescale_bias
-from prism.rules.initial import set_initial_weights, uniform
-from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, ShortConv
-from prism.rules.rule import Paper, Rule, check_whole
-from prism.rules.span import Span
+from prism.rules.parts.decays import timescale_bias
+from prism.rules.rule import Objective, Paper, Rule, Span, check_whole, set_initial_weights, uniform
 
 
 class SelectiveFamily(Rule):

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine.memories.scalar_cells import ScalarCells
-from prism.rules.initial import set_initial_weights
-from prism.rules.norms import HeadLayerNorm
-from prism.rules.objectives import Objective
 from prism.rules.parts import BlockLinear, Carry, ShortConv, split_heads
-from prism.rules.rule import Paper, Rule, depth
-from prism.rules.span import Span
+from prism.rules.parts.norms import HeadLayerNorm
+from prism.rules.rule import Objective, Paper, Rule, Span, depth, set_initial_weights
 
 
 class Slstm(Rule):

@@ -12,10 +12,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from prism.engine.memories.attention import Attend
-from prism.rules.objectives import Objective
 from prism.rules.parts import Carry, Rotary, place, split_heads
-from prism.rules.rule import Paper, Rule, check_whole, per_head
-from prism.rules.span import Span
+from prism.rules.rule import Objective, Paper, Rule, Span, check_whole, per_head
 
 
 class Softmax(Rule):

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.rules.initial import set_initial_weights
 from prism.rules.parts import at_least_float32, split_heads
+from prism.rules.rule import set_initial_weights
 
 
 def log_sigmoid_decay(z: Tensor, power: float = 16.0) -> Tensor:

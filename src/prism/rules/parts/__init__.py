@@ -7,7 +7,7 @@ under a name of their own, restart at documents and step over padding (see span.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +15,7 @@ from torch import Tensor, nn
 
 from prism.engine.compat import untouched
 from prism.engine.kernels import paths
-from prism.rules.initial import set_initial_weights
-from prism.rules.span import Span
-
-Carry = Mapping[str, Tensor]
+from prism.rules.rule import Carry, Span, set_initial_weights
 
 
 def at_least_float32(x: Tensor) -> Tensor:
