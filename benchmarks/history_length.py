@@ -22,8 +22,8 @@ import torch
 
 from prism.evaluate.report import write_results
 from prism.models import PrismForRecommendation
-from prism.models.item_losses import full_softmax
-from prism.models.rec_config import PrismRecConfig, hstu, sasrec
+from prism.models.config import PrismRecConfig, hstu, sasrec
+from prism.models.losses import full_softmax
 
 ITEMS, WIDTH, HEADS, LAYERS = 3416, 128, 2, 2
 MODELS: dict[str, Callable[..., PrismRecConfig]] = {

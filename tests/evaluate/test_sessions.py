@@ -15,7 +15,7 @@ from prism.data.tokenizer import train_bpe
 from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.language_model import LanguageModel, open_model
 from prism.models import PrismForCausalLM
-from prism.models.identity import config_sha256
+from prism.models.loading import config_sha256
 from tiny_lm import save_lm
 
 GREEDY = Sampling(temperature=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prism.models.captured import CapturedStep
+from prism.models.replay import CapturedStep
 
 
 class Recorder(TorchDispatchMode):

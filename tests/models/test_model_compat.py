@@ -13,7 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from prism.engine import compat as torch_compat
 from prism.models import PrismForCausalLM, ReplayedCache, compat
-from prism.models.rec_config import PrismRecConfig
+from prism.models.config import PrismRecConfig
 
 CLASSES = (PreTrainedModel, GenerationMixin, PreTrainedConfig)
 OURS = {PreTrainedModel: PrismForCausalLM, GenerationMixin: PrismForCausalLM, PreTrainedConfig: PrismRecConfig}

@@ -11,7 +11,7 @@ from stacks import model, tokens
 
 from prism.engine import dispatch, using
 from prism.models import PrismConfig, PrismForCausalLM, PrismForRecommendation, PrismRecConfig, ReplayedCache
-from prism.models.identity import config_sha256
+from prism.models.loading import config_sha256
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 from torch import Tensor, nn
 
 from prism.engine import dispatch as in_place
-from prism.models import PrismCache, PrismForCausalLM, ReplayedCache, captured, replay
-from prism.models.captured import CapturedStep
-from prism.models.replay import cache_for
+from prism.models import PrismCache, PrismForCausalLM, ReplayedCache, replay
+from prism.models import replay as captured
+from prism.models.replay import CapturedStep, cache_for
 
 
 @pytest.fixture(autouse=True)

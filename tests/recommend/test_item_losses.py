@@ -15,8 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from helpers import examples
-from prism.models.item_losses import LOSSES, _rows_at_once, bce, full_softmax, gbce, item_loss, sampled_softmax
-from prism.models.negatives import InBatch, Negatives, Popularity, Uniform, sampler
+from prism.models.losses import (
+    LOSSES,
+    InBatch,
+    Negatives,
+    Popularity,
+    Uniform,
+    _rows_at_once,
+    bce,
+    full_softmax,
+    gbce,
+    item_loss,
+    sampled_softmax,
+    sampler,
+)
 
 few = examples(25)
 
@@ -60,7 +72,7 @@ def test_full_softmax_keeps_rows_without_target_out_on_any_device() -> None:
     targets[::2] = 0
     expected = full_softmax(hidden, vectors, targets)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prism.models.item_losses.values_may_be_read", lambda x: False)
+        patch.setattr("prism.models.losses.values_may_be_read", lambda x: False)
         loss = full_softmax(hidden, vectors, targets, 4)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(gradients(loss, hidden, vectors), gradients(expected, hidden, vectors))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from prism.models import PrismConfig, PrismForCausalLM, PrismForRecommendation, PrismRecConfig
-from prism.models.item_losses import full_softmax
-from prism.models.rec_config import hstu, sasrec
+from prism.models.config import hstu, sasrec
+from prism.models.losses import full_softmax
 from prism.models.recommender import GAP_BUCKETS, gap_bucket
 
 ITEMS = 30

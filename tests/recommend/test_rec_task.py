@@ -15,7 +15,7 @@ from prism.data.interactions import LogRecipe, Prepared
 from prism.data.interactions.recipe import Synthetic
 from prism.data.interactions.synthetic import synthetic_log
 from prism.evaluate.recommendation import rank_targets
-from prism.models.item_losses import full_softmax
+from prism.models.losses import full_softmax
 from prism.train.distributed import World
 from prism.train.rec import RecTask
 from prism.train.rec_model import make_loss

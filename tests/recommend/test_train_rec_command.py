@@ -17,7 +17,7 @@ from prism.cli import main
 from prism.cli.train_rec import parse
 from prism.data.interactions import prepare_log
 from prism.files import write_json
-from prism.models.rec_config import PrismRecConfig, hstu, sasrec
+from prism.models.config import PrismRecConfig, hstu, sasrec
 from prism.train.command import train_command
 from prism.train.overrides import override, to_plain
 from prism.train.rec_presets import PRESETS, preset

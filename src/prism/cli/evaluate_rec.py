@@ -21,10 +21,10 @@ from prism.evaluate.rec_report import SHOWN_AT, figure_table, group_table
 from prism.evaluate.rec_report import report as write_report
 from prism.evaluate.recommendation import Sampled, evaluate_split, protocol_line
 from prism.evaluate.report import write_results
-from prism.evaluate.saved_model import open_weights
 from prism.files import check_target
 from prism.messages import say
 from prism.models import PrismForRecommendation
+from prism.models.loading import open_weights
 from prism.train.log import read_log
 from prism.train.rec_saved import training_of
 from prism.train.saved import model_folder

@@ -23,7 +23,7 @@ from prism.data.streaming import TextStream
 from prism.evaluate.language_model import LanguageModel
 from prism.evaluate.reader import Reader
 from prism.files import read_state, write_state
-from prism.models.identity import differs, identity
+from prism.models.loading import differs, identity
 from prism.models.replay import cache_for
 
 FORMAT = "prism generation state 1"

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from prism.data.tokenizer import Tokenizer, load_tokenizer
-from prism.evaluate.saved_model import open_weights
 from prism.files import read_json
 from prism.models import PrismForCausalLM
+from prism.models.loading import open_weights
 
 
 @dataclass(frozen=True)

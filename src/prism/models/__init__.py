@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from prism.models import auto  # noqa: F401 - registers with transformers
-from prism.models.config import PrismConfig
-from prism.models.rec_config import PrismRecConfig
+from prism.models.config import PrismConfig, PrismRecConfig
 
 if TYPE_CHECKING:
     from prism.models.cache import PrismCache

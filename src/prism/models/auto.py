@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from transformers.models.auto.configuration_auto import AutoConfig
 
-from prism.models.config import PrismConfig
-from prism.models.rec_config import PrismRecConfig
+from prism.models.config import PrismConfig, PrismRecConfig
 
 _registered: set[type[PrismConfig]] = set()
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from prism.models.cache import PrismCache
+from prism.models.config import PrismRecConfig
 from prism.models.language import PrismModel, PrismPreTrainedModel
-from prism.models.rec_config import PrismRecConfig
 from prism.rules.parts import at_least_float32
 
 GAP_BUCKETS = 64

@@ -16,7 +16,7 @@ from prism.data.interactions import Histories
 from prism.data.interactions.samples import contexts
 from prism.evaluate.recommendation import EVENTS_AT_ONCE
 from prism.models import PrismCache, PrismForRecommendation
-from prism.models.identity import identity
+from prism.models.loading import identity
 from prism.recommend.states import UserStates
 
 PAIRS_AT_ONCE = 2**26

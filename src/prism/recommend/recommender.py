@@ -24,11 +24,9 @@ from prism.data.interactions import Catalogue, Histories, LogRecipe, Prepared, U
 from prism.data.interactions.columns import AUTO, Columns
 from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
 from prism.data.interactions.translate import translate
-from prism.evaluate.saved_model import open_weights
 from prism.files import MANIFEST, seal_weights, whole_folder, write_json
 from prism.models import PrismForRecommendation
-from prism.models.identity import differs
-from prism.models.quiet import without_progress_bars
+from prism.models.loading import differs, open_weights, without_progress_bars
 from prism.recommend.best import best_items
 from prism.recommend.events import Unknown, as_histories, is_several, several
 from prism.recommend.reading import blank, encode, read_on

@@ -18,7 +18,7 @@ from prism.train.settings import Settings
 
 
 def write_model(run: Path, checkpoint: Checkpoint, folder: Path, build: Builder = build_model) -> None:
-    from prism.models.quiet import without_progress_bars
+    from prism.models.loading import without_progress_bars
 
     settings, stored = stored_settings(run, "lm", Settings()), stored_config(run)
     assert settings is not None and stored is not None

@@ -10,8 +10,8 @@ import torch
 from prism.data.interactions import Catalogue
 from prism.data.interactions.prepared import ITEMS, USERS
 from prism.files import json_bytes
-from prism.models.item_losses import full_softmax
-from prism.models.quiet import without_progress_bars
+from prism.models.loading import without_progress_bars
+from prism.models.losses import full_softmax
 from prism.train import tensors
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World

@@ -6,8 +6,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from prism.data.interactions import Catalogue, RecBatch
-from prism.models.item_losses import ItemLoss, item_loss
-from prism.models.rec_config import PrismRecConfig
+from prism.models.config import PrismRecConfig
+from prism.models.losses import ItemLoss, item_loss
 from prism.models.recommender import PrismForRecommendation
 from prism.train.model import initialize, rule_options
 from prism.train.rec_settings import LossSettings, RecSettings

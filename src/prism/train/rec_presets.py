@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prism.messages import did_you_mean
-from prism.models.rec_config import HSTU, SASREC
+from prism.models.config import HSTU, SASREC
 from prism.train.overrides import override
 from prism.train.rec_settings import RecSettings
 
