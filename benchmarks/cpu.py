@@ -20,7 +20,7 @@ from torch import Tensor
 
 import prism
 from common import fastest
-from prism.evaluate.report import write_results
+from prism.reports.results import write_results
 from prism.rules.parts import l2_normalize
 
 HEADS, KEY, VALUE, WRITES = 8, 64, 64, 2

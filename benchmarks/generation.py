@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from prism import rules
-from prism.evaluate.report import write_results
 from prism.models import PrismCache, PrismConfig, PrismForCausalLM
+from prism.reports.results import write_results
 
 CONTEXTS = (100, 10_000)
 

@@ -25,7 +25,7 @@ import accuracy
 import speed
 from prism.engine.kernels.configurations import MEASURED, architecture
 from prism.engine.kernels.paths import INTERPRETED
-from prism.evaluate.report import write_results
+from prism.reports.results import write_results
 
 PARTS = ("accuracy", "decode", "first-call", "speed")
 Keep = Callable[[list[dict[str, Any]]], None]

@@ -123,7 +123,7 @@ def main() -> None:
         print(json.dumps(run_ours(arguments.log, arguments.one, settings)))
         return
 
-    from prism.evaluate.report import write_results
+    from prism.reports.results import write_results
 
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     commands = {name: [sys.executable, __file__, arguments.log, "--one", name, *flags] for name in arguments.models}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from prism.evaluate.plots import pyplot
+from prism.reports.plots import pyplot
 
 HERE = Path(__file__).parent
 

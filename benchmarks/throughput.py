@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from peer_model import fla_kernels
-from prism.evaluate.report import write_results
 from prism.models import PrismCache, PrismConfig, PrismForCausalLM, ReplayedCache
 from prism.models.replay import PATIENCE
+from prism.reports.results import write_results
 from training_step import Trainer
 
 HEAD = {"key_dim": 128, "value_dim": 128}

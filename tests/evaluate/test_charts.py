@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.evaluate.charts import HEIGHT, MOST_POINTS, WIDTH, Series, _ticks, bar_chart, legend, line_chart
+from prism.reports.charts import HEIGHT, MOST_POINTS, WIDTH, Series, _ticks, bar_chart, legend, line_chart
 
 numbers = st.floats(-1e6, 1e6, allow_nan=False).map(lambda x: round(x, 3))
 points = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=30).map(sorted)

@@ -15,9 +15,9 @@ from prism.evaluate.demo import TrainedModel, write_report
 from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.jobs import run_jobs
 from prism.evaluate.language_model import open_model
-from prism.evaluate.plots import pyplot
-from prism.evaluate.report import machine, write_results
 from prism.files import check_target, read_json, remove_folder
+from prism.reports.plots import pyplot
+from prism.reports.results import machine, write_results
 from prism.train.command import command_line
 from prism.train.language import train_lm
 from prism.train.log import read_log

@@ -15,13 +15,13 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from prism.data.text import find_files
-from prism.evaluate.bars import progress_bars
 from prism.evaluate.harness import run_tasks
 from prism.evaluate.language_model import LanguageModel, open_model
 from prism.evaluate.perplexity import Context, Tally, count_bytes, score_file
-from prism.evaluate.report import write_results
 from prism.files import check_target
 from prism.messages import say
+from prism.reports.bars import progress_bars
+from prism.reports.results import write_results
 from prism.train.saved import model_folder
 
 

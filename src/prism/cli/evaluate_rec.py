@@ -15,16 +15,16 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from prism.data.interactions import Prepared
-from prism.evaluate.bars import progress_bars
 from prism.evaluate.rec_plots import FEW_TARGETS, is_small
 from prism.evaluate.rec_report import SHOWN_AT, figure_table, group_table
 from prism.evaluate.rec_report import report as write_report
 from prism.evaluate.recommendation import Sampled, evaluate_split, protocol_line
-from prism.evaluate.report import write_results
 from prism.files import check_target
 from prism.messages import say
 from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
+from prism.reports.bars import progress_bars
+from prism.reports.results import write_results
 from prism.train.log import read_log
 from prism.train.rec_saved import training_of
 from prism.train.saved import model_folder

@@ -16,10 +16,10 @@ from rich.table import Table
 from prism import rules as registry
 from prism.data.mqar import Recall
 from prism.evaluate.jobs import run_jobs
-from prism.evaluate.plots import pyplot, recall_picture
 from prism.evaluate.recall import RecallRun, train_recall
-from prism.evaluate.report import write_results
 from prism.files import check_target
+from prism.reports.plots import pyplot, recall_picture
+from prism.reports.results import write_results
 
 SETTINGS = {
     "easy": RecallRun("", Recall(pairs=8, length=32), key_dim=16, steps=600, batch=64, test_pairs=(2, 4, 6, 8)),

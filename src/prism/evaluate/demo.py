@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from prism.evaluate import page
-from prism.evaluate.charts import Series, line_chart, percent
-from prism.evaluate.plots import recall_curve
 from prism.files import write_atomically
+from prism.reports import page
+from prism.reports.charts import Series, line_chart, percent
+from prism.reports.plots import recall_curve
 
 
 class TrainedModel(TypedDict):

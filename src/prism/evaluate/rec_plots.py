@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prism.evaluate.charts import Series, bar_chart, line_chart, percent
+from prism.reports.charts import Series, bar_chart, line_chart, percent
 
 FEW_TARGETS = 10
 """Groups of fewer targets say nothing: tables show them faint, charts leave them out."""

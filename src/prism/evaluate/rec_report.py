@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prism.evaluate.page import commands, facts, figure, header, heading, page, paragraph, table, tiles
 from prism.evaluate.ranking import CUTOFFS
 from prism.evaluate.rec_plots import FEW_TARGETS, group_chart, is_small, loss_charts, popularity_chart
 from prism.evaluate.recommendation import protocol_line
 from prism.files import write_atomically
+from prism.reports.page import commands, facts, figure, header, heading, page, paragraph, table, tiles
 
 SHOWN_AT = 10
 """The cutoff of pictures and of tables by group."""

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from prism.evaluate.charts import legend
+from prism.reports.charts import legend
 
 FINE_PRINT = " ± "
 """Splits a table's cell into a figure and its error, which stands below it in small letters."""
