@@ -44,7 +44,7 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
 
     from prism.evaluate.recommendation import evaluate_ranking
     from prism.models import PrismForRecommendation
-    from prism.train.overrides import override
+    from prism.overrides import override
     from prism.train.rec import prepare_log, train_rec
     from prism.train.rec_presets import PRESETS, preset
 

@@ -40,7 +40,7 @@ FIGURES = ("HR@10", "NDCG@10")
 
 def settings_of(log: str, model: str, seed: int, common: Sequence[str], out: Path) -> Any:
     """From `name@setting=value,…` to a run's settings."""
-    from prism.train.overrides import override, read_toml_value
+    from prism.overrides import override, read_toml_value
     from prism.train.rec_presets import preset
 
     name, _, changes = model.partition("@")
@@ -68,8 +68,8 @@ def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]
 
     from prism.data.interactions import open_prepared
     from prism.models import PrismForRecommendation
-    from prism.train.log import read_log
     from prism.train.rec import train_rec
+    from prism.train.run import read_log
 
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "train
 from runs import losses, small, start
 
 from children import final_tensors, finish, kill_when, reached, same_tensors
-from prism.train.log import read_log
 from prism.train.model import build_model
+from prism.train.run import read_log
 
 
 def main(kills: int = 20, processes: int = 1, seed: int = 0, steps: int = 200) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from prism.train.log import read_log
+from prism.train.run import read_log
 
 PATIENCE = 60
 """Seconds until something that must happen is taken not to happen."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.train.overrides import read_toml
+from prism.overrides import read_toml
 
 ROOT = Path(__file__).parent.parent
 BLOCK = """

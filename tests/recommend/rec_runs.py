@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from children import start_children
-from prism.train.log import read_log
-from prism.train.overrides import override
+from prism.overrides import override
 from prism.train.rec import train_rec
 from prism.train.rec_model import Learner
 from prism.train.rec_settings import RecSettings
+from prism.train.run import read_log
 
 
 def small(root: Path, **changes: Any) -> RecSettings:

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from children import final_tensors, finish, kill_when, reached, same_tensors
 from prism.data.interactions import Catalogue, Histories, Prepared, Samples, Users
-from prism.data.order import Order, windows_of
 from prism.train.checkpoint import checkpoint_names
+from prism.train.order import Order, windows_of
 from prism.train.rec import RecTask, train_rec
 from prism.train.rec_samples import SampleTable
 

@@ -18,8 +18,7 @@ from prism.cli.train_rec import parse
 from prism.data.interactions import prepare_log
 from prism.files import write_json
 from prism.models.config import PrismRecConfig, hstu, sasrec
-from prism.train.command import train_command
-from prism.train.overrides import override, to_plain
+from prism.overrides import override, to_plain, train_command
 from prism.train.rec_presets import PRESETS, preset
 from prism.train.rec_settings import RecSettings
 
@@ -74,7 +73,7 @@ def test_a_prepared_log_is_trained_on_without_polars_tyro_or_tokens(tmp_path: Pa
 import sys
 for name in ("polars", "pandas", "tyro", "datasets"):
     sys.modules[name] = None
-from prism.train.overrides import override
+from prism.overrides import override
 from prism.train.rec import train_rec
 from prism.train.rec_settings import RecSettings
 print(train_rec(override(RecSettings(), {values!r}, "test")).step)

@@ -12,10 +12,10 @@ from standin import build_plain
 
 from children import start_children
 from prism.data.tokens import StreamWriter
+from prism.overrides import override
 from prism.train.language import train_lm
-from prism.train.log import read_log
 from prism.train.model import Builder
-from prism.train.overrides import override
+from prism.train.run import read_log
 from prism.train.settings import Settings
 
 

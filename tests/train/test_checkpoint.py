@@ -17,9 +17,8 @@ from prism import files
 from prism.files import find_damage
 from prism.train import checkpoint as checkpoints
 from prism.train import tensors as tensor_files
-from prism.train.checkpoint import Checkpoints
+from prism.train.checkpoint import Checkpoints, NotFiniteError
 from prism.train.distributed import World
-from prism.train.finite import NotFiniteError
 from prism.train.language import train_lm
 
 

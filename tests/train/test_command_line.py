@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from prism.cli.train import parse
+from prism.overrides import command_line, override
 from prism.train.card import model_card
-from prism.train.command import command_line
-from prism.train.overrides import override
 from prism.train.presets import PRESETS, preset
 from prism.train.settings import Settings
 

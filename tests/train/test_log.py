@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.train.log import Log, read_log
+from prism.train.run import Log, read_log
 
 
 def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:

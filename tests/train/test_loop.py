@@ -18,10 +18,10 @@ from children import final_tensors, finish, reached, same_tensors, signal_when
 from prism.cli.export import export
 from prism.engine.update import InvalidValueError
 from prism.files import remove_folder
-from prism.train.finite import NotFiniteError
+from prism.train.checkpoint import NotFiniteError
+from prism.train.export import model_folder
 from prism.train.language import train_lm
-from prism.train.log import read_log
-from prism.train.saved import model_folder
+from prism.train.run import read_log
 
 
 def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from standin import Standin
 
 from prism.models import PrismConfig, PrismForCausalLM
-from prism.train.muon import Muon, orthogonalize
-from prism.train.optimizer import Optimizers
+from prism.train.optimizer import Muon, Optimizers, orthogonalize
 from prism.train.settings import OptimizerSettings
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.data.order import windows_of
+from prism.train.order import windows_of
 
 
 @given(windows=st.integers(1, 3000), epoch=st.integers(0, 50), seed=st.integers(-(2**63), 2**63))

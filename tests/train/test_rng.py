@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from prism.train import rng
+from prism.train import tensors as rng
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.train.schedule import lr_factor
+from prism.train.loop import lr_factor
 from prism.train.settings import ScheduleSettings
 
 

@@ -19,15 +19,15 @@ from torch import Tensor
 from prism.data.interactions import prepare_log
 from prism.data.prepare import prepare
 from prism.data.windows import Batch
+from prism.overrides import override
 from prism.train import loop
 from prism.train.distributed import World, parallel_forward, spread
 from prism.train.language import LanguageTask
 from prism.train.model import build_model
 from prism.train.optimizer import Optimizers
-from prism.train.overrides import override
+from prism.train.progress import StopRequest
 from prism.train.rec import RecTask
 from prism.train.rec_settings import RecSettings
-from prism.train.stop import StopRequest
 from prism.train.task import Task
 
 LANGUAGE = ("prism*2", "gla+softmax", "mamba2+rwkv7", "mom+sliding_window")

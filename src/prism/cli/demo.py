@@ -16,13 +16,12 @@ from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.jobs import run_jobs
 from prism.evaluate.language_model import open_model
 from prism.files import check_target, read_json, remove_folder
+from prism.overrides import command_line, override
 from prism.reports.plots import pyplot
 from prism.reports.results import machine, write_results
-from prism.train.command import command_line
 from prism.train.language import train_lm
-from prism.train.log import read_log
-from prism.train.overrides import override
 from prism.train.presets import preset
+from prism.train.run import read_log
 from prism.train.settings import Settings
 
 MODELS = {"PRISM, L = 2": "prism", "Gated DeltaNet": "gated_delta", "linear attention": "linear"}

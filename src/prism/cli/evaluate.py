@@ -22,7 +22,7 @@ from prism.files import check_target
 from prism.messages import say
 from prism.reports.bars import progress_bars
 from prism.reports.results import write_results
-from prism.train.saved import model_folder
+from prism.train.export import model_folder
 
 
 def evaluate_lm(

@@ -25,9 +25,9 @@ from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
 from prism.reports.bars import progress_bars
 from prism.reports.results import write_results
-from prism.train.log import read_log
+from prism.train.export import model_folder
 from prism.train.rec_saved import training_of
-from prism.train.saved import model_folder
+from prism.train.run import read_log
 
 _MANY_REPEATS = 0.05
 """Share of targets seen before from which leaving out seen items flatters a model."""

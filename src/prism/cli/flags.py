@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import tyro
 
 from prism.messages import did_you_mean
-from prism.train.overrides import override, read_toml
+from prism.overrides import override, read_toml
 from prism.train.run import resumed_settings
 from prism.train.settings import RunSettings
 

@@ -13,8 +13,8 @@ from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.language_model import open_model
 from prism.files import check_state_target
 from prism.messages import say
-from prism.train.saved import model_folder
-from prism.train.stop import StopRequest
+from prism.train.export import model_folder
+from prism.train.progress import StopRequest
 
 
 def generate(

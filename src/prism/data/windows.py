@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prism.data.order import windows_of
 from prism.data.tokens import Stream
 from prism.documents import document_starts, needed_starts
+from prism.train.order import windows_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from prism.data.interactions.columns import Columns
 from prism.data.interactions.prepared import Prepared
 from prism.data.interactions.recipe import make_log, prepare_log
-from prism.train.overrides import override
+from prism.overrides import override
 from prism.train.rec import train_rec
 from prism.train.rec_presets import preset
 from prism.train.run import check_folder

@@ -32,9 +32,9 @@ from prism.recommend.events import Unknown, as_histories, is_several, several
 from prism.recommend.reading import blank, encode, read_on
 from prism.recommend.result import Recommendations
 from prism.recommend.states import UserStates
+from prism.train.export import model_folder
 from prism.train.rec_export import TRAINING
 from prism.train.rec_saved import Training, training_of
-from prism.train.saved import model_folder
 
 
 class Recommender:

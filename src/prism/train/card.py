@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prism.train.command import command_line
+from prism.overrides import command_line
 from prism.train.settings import Settings
 
 

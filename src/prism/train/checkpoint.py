@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 from torch import Tensor
@@ -38,7 +39,20 @@ from prism.files import (
 )
 from prism.train import tensors as tensor_files
 from prism.train.distributed import World
-from prism.train.finite import NotFiniteError, refuse_non_finite
+
+# Numbers that are none: NaN and infinity must not be learned from, and never be saved.
+
+
+class NotFiniteError(ValueError):
+    """The run met NaN or infinity and cannot go on."""
+
+
+def refuse_non_finite(tensors: dict[str, Tensor], where: str) -> None:
+    """Of a sharded tensor each process looks at its own part."""
+    for name, value in tensors.items():
+        local = value.to_local() if hasattr(value, "to_local") else value
+        if local.is_floating_point() and not bool(torch.isfinite(local).all()):
+            raise NotFiniteError(f"{name} is not finite: {where} is not written")
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from prism.data.prepare import Corpus, prepare
 from prism.data.windows import Batch, Windows
 from prism.messages import say
+from prism.overrides import to_plain
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.language_export import write_model
 from prism.train.loop import Outcome, Report, train
 from prism.train.model import Builder, build_model, check_stack, initialize, read_weights, vocabulary
-from prism.train.overrides import to_plain
 from prism.train.run import check_folder
 from prism.train.settings import Settings
 from prism.train.task import Verdict

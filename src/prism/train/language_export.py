@@ -11,9 +11,8 @@ from prism.train import tensors
 from prism.train.card import model_card
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
-from prism.train.log import read_log
 from prism.train.model import Builder, build_model
-from prism.train.run import stored_config, stored_settings
+from prism.train.run import read_log, stored_config, stored_settings
 from prism.train.settings import Settings
 
 

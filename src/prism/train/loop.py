@@ -29,20 +29,78 @@ from torch import Tensor, nn
 
 from prism.engine.update import InvalidValueError
 from prism.files import write_atomically
-from prism.train import rng, tensors
-from prism.train.best import Best
-from prism.train.checkpoint import Checkpoint, Checkpoints, good_checkpoint
+from prism.train import tensors
+from prism.train import tensors as rng
+from prism.train.checkpoint import Checkpoint, Checkpoints, NotFiniteError, good_checkpoint
 from prism.train.distributed import World, accumulating, joined, layers_of, parallel_forward, spread, whole
 from prism.train.export import write_export
-from prism.train.finite import NotFiniteError
-from prism.train.log import Log
 from prism.train.optimizer import Optimizers
-from prism.train.progress import Bar
-from prism.train.run import note_settings, open_run
-from prism.train.schedule import lr_factor
-from prism.train.stop import StopRequest
+from prism.train.progress import Bar, StopRequest
+from prism.train.run import Log, note_settings, open_run
+from prism.train.settings import ScheduleSettings
 from prism.train.task import Samples, Task
 from prism.train.threads import warn_if_crowded
+
+# Early stopping: which step was the best so far, and for how many validations there was no better one.
+
+
+@dataclass
+class Best:
+    """Kept in every checkpoint, so that a resumed run stops where it would have.
+
+    Args:
+        patience: validations in a row without a new best that end the run; 0: none does, and nothing is kept.
+    """
+
+    patience: int
+    step: int | None = None
+    quality: float | None = None
+    stale: int = 0
+
+    def note(self, step: int, quality: float) -> bool:
+        """Hear of a validation; True if it is the best so far. NaN never is."""
+        if not self.patience:
+            return False
+        if quality == quality and (self.quality is None or quality > self.quality):
+            self.step, self.quality, self.stale = step, quality, 0
+            return True
+        self.stale += 1
+        return False
+
+    @property
+    def run_out(self) -> bool:
+        return 0 < self.patience <= self.stale
+
+    def state(self) -> dict[str, Any]:
+        best = None if self.step is None else {"step": self.step, "quality": self.quality}
+        return {"best": best, "stale": self.stale}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Of a run without patience nothing was kept, and one that gives it up forgets."""
+        best = state.get("best")
+        if self.patience and best is not None:
+            self.step, self.quality, self.stale = best["step"], best["quality"], state["stale"]
+
+
+# The learning rate as a function of the step alone: nothing to save, nothing to restore.
+
+
+def lr_factor(step: int, steps: int, schedule: ScheduleSettings) -> float:
+    """What the learning rate is multiplied by in step 1 … `steps`."""
+    warmup = min(schedule.warmup, steps)
+    if step <= warmup:
+        return step / warmup
+    if schedule.name == "constant":
+        return 1.0
+    if schedule.name == "cosine":
+        done = (step - warmup) / (steps - warmup)
+        return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * done)) / 2
+    decaying = min(round(steps * schedule.decay), steps - warmup)
+    plateau_end = steps - decaying
+    if step <= plateau_end:
+        return 1.0
+    return 1 - (1 - schedule.final) * (step - plateau_end) / decaying
+
 
 Report = Callable[[int, float], None]
 

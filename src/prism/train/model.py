@@ -14,7 +14,7 @@ from prism import rules
 from prism.data.tokens import Manifest
 from prism.nn.parameters import assign
 from prism.nn.pattern import parse_layers
-from prism.train.overrides import read_toml_value
+from prism.overrides import read_toml_value
 from prism.train.settings import ModelSettings, StackSettings
 
 Builder = Callable[[ModelSettings, int, int], nn.Module]

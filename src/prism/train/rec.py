@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from prism.data.interactions import Prepared, RecBatch, Samples, prepare_log
 from prism.data.interactions.prepared import ITEMS, USERS
 from prism.messages import say
+from prism.overrides import to_plain
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.loop import Outcome, Report, train
 from prism.train.model import check_stack, read_weights
-from prism.train.overrides import to_plain
 from prism.train.rec_export import write_model
 from prism.train.rec_model import Learner, build_recommender, make_loss
 from prism.train.rec_samples import SampleTable

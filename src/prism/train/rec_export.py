@@ -15,11 +15,10 @@ from prism.models.losses import full_softmax
 from prism.train import tensors
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
-from prism.train.log import read_log
 from prism.train.rec_card import model_card
 from prism.train.rec_model import Learner, build_recommender
 from prism.train.rec_settings import RecSettings
-from prism.train.run import stored_config, stored_settings
+from prism.train.run import read_log, stored_config, stored_settings
 
 TRAINING = "training.json"
 

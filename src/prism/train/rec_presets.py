@@ -6,7 +6,7 @@ from typing import Any
 
 from prism.messages import did_you_mean
 from prism.models.config import HSTU, SASREC
-from prism.train.overrides import override
+from prism.overrides import override
 from prism.train.rec_settings import RecSettings
 
 PRESETS: dict[str, dict[str, Any]] = {"prism": {}, "sasrec": SASREC, "hstu": HSTU}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from prism.data.interactions import RecBatch, Samples
-from prism.data.order import Order
+from prism.train.order import Order
 
 LIMIT = 2 << 30
 """Bytes of samples above which each batch is made when it is asked for."""

@@ -11,7 +11,7 @@ from prism.data.interactions import Catalogue, Histories, Prepared, Users, open_
 from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
 from prism.data.interactions.translate import translate
 from prism.files import read_json
-from prism.train.overrides import override
+from prism.overrides import override
 from prism.train.rec_export import TRAINING
 from prism.train.rec_settings import RecDataSettings, RecSettings
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import types
 from dataclasses import fields, is_dataclass, replace
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from prism.messages import did_you_mean
+from prism.train.presets import preset
+from prism.train.settings import RunSettings, Settings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -99,3 +102,32 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
         raise TypeError(f"a list of {len(arguments)}")
     kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else arguments
     return tuple(_convert(kind, item) for kind, item in zip(kinds, value, strict=True))
+
+
+# The command that a run's settings stand for, however they were given: what they change about their preset.
+
+
+def command_line(settings: Settings) -> str:
+    """`prism train lm …`, which run again gives the same settings."""
+    return train_command("lm", settings, preset(settings.preset or "tiny"))
+
+
+def train_command(task: str, settings: RunSettings, start: RunSettings) -> str:
+    """`prism train TASK …`, with what `settings` change about their preset, `start`."""
+    words = ["prism", "train", task, *(["--preset", settings.preset] if settings.preset else [])]
+    return shlex.join([*words, *_differences(to_plain(start), to_plain(settings), "--")])
+
+
+def _differences(start: dict[str, Any], now: dict[str, Any], prefix: str) -> list[str]:
+    words: list[str] = []
+    for key, value in now.items():
+        name = key.replace("_", "-")
+        if isinstance(value, dict):
+            words += _differences(start[key], value, f"{prefix}{name}.")
+        elif value == start[key] or key == "preset":
+            continue
+        elif isinstance(value, bool):
+            words += [f"{prefix}{name if value else f'no-{name}'}"]
+        else:
+            words += [f"{prefix}{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
