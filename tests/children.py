@@ -24,7 +24,7 @@ from prism.train.run import read_log
 PATIENCE = 60
 """Seconds until something that must happen is taken not to happen."""
 IMPORTED_ONCE = [
-    "prism.train.language",
+    "prism.language.task",
     "prism.train.rec",
     "prism.models.language",
     "torch._dynamo",

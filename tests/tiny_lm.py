@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from prism.data.tokenizer import ByteTokenizer, Tokenizer
+from prism.language.tokenizer import ByteTokenizer, Tokenizer
 from prism.models import PrismConfig, PrismForCausalLM
 
 

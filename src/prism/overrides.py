@@ -9,8 +9,8 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from prism.language.presets import preset
 from prism.messages import did_you_mean
-from prism.train.presets import preset
 from prism.train.settings import RunSettings, Settings
 
 if sys.version_info >= (3, 11):

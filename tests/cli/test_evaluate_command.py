@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from prism.cli import main
+from prism.language.task import train_lm
 from prism.overrides import override
-from prism.train.language import train_lm
 from prism.train.settings import Settings
 from tiny_lm import save_lm
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prism.cli import main
-from prism.evaluate.generate import Session
+from prism.language.generate import Session
 from tiny_lm import save_lm
 
 Captured = pytest.CaptureFixture[str]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from prism.data.interactions import LogRecipe, prepare_log
-from prism.data.prepare import Recipe, prepare
 from prism.files import fresh_folder, replace_folder
+from prism.language.corpus import Recipe, prepare
 
 
 def folder(path: Path, content: str) -> Path:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from prism.data.tokenizer import Tokenizer, train_bpe
-from prism.evaluate.language_model import LanguageModel, open_model
-from prism.evaluate.perplexity import Context, Tally, count_bytes, score_file
+from prism.language.generate import LanguageModel, open_model
+from prism.language.perplexity import Context, Tally, count_bytes, score_file
+from prism.language.tokenizer import Tokenizer, train_bpe
 from tiny_lm import save_lm
 
 TEXTS = [
@@ -110,7 +110,7 @@ def test_long_files_are_read_in_pieces(
     """A file of many pieces, each a few segments or less, is one document."""
     path = tmp_path / "long.txt"
     path.write_text(TEXTS[0] * 5)
-    monkeypatch.setattr("prism.data.text.PIECE_BYTES", 100)
+    monkeypatch.setattr("prism.language.text.PIECE_BYTES", 100)
     pieces = [line + "\n" for line in (TEXTS[0] * 5).splitlines()]
     tokens = [token for text in pieces for token in lm.tokenizer.encode([text])[0].tolist()]
     end = lm.tokenizer.end

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from prism.data.tokenizer import train_bpe
-from prism.evaluate.generate import Sampling, Session
-from prism.evaluate.language_model import LanguageModel, open_model
+from prism.language.generate import LanguageModel, Sampling, Session, open_model
+from prism.language.tokenizer import train_bpe
 from prism.models import PrismForCausalLM
 from prism.models.loading import config_sha256
 from tiny_lm import save_lm

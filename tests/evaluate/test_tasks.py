@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from prism.evaluate.harness import find_data, run_tasks
-from prism.evaluate.language_model import open_model
+from prism.language.generate import open_model
+from prism.language.harness import find_data, run_tasks
 from tiny_lm import save_lm
 
 LAMBADA = [{"text": "He gave the ball to her and she threw the ball"}, {"text": "It rained on the roof of the house"}]

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.data.streaming import TextStream
-from prism.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from prism.language.tokenizer import ByteTokenizer, TextStream, Tokenizer, train_bpe
 
 SENTENCES = [
     "naïve café, 10 € für 東京 🙂🙃 – über alles",

@@ -15,11 +15,11 @@ from stacks import HYBRIDS, STACKS, VOCABULARY, label, model
 from torch import Tensor
 
 from helpers import assert_close
-from prism.data.windows import Batch, Windows
 from prism.documents import document_starts, needed_starts
-from prism.evaluate.reader import Reader
+from prism.language.generate import Reader
+from prism.language.task import total_nats
+from prism.language.tokens import Batch, Windows
 from prism.models import PrismForCausalLM
-from prism.train.validate import total_nats
 
 END = 3
 ids = st.integers(0, VOCABULARY - 1)

@@ -11,9 +11,9 @@ import torch
 from standin import build_plain
 
 from children import start_children
-from prism.data.tokens import StreamWriter
+from prism.language.task import train_lm
+from prism.language.tokens import StreamWriter
 from prism.overrides import override
-from prism.train.language import train_lm
 from prism.train.model import Builder
 from prism.train.run import read_log
 from prism.train.settings import Settings

@@ -15,11 +15,11 @@ from standin import build_with_dropout
 from children import final_tensors, same_tensors
 from prism import files
 from prism.files import find_damage
+from prism.language.task import train_lm
 from prism.train import checkpoint as checkpoints
 from prism.train import tensors as tensor_files
 from prism.train.checkpoint import Checkpoints, NotFiniteError
 from prism.train.distributed import World
-from prism.train.language import train_lm
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from prism.cli.train import parse
+from prism.language.export import model_card
+from prism.language.presets import PRESETS, preset
 from prism.overrides import command_line, override
-from prism.train.card import model_card
-from prism.train.presets import PRESETS, preset
 from prism.train.settings import Settings
 
 CHANGES: list[dict[str, Any]] = [

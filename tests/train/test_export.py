@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 
 from prism.cli import main
 from prism.files import check_weights
-from prism.train.language import train_lm
+from prism.language.task import train_lm
 
 Captured = pytest.CaptureFixture[str]
 

@@ -18,9 +18,9 @@ from children import final_tensors, finish, reached, same_tensors, signal_when
 from prism.cli.export import export
 from prism.engine.update import InvalidValueError
 from prism.files import remove_folder
+from prism.language.task import train_lm
 from prism.train.checkpoint import NotFiniteError
 from prism.train.export import model_folder
-from prism.train.language import train_lm
 from prism.train.run import read_log
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from prism.cli.train import parse
 from prism.files import write_json
+from prism.language.presets import PRESETS, preset
 from prism.overrides import override, to_plain
-from prism.train.presets import PRESETS, preset
 from prism.train.settings import Settings
 
 

@@ -17,12 +17,12 @@ from runs import small
 from torch import Tensor
 
 from prism.data.interactions import prepare_log
-from prism.data.prepare import prepare
-from prism.data.windows import Batch
+from prism.language.corpus import prepare
+from prism.language.task import LanguageTask
+from prism.language.tokens import Batch
 from prism.overrides import override
 from prism.train import loop
 from prism.train.distributed import World, parallel_forward, spread
-from prism.train.language import LanguageTask
 from prism.train.model import build_model
 from prism.train.optimizer import Optimizers
 from prism.train.progress import StopRequest

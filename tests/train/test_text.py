@@ -13,7 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from prism.data import text
+from prism.language import text
 
 ROWS = ["first\ndocument", "zweites Dokument: ü", "third\r\n"]
 

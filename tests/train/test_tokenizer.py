@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.data.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from prism.language.tokenizer import END, ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 TEXT = ["The cat sat on the mat. " * 30, "def f(x):\n    return x\n" * 30, "naïve café, 日本語, 🙂\n" * 10]
 BYTES, BPE = ByteTokenizer(), train_bpe(TEXT, 400)

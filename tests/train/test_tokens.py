@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import write_corpus
 
-from prism.data import prepare as preparation
-from prism.data.prepare import Recipe, prepare
-from prism.data.tokens import Manifest, Split, Stream, StreamWriter
-from prism.data.windows import Windows
+from prism.language import corpus as preparation
+from prism.language.corpus import Recipe, prepare
+from prism.language.tokens import Manifest, Split, Stream, StreamWriter, Windows
 
 
 @given(

@@ -12,15 +12,14 @@ from typing import Any
 
 from prism.cli.probe import mqar
 from prism.evaluate.demo import TrainedModel, write_report
-from prism.evaluate.generate import Sampling, Session
 from prism.evaluate.jobs import run_jobs
-from prism.evaluate.language_model import open_model
 from prism.files import check_target, read_json, remove_folder
+from prism.language.generate import Sampling, Session, open_model
+from prism.language.presets import preset
+from prism.language.task import train_lm
 from prism.overrides import command_line, override
 from prism.reports.plots import pyplot
 from prism.reports.results import machine, write_results
-from prism.train.language import train_lm
-from prism.train.presets import preset
 from prism.train.run import read_log
 from prism.train.settings import Settings
 

@@ -14,11 +14,11 @@ from rich.progress import TaskProgressColumn, TextColumn
 from rich.table import Table
 from tyro.conf import Positional
 
-from prism.data.text import find_files
-from prism.evaluate.harness import run_tasks
-from prism.evaluate.language_model import LanguageModel, open_model
-from prism.evaluate.perplexity import Context, Tally, count_bytes, score_file
 from prism.files import check_target
+from prism.language.generate import LanguageModel, open_model
+from prism.language.harness import run_tasks
+from prism.language.perplexity import Context, Tally, count_bytes, score_file
+from prism.language.text import find_files
 from prism.messages import say
 from prism.reports.bars import progress_bars
 from prism.reports.results import write_results

@@ -9,9 +9,8 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from prism.cli.exit_codes import INTERRUPTED
-from prism.evaluate.generate import Sampling, Session
-from prism.evaluate.language_model import open_model
 from prism.files import check_state_target
+from prism.language.generate import Sampling, Session, open_model
 from prism.messages import say
 from prism.train.export import model_folder
 from prism.train.progress import StopRequest

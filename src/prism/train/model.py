@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prism import rules
-from prism.data.tokens import Manifest
+from prism.language.tokens import Manifest
 from prism.nn.parameters import assign
 from prism.nn.pattern import parse_layers
 from prism.overrides import read_toml_value

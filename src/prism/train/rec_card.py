@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from prism.language.export import training_loss
 from prism.overrides import train_command
-from prism.train.card import training_loss
 from prism.train.rec_presets import preset
 from prism.train.rec_settings import RecSettings
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from prism.data.prepare import Recipe
+from prism.language.corpus import Recipe
 
 
 @dataclass(frozen=True)

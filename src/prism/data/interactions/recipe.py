@@ -16,9 +16,9 @@ from filelock import FileLock
 
 from prism.data.interactions.prepared import Prepared, open_prepared
 from prism.data.interactions.synthetic import synthetic_log
-from prism.data.prepare import default_cache
-from prism.data.text import not_there
 from prism.files import check_target
+from prism.language.corpus import default_cache
+from prism.language.text import not_there
 
 VERSION = 2
 """Raise it when the same log would give other arrays: old caches are then no longer found."""

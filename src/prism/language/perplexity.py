@@ -11,6 +11,7 @@ token but the first is predicted and counts, ends of documents included. Documen
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,11 +23,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.data import text
-from prism.data.score import Score
 from prism.documents import document_starts, needed_starts
-from prism.evaluate.language_model import LanguageModel
-from prism.evaluate.reader import SEGMENT, Reader
+from prism.language import text
+from prism.language.generate import SEGMENT, LanguageModel, Reader
+
+# How well text is predicted: nats per token, perplexity, and bits per byte, which compares across tokenizers.
+
+
+@dataclass(frozen=True)
+class Score:
+    nats: float
+    """Mean per token."""
+    bytes_per_token: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.nats, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes_per_token
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from prism.data import text
-from prism.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
-from prism.data.tokens import MANIFEST, Manifest, Split, Stream, StreamWriter, check_tokens, smallest_dtype, writing
 from prism.files import check_target, commit_folder, fresh_folder, sha256
+from prism.language import text
+from prism.language.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
+from prism.language.tokens import MANIFEST, Manifest, Split, Stream, StreamWriter, check_tokens, smallest_dtype, writing
 
 VERSION = 1
 """Raise it when the same text would give other tokens: old caches are then no longer found."""

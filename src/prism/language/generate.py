@@ -19,12 +19,91 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.data.streaming import TextStream
-from prism.evaluate.language_model import LanguageModel
-from prism.evaluate.reader import Reader
-from prism.files import read_state, write_state
-from prism.models.loading import differs, identity
+from prism.documents import document_starts, needed_starts
+from prism.files import read_json, read_state, write_state
+from prism.language.tokenizer import TextStream, Tokenizer, load_tokenizer
+from prism.models import PrismCache, PrismForCausalLM
+from prism.models.loading import differs, identity, open_weights
 from prism.models.replay import cache_for
+
+# Text of any length through a model in constant memory: a segment at a time, only the state is kept.
+
+SEGMENT = 2048
+
+
+class Reader:
+    """Where a model is in a text.
+
+    Nothing is carried from one document to the next: the end token opens a new one (see `prism.documents`).
+
+    Args:
+        end: the end token.
+        cache: the state to continue from.
+        last: the last token that `cache` has read, kept for files that record it.
+    """
+
+    def __init__(
+        self, model: PrismForCausalLM, end: int, cache: PrismCache | None = None, last: int | None = None
+    ) -> None:
+        self.model, self.end, self.last = model, end, last
+        self.cache = cache_for(model) if cache is None else cache
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, keep: int = 0) -> Tensor:
+        """Read tokens `[T]` in one pass; logits `[T, V]` of what follows each (or each of the last `keep`), float32."""
+        reset = needed_starts(document_starts(tokens[None], self.end), fresh=not self.cache.states)
+        out = self.model(
+            tokens[None].to(self.model.device),
+            past_key_values=self.cache,
+            reset=None if reset is None else reset.to(self.model.device),
+            logits_to_keep=keep,
+            use_cache=True,
+        )
+        self.last = int(tokens[-1])
+        logits: Tensor = out.logits[0]
+        return logits.float()
+
+    def read_all(self, tokens: Tensor, segment: int = SEGMENT) -> Tensor:
+        """Read tokens `[T]` in segments; logits `[V]` of what follows the last."""
+        for part in tokens.split(segment):
+            logits = self.read(part, keep=1)
+        return logits[-1]
+
+
+# A saved language model and its tokenizer, opened for use.
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    model: PrismForCausalLM
+    tokenizer: Tokenizer
+    name: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+
+def open_model(folder: Path, device: str = "auto") -> LanguageModel:
+    """The model in a folder that `save_pretrained` or `prism train lm` wrote, ready to predict."""
+    model = open_weights(PrismForCausalLM, folder, device)
+    if not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(f"{folder} has no tokenizer.json, which turns text into the model's tokens and back")
+    tokenizer = load_tokenizer(folder / "tokenizer.json", _end_token(folder))
+    if tokenizer.size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {folder} has {tokenizer.size} tokens, the model knows {model.config.vocab_size}"
+        )
+    place = folder.resolve()
+    return LanguageModel(model, tokenizer, place.parent.name if place.name == "model" else place.name)
+
+
+def _end_token(folder: Path) -> str | None:
+    """The end token that the folder names; None leaves it to the usual names."""
+    path = folder / "tokenizer_config.json"
+    name = read_json(path).get("eos_token") if path.is_file() else None
+    return name.get("content") if isinstance(name, dict) else name
+
 
 FORMAT = "prism generation state 1"
 

@@ -1,4 +1,4 @@
-"""The task of `prism train lm`: predict the next token of a text."""
+"""How well a model predicts what was held out."""
 
 from __future__ import annotations
 
@@ -8,21 +8,64 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.data.prepare import Corpus, prepare
-from prism.data.windows import Batch, Windows
+from prism.language.corpus import Corpus, prepare
+from prism.language.export import write_model
+from prism.language.perplexity import Score
+from prism.language.tokens import Batch, Windows
 from prism.messages import say
 from prism.overrides import to_plain
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
-from prism.train.language_export import write_model
 from prism.train.loop import Outcome, Report, train
 from prism.train.model import Builder, build_model, check_stack, initialize, read_weights, vocabulary
 from prism.train.run import check_folder
 from prism.train.settings import Settings
 from prism.train.task import Verdict
-from prism.train.validate import Validation, total_nats
+
+
+def total_nats(model: nn.Module, batch: Batch) -> Tensor:
+    """Summed over all tokens of the batch, in float32; in training with the balance loss of mixtures of memories."""
+    out = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False)
+    nats = F.cross_entropy(out.logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
+    balance = getattr(out, "balance_loss", None)
+    if model.training and balance is not None:
+        nats = nats + batch.targets.numel() * balance
+    return nats
+
+
+class Validation:
+    """Windows spread evenly over what was held out; several processes share them."""
+
+    def __init__(self, corpus: Corpus, context: int, end: int | None, sequences: int) -> None:
+        stream = corpus.stream("validation")
+        self.windows = Windows(stream, min(context, len(stream) - 1), end)
+        self.bytes_per_token = stream.split.text_bytes / stream.split.tokens
+        count = min(sequences or len(self.windows), len(self.windows))
+        self.chosen = np.arange(count) * len(self.windows) // count
+
+    @torch.no_grad()
+    def score(self, model: nn.Module, world: World, at_once: int) -> Score:
+        """Every process makes the same number of passes, the last perhaps with samples that count for nothing."""
+        mine = self.chosen[world.rank :: world.size]
+        rounds = -(-len(self.chosen) // (world.size * at_once))
+        nats, tokens = 0.0, 0
+        training = model.training
+        model.eval()
+        for i in range(rounds):
+            windows = mine[i * at_once : (i + 1) * at_once]
+            batch = self.windows.windows(windows if len(windows) else self.chosen[:1]).to(world.device)
+            total = total_nats(model, batch)
+            if len(windows):
+                nats, tokens = nats + float(total), tokens + batch.targets.numel()
+        model.train(training)
+        nats, count = world.sum(nats, tokens)
+        return Score(nats / count, self.bytes_per_token)
+
+
+# The task of `prism train lm`: predict the next token of a text.
 
 
 def train_lm(settings: Settings, build: Builder = build_model, report: Report | None = None) -> Outcome:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prism.evaluate.language_model import LanguageModel
+from prism.language.generate import LanguageModel
 
 ENDINGS = (".jsonl", ".json", ".jsonl.xz", ".json.xz")
 

@@ -1,0 +1,1 @@
+"""Language models from text: tokens, training, generation, evaluation and export."""
