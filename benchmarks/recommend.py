@@ -42,11 +42,11 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
     import polars  # noqa: F401  (reading the log would import it on the clock)
     import torch
 
-    from prism.evaluate.recommendation import evaluate_ranking
     from prism.models import PrismForRecommendation
     from prism.overrides import override
-    from prism.train.rec import prepare_log, train_rec
-    from prism.train.rec_presets import PRESETS, preset
+    from prism.recommend.evaluate import evaluate_ranking
+    from prism.recommend.settings import PRESETS, preset
+    from prism.recommend.task import prepare_log, train_rec
 
     torch.set_num_threads(settings["threads"])
     with tempfile.TemporaryDirectory() as folder:

@@ -41,7 +41,7 @@ FIGURES = ("HR@10", "NDCG@10")
 def settings_of(log: str, model: str, seed: int, common: Sequence[str], out: Path) -> Any:
     """From `name@setting=value,…` to a run's settings."""
     from prism.overrides import override, read_toml_value
-    from prism.train.rec_presets import preset
+    from prism.recommend.settings import preset
 
     name, _, changes = model.partition("@")
     words = [*common, *MODELS.get(name, f"model.layers={name}").split(","), *filter(None, changes.split(","))]
@@ -66,9 +66,9 @@ def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]
     log, model, seed, common, validation_only, threads = job
     import torch
 
-    from prism.data.interactions import open_prepared
     from prism.models import PrismForRecommendation
-    from prism.train.rec import train_rec
+    from prism.recommend.events import open_prepared
+    from prism.recommend.task import train_rec
     from prism.train.run import read_log
 
     torch.set_num_threads(threads)
@@ -99,7 +99,7 @@ def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]
             "losses": [[r["step"], r["loss"]] for r in records if r.get("loss") is not None][::10],
         }
         if not validation_only:
-            from prism.evaluate.recommendation import evaluate_ranking
+            from prism.recommend.evaluate import evaluate_ranking
 
             split = settings.data.split_of(open_prepared(Path(log)).histories)
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "recommenders.json")
     arguments = parser.parse_args()
 
-    from prism.data.interactions import LogRecipe, prepare_log
+    from prism.recommend.events import LogRecipe, prepare_log
 
     log = prepare_log(LogRecipe(source=arguments.log))  # once, before everyone asks for it
     assert log.folder is not None

@@ -25,7 +25,7 @@ PATIENCE = 60
 """Seconds until something that must happen is taken not to happen."""
 IMPORTED_ONCE = [
     "prism.language.task",
-    "prism.train.rec",
+    "prism.recommend.task",
     "prism.models.language",
     "torch._dynamo",
     "transformers.tokenization_utils_tokenizers",

@@ -210,7 +210,7 @@ def test_a_good_tree_has_no_violations(tmp_path: Path) -> None:
         ("train__loop", "WRITERS = ['prism.language']"),
         ("recommend__events__read", "from prism.recommend.serve import x"),
         ("recommend__serve", "from prism import language"),
-        ("language__task", "from prism.recommend.events import x"),
+        ("language__task", "from prism.recommend.reading import x"),
     ],
 )
 def test_a_wrong_arrow_is_seen(file: str, line: str, tmp_path: Path) -> None:

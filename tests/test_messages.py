@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prism.cli.flags import _flags, parse_settings
 from prism.messages import did_you_mean
-from prism.train.rec_settings import RecSettings
+from prism.recommend.settings import RecSettings
 from prism.train.settings import Settings
 
 FLAGS = sorted({*_flags(Settings()), *_flags(RecSettings())})

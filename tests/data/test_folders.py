@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from prism.data.interactions import LogRecipe, prepare_log
 from prism.files import fresh_folder, replace_folder
 from prism.language.corpus import Recipe, prepare
+from prism.recommend.events import LogRecipe, prepare_log
 
 
 def folder(path: Path, content: str) -> Path:

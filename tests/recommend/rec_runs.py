@@ -11,9 +11,9 @@ from torch import Tensor
 
 from children import start_children
 from prism.overrides import override
-from prism.train.rec import train_rec
-from prism.train.rec_model import Learner
-from prism.train.rec_settings import RecSettings
+from prism.recommend.learner import Learner
+from prism.recommend.settings import RecSettings
+from prism.recommend.task import train_rec
 from prism.train.run import read_log
 
 

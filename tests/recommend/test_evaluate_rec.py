@@ -10,20 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from prism.data.interactions import Histories, Split, leave_one_out
-from prism.data.interactions.ids import Catalogue
-from prism.data.interactions.synthetic import synthetic_log
-from prism.data.interactions.translate import translate
-from prism.evaluate.rec_report import report
-from prism.evaluate.recommendation import (
+from prism.models import PrismForRecommendation, PrismRecConfig
+from prism.recommend.evaluate import (
     Recommended,
+    Sampled,
     evaluate_ranking,
     evaluate_split,
     protocol_line,
     rank_targets,
+    sampler,
 )
-from prism.evaluate.sampled import Sampled, sampler
-from prism.models import PrismForRecommendation, PrismRecConfig
+from prism.recommend.events import Histories, Split, leave_one_out
+from prism.recommend.events.dataset import translate
+from prism.recommend.events.ids import Catalogue
+from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.report import report
 
 ITEMS = 30
 
@@ -88,7 +89,7 @@ def test_of_many_items_or_events_few_targets_are_ranked_at_once(
     model: PrismForRecommendation, split: Split, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     expected = rank_targets(model, split.test, split.histories, max_length=5)
-    monkeypatch.setattr(f"prism.evaluate.recommendation.{limit}", value)
+    monkeypatch.setattr(f"prism.recommend.evaluate.{limit}", value)
     done: list[int] = []
     found = rank_targets(model, split.test, split.histories, max_length=5, progress=lambda now, of: done.append(now))
     assert np.diff(done, prepend=0).max() == 3
@@ -96,8 +97,8 @@ def test_of_many_items_or_events_few_targets_are_ranked_at_once(
 
 
 def test_evaluation_and_serving_hold_as_many_scores_at_a_time() -> None:
-    from prism.evaluate import recommendation
-    from prism.recommend import best
+    from prism.recommend import evaluate as recommendation
+    from prism.recommend import results as best
 
     assert best.SCORES_AT_ONCE == recommendation.SCORES_AT_ONCE
 

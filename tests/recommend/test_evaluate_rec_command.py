@@ -11,9 +11,9 @@ import pytest
 from rec_runs import small
 
 from prism.cli import main
-from prism.data.interactions import open_prepared, prepare_log
-from prism.train.rec import train_rec
-from prism.train.rec_saved import training_of
+from prism.recommend.events import open_prepared, prepare_log
+from prism.recommend.saved import training_of
+from prism.recommend.task import train_rec
 
 Captured = pytest.CaptureFixture[str]
 

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.data.interactions import Catalogue, Feature, LogRecipe, Prepared, Users, open_prepared, prepare_log
-from prism.data.interactions.core import core_mask, k_core
-from prism.data.interactions.read import Columns, read_log
+from prism.recommend.events import Catalogue, Feature, LogRecipe, Prepared, Users, open_prepared, prepare_log
+from prism.recommend.events.read import Columns, read_log
+from prism.recommend.events.table import core_mask, k_core
 
 ROWS = [("b", "x", 3), ("a", "y", 5), ("a", "x", 1), ("b", "z", 3), ("b", "x", 2), ("a", "z", 5)]
 """Unsorted, with ties in time."""
@@ -350,7 +350,7 @@ def test_a_prepared_log_needs_no_polars(tmp_path: Path) -> None:
 import sys
 sys.modules["polars"] = None
 from pathlib import Path
-from prism.data.interactions import LogRecipe, Samples, leave_one_out, open_prepared, prepare_log
+from prism.recommend.events import LogRecipe, Samples, leave_one_out, open_prepared, prepare_log
 prepared = open_prepared(Path({str(folder)!r}))
 print(len(Samples(leave_one_out(prepared.histories).histories, 3)))
 try:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ir_measures import RR, Qrel, ScoredDoc, Success, nDCG
 
-from prism.evaluate.groups import history_lengths, item_popularity, popularity_bias
-from prism.evaluate.ranking import CUTOFFS, Ranking, candidates, count, ranks, top_k
+from prism.recommend.evaluate import history_lengths, item_popularity, popularity_bias
+from prism.recommend.ranking import CUTOFFS, Ranking, candidates, count, ranks, top_k
 
 property_test = settings(max_examples=40, deadline=None)
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from rec_runs import small
 
-from prism.data.interactions import LogRecipe, Prepared
-from prism.data.interactions.recipe import Synthetic
-from prism.data.interactions.synthetic import synthetic_log
-from prism.evaluate.recommendation import rank_targets
 from prism.models.losses import full_softmax
+from prism.recommend.evaluate import rank_targets
+from prism.recommend.events import LogRecipe, Prepared
+from prism.recommend.events.recipe import Synthetic
+from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.learner import make_loss
+from prism.recommend.settings import LossSettings, RecDataSettings
+from prism.recommend.task import RecTask
 from prism.train.distributed import World
-from prism.train.rec import RecTask
-from prism.train.rec_model import make_loss
-from prism.train.rec_settings import LossSettings, RecDataSettings
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,9 @@ def test_nothing_that_is_held_out_is_learned_from(tmp_path: Path, log: Prepared,
 
 def test_the_loss_is_the_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: dict[str, Any] = {}
-    monkeypatch.setattr("prism.train.rec_model.item_loss", lambda *names, **options: heard.update(options, names=names))
+    monkeypatch.setattr(
+        "prism.recommend.learner.item_loss", lambda *names, **options: heard.update(options, names=names)
+    )
     counts = np.arange(8)
     make_loss(LossSettings("gbce", "popularity", count=7, own=True, logq=False, t=0.3), 7, counts)
     assert heard.pop("counts") is counts

@@ -16,10 +16,10 @@ import torch
 
 import prism
 from prism.cli import main
-from prism.data.interactions import Catalogue, Histories, Users
-from prism.data.interactions.synthetic import synthetic_log
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender, UserStates
+from prism.recommend.events import Catalogue, Histories, Users
+from prism.recommend.events.synthetic import synthetic_log
 
 ITEMS = 12
 NAMES = [f"i{n}" for n in range(1, ITEMS + 1)]
@@ -169,7 +169,7 @@ def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     histories = [NAMES[:n] for n in (0, 5, 1, 3, 2, 8)]
     whole = it.recommend(sequences=histories, max_length=0)
     monkeypatch.setattr("prism.recommend.reading.EVENTS_AT_ONCE", 6)
-    monkeypatch.setattr("prism.recommend.best.SCORES_AT_ONCE", 2 * ITEMS + 2)
+    monkeypatch.setattr("prism.recommend.results.SCORES_AT_ONCE", 2 * ITEMS + 2)
     parts = it.recommend(sequences=histories, max_length=0)
     assert parts.rows.tolist() == whole.rows.tolist()
     np.testing.assert_allclose(parts.scores, whole.scores, rtol=1e-4, atol=1e-6)

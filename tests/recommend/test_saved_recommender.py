@@ -11,8 +11,8 @@ import polars as pl
 import pytest
 
 from prism.cli import main
-from prism.data.interactions.synthetic import synthetic_log
 from prism.recommend import Recommender
+from prism.recommend.events.synthetic import synthetic_log
 
 QUICK: dict[str, Any] = {
     "steps": 2,

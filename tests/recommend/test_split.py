@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.data.interactions.histories import Histories
-from prism.data.interactions.samples import Samples, contexts
-from prism.data.interactions.split import check_leakage, global_time, leave_one_out
+from prism.recommend.events.histories import Histories
+from prism.recommend.events.samples import Samples, contexts
+from prism.recommend.events.split import check_leakage, global_time, leave_one_out
 
 
 def histories_of(lengths: list[int], seed: int = 0, items: int = 9, times: bool = True) -> Histories:

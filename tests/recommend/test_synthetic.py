@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prism.data.interactions import LogRecipe, prepare_log
-from prism.data.interactions.recipe import Synthetic
-from prism.data.interactions.synthetic import synthetic_log
+from prism.recommend.events import LogRecipe, prepare_log
+from prism.recommend.events.recipe import Synthetic
+from prism.recommend.events.synthetic import synthetic_log
 
 
 def test_sizes_and_seeds() -> None:

@@ -15,11 +15,11 @@ from rec_runs import small, start, told
 from safetensors.torch import load_file
 
 from children import final_tensors, finish, kill_when, reached, same_tensors
-from prism.data.interactions import Catalogue, Histories, Prepared, Samples, Users
+from prism.recommend.events import Catalogue, Histories, Prepared, Samples, Users
+from prism.recommend.events.samples import SampleTable
+from prism.recommend.task import RecTask, train_rec
 from prism.train.checkpoint import checkpoint_names
 from prism.train.order import Order, windows_of
-from prism.train.rec import RecTask, train_rec
-from prism.train.rec_samples import SampleTable
 
 
 def curve(run: Path) -> list[float]:
@@ -69,7 +69,7 @@ def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path, layers: str, l
 
 
 def _log(root: Path) -> Prepared:
-    from prism.data.interactions import prepare_log
+    from prism.recommend.events import prepare_log
 
     return prepare_log(small(root).data.recipe(), root / "cache")
 

@@ -15,12 +15,11 @@ import pytest
 
 from prism.cli import main
 from prism.cli.train_rec import parse
-from prism.data.interactions import prepare_log
 from prism.files import write_json
 from prism.models.config import PrismRecConfig, hstu, sasrec
 from prism.overrides import override, to_plain, train_command
-from prism.train.rec_presets import PRESETS, preset
-from prism.train.rec_settings import RecSettings
+from prism.recommend.events import prepare_log
+from prism.recommend.settings import PRESETS, RecSettings, preset
 
 TINY = "--steps 6 --model.hidden-size 16 --model.num-hidden-layers 1 --data.length 10 --batch.sequences 8 --device cpu"
 SMALL_LOG = "--data.synthetic.users 60 --data.synthetic.items 120 --data.synthetic.events 1500"
@@ -74,8 +73,8 @@ import sys
 for name in ("polars", "pandas", "tyro", "datasets"):
     sys.modules[name] = None
 from prism.overrides import override
-from prism.train.rec import train_rec
-from prism.train.rec_settings import RecSettings
+from prism.recommend.task import train_rec
+from prism.recommend.settings import RecSettings
 print(train_rec(override(RecSettings(), {values!r}, "test")).step)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from prism import rules
-from prism.data.interactions import Catalogue
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender, UserStates
-from prism.recommend.events import as_histories
+from prism.recommend.events import Catalogue
+from prism.recommend.reading import as_histories
 
 ITEMS, LONG = 40, 1000
 RULES = [*rules.names(), "prism*2+softmax"]

@@ -16,18 +16,18 @@ import torch
 from runs import small
 from torch import Tensor
 
-from prism.data.interactions import prepare_log
 from prism.language.corpus import prepare
 from prism.language.task import LanguageTask
 from prism.language.tokens import Batch
 from prism.overrides import override
+from prism.recommend.events import prepare_log
+from prism.recommend.settings import RecSettings
+from prism.recommend.task import RecTask
 from prism.train import loop
 from prism.train.distributed import World, parallel_forward, spread
 from prism.train.model import build_model
 from prism.train.optimizer import Optimizers
 from prism.train.progress import StopRequest
-from prism.train.rec import RecTask
-from prism.train.rec_settings import RecSettings
 from prism.train.task import Task
 
 LANGUAGE = ("prism*2", "gla+softmax", "mamba2+rwkv7", "mom+sliding_window")

@@ -14,19 +14,18 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from tyro.conf import Positional
 
-from prism.data.interactions import Prepared
-from prism.evaluate.rec_plots import FEW_TARGETS, is_small
-from prism.evaluate.rec_report import SHOWN_AT, figure_table, group_table
-from prism.evaluate.rec_report import report as write_report
-from prism.evaluate.recommendation import Sampled, evaluate_split, protocol_line
 from prism.files import check_target
 from prism.messages import say
 from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
+from prism.recommend.evaluate import Sampled, evaluate_split, protocol_line
+from prism.recommend.events import Prepared
+from prism.recommend.report import FEW_TARGETS, SHOWN_AT, figure_table, group_table, is_small
+from prism.recommend.report import report as write_report
+from prism.recommend.saved import training_of
 from prism.reports.bars import progress_bars
 from prism.reports.results import write_results
 from prism.train.export import model_folder
-from prism.train.rec_saved import training_of
 from prism.train.run import read_log
 
 _MANY_REPEATS = 0.05

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from prism.cli.evaluate_rec import evaluate_rec
 from prism.cli.exit_codes import INTERRUPTED
 from prism.cli.flags import parse_settings
-from prism.train.rec import train_rec
-from prism.train.rec_presets import preset
-from prism.train.rec_settings import RecSettings
+from prism.recommend.settings import RecSettings, preset
+from prism.recommend.task import train_rec
 
 
 def train(arguments: Sequence[str]) -> int:

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prism.data.interactions.columns import Columns
-from prism.data.interactions.prepared import Prepared
-from prism.data.interactions.recipe import make_log, prepare_log
 from prism.overrides import override
-from prism.train.rec import train_rec
-from prism.train.rec_presets import preset
+from prism.recommend.events.dataset import Prepared
+from prism.recommend.events.recipe import make_log, prepare_log
+from prism.recommend.events.tables import Columns
+from prism.recommend.settings import preset
+from prism.recommend.task import train_rec
 from prism.train.run import check_folder
 
 

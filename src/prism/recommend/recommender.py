@@ -20,21 +20,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prism.data.interactions import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
-from prism.data.interactions.columns import AUTO, Columns
-from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
-from prism.data.interactions.translate import translate
 from prism.files import MANIFEST, seal_weights, whole_folder, write_json
 from prism.models import PrismForRecommendation
 from prism.models.loading import differs, open_weights, without_progress_bars
-from prism.recommend.best import best_items
-from prism.recommend.events import Unknown, as_histories, is_several, several
-from prism.recommend.reading import blank, encode, read_on
-from prism.recommend.result import Recommendations
+from prism.recommend.events import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
+from prism.recommend.events.dataset import EVENTS, ITEMS, USERS, translate
+from prism.recommend.events.tables import AUTO, Columns
+from prism.recommend.export import TRAINING
+from prism.recommend.reading import Unknown, as_histories, blank, encode, is_several, read_on, several
+from prism.recommend.results import Recommendations, best_items
+from prism.recommend.saved import Training, training_of
 from prism.recommend.states import UserStates
 from prism.train.export import model_folder
-from prism.train.rec_export import TRAINING
-from prism.train.rec_saved import Training, training_of
 
 
 class Recommender:

@@ -15,7 +15,7 @@ from prism.train.run import CONFIG, stored_config
 Writer = Callable[[Path, Checkpoint, Path], None]
 """(run, checkpoint, empty folder): what `Task.write_model` is."""
 
-WRITERS = {"lm": "prism.language.export:write_model", "rec": "prism.train.rec_export:write_model"}
+WRITERS = {"lm": "prism.language.export:write_model", "rec": "prism.recommend.export:write_model"}
 """By kind of run."""
 
 

@@ -1,8 +1,9 @@
-"""The task of `prism train rec`: predict the next event of a user."""
+"""How well a recommender ranks what was held out to validate on: among all items, in full precision."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,74 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prism.data.interactions import Prepared, RecBatch, Samples, prepare_log
-from prism.data.interactions.prepared import ITEMS, USERS
 from prism.messages import say
 from prism.overrides import to_plain
+from prism.recommend.evaluate import rank_targets
+from prism.recommend.events import Prepared, RecBatch, Samples, Split, prepare_log
+from prism.recommend.events.dataset import ITEMS, USERS
+from prism.recommend.events.samples import SampleTable
+from prism.recommend.export import write_model
+from prism.recommend.learner import Learner, build_recommender, make_loss
+from prism.recommend.ranking import CUTOFFS, Ranking
+from prism.recommend.settings import RecSettings, RecValidationSettings
+from prism.train import tensors
 from prism.train.checkpoint import Checkpoint
-from prism.train.distributed import World
+from prism.train.distributed import World, whole
 from prism.train.loop import Outcome, Report, train
 from prism.train.model import check_stack, read_weights
-from prism.train.rec_export import write_model
-from prism.train.rec_model import Learner, build_recommender, make_loss
-from prism.train.rec_samples import SampleTable
-from prism.train.rec_settings import RecSettings
-from prism.train.rec_validate import RankingValidation
 from prism.train.run import check_folder
 from prism.train.task import Verdict
+
+LOGGED = ("HR@10", "NDCG@10", "MRR@10")
+METRICS = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "AUC")
+
+
+class RankingValidation:
+    """Several processes share the held-out events.
+
+    Args:
+        length: how many events of a history are read.
+    """
+
+    def __init__(self, split: Split, settings: RecValidationSettings, length: int) -> None:
+        if settings.metric not in METRICS:
+            raise ValueError(f"validation.metric must be one of {', '.join(METRICS)}, got {settings.metric!r}")
+        count = min(settings.sequences or len(split.validation), len(split.validation))
+        self.targets = split.validation.take(np.arange(count) * len(split.validation) // count)
+        self.histories, self.settings, self.length = split.histories, settings, length
+
+    def verdict(self, learner: Learner, build: Callable[[], nn.Module], world: World) -> Verdict:
+        mine = self.targets.take(slice(world.rank, None, world.size))
+        model = _all_of(learner, build, world).recommender
+        share = np.empty((2, 0), dtype=np.int64)  # of a process that has nothing to rank
+        if len(mine):
+            filter_seen = self.settings.filter_seen
+            # Ties count against a model, and half precision would make many.
+            with torch.autocast(world.device.type, enabled=False):
+                ranking = rank_targets(model, mine, self.histories, max_length=self.length, filter_seen=filter_seen)
+            share = np.stack([ranking.ranks, ranking.candidates])
+        shares = world.gather(share)
+        found = Ranking(*np.concatenate(shares, axis=1)).metrics()
+        shown = {name: found[name] for name in dict.fromkeys([self.settings.metric, *LOGGED])}
+        text = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        record = {f"validation_{name}": value for name, value in shown.items()}
+        return Verdict(found, found[self.settings.metric], record, text)
+
+
+def _all_of(learner: Learner, build: Callable[[], nn.Module], world: World) -> Learner:
+    """The model itself, or if it is sharded, a whole one with its weights."""
+    if world.parallel != "fsdp":
+        return learner
+    with torch.random.fork_rng(devices=[]):  # what training draws next must not depend on who looks
+        copy = build().to(world.device).eval()
+    assert isinstance(copy, Learner)
+    sources = tensors.model_tensors(learner)
+    for name, target in tensors.model_tensors(copy).items():
+        target.copy_(whole(sources[name]))
+    return copy
+
+
+# The task of `prism train rec`: predict the next event of a user.
 
 
 def train_rec(settings: RecSettings, log: Prepared | None = None, report: Report | None = None) -> Outcome:

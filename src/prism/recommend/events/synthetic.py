@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from prism.data.interactions.histories import Histories
-from prism.data.interactions.ids import Catalogue, Feature, Users
-from prism.data.interactions.prepared import Prepared
+from prism.recommend.events.dataset import Prepared
+from prism.recommend.events.histories import Histories
+from prism.recommend.events.ids import Catalogue, Feature, Users
 
 _SHORTEST = 5
 _START = 1_700_000_000

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from prism.data.interactions.columns import Columns
-from prism.data.interactions.dataframes import pl
-from prism.data.interactions.log import Log, feature_column
-from prism.data.interactions.tables import Format, read_table
+from prism.recommend.events.table import Log, feature_column
+from prism.recommend.events.tables import Columns, Format, pl, read_table
 
 __all__ = ["Columns", "Format", "Log", "read_log"]
 

@@ -1,30 +1,118 @@
-"""How well a recommender predicts held-out events.
-
-For each target the model reads the last `max_length` events before it and ranks items:
-
-- all items ("full", the default); or the target among `sampled` others (every figure then carries the word "sampled":
-  such figures are not comparable with full ones, nor do they always order models alike);
-- without the items the user has had before (`filter_seen`), looked up in the whole history, not only in what was read.
-  The target itself always takes part. If it was seen before too, it then meets fewer rivals than a system would have
-  that shows seen items: how many targets that concerns is counted and printed.
-"""
+"""Targets and items in groups: a mean over all hides who is served and what is shown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prism.data.interactions.histories import Histories
-from prism.data.interactions.samples import contexts
-from prism.data.interactions.split import Split, Targets
-from prism.evaluate.groups import history_lengths, item_popularity, popularity_bias
-from prism.evaluate.ranking import CUTOFFS, SCORES_AT_ONCE, Ranking, candidates, count, ranks, top_k
-from prism.evaluate.sampled import Sampled, sampler
 from prism.models import PrismForRecommendation
+from prism.recommend.events.histories import Histories
+from prism.recommend.events.samples import contexts
+from prism.recommend.events.split import Split, Targets
+from prism.recommend.ranking import CUTOFFS, SCORES_AT_ONCE, Ranking, candidates, count, ranks, top_k
+
+_LENGTHS = (0, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+_DECILES = 10
+
+
+def history_lengths(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Rows of targets by the number of events before each, int `[M]`: (name, bool `[M]`)."""
+    groups = [(f"{low + 1:,} to {high:,}", (lengths > low) & (lengths <= high)) for low, high in pairwise(_LENGTHS)]
+    return [*groups, (f"over {_LENGTHS[-1]:,}", lengths > _LENGTHS[-1])]
+
+
+def item_popularity(items: np.ndarray, popularity: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Rows of targets by how often their items occur in training.
+
+    head, middle and tail are the most, the next and the least popular items, each with a third of the events.
+    """
+    by_rank = np.argsort(-popularity[1:], kind="stable") + 1
+    before = np.cumsum(popularity[by_rank]) - popularity[by_rank]
+    third = np.zeros(len(popularity), dtype=np.int64)
+    third[by_rank] = np.minimum(3 * before // max(1, popularity.sum()), 2)
+    third[popularity == 0] = 3
+    names = ("head", "middle", "tail", "never in training")
+    return [(name, third[items] == group) for group, name in enumerate(names)]
+
+
+def popularity_bias(popularity: np.ndarray, recommended: dict[int, np.ndarray]) -> dict[str, Any]:
+    """Items in ten groups of equal number, the most popular first: each group's share of events and of top-k lists."""
+    by_rank = np.argsort(-popularity[1:], kind="stable") + 1
+    groups = np.array_split(by_rank, min(_DECILES, len(by_rank)))
+
+    def shares(counts: np.ndarray) -> list[float]:
+        return [float(counts[group].sum() / max(1, counts.sum())) for group in groups]
+
+    return {
+        "items_in_group": [len(group) for group in groups],
+        "share_of_events": shares(popularity),
+        "share_of_recommendations": {f"@{k}": shares(counts) for k, counts in recommended.items()},
+    }
+
+
+# Rankings among a few items instead of all: cheap, common, and not comparable with full ones.
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Others that a target is ranked among, instead of all items."""
+
+    count: int
+    by: Literal["uniform", "popularity"] = "uniform"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"sampled must be at least 1 item, got {self.count}")
+        if self.by not in ("uniform", "popularity"):
+            raise ValueError(f"sampled items are drawn uniform or by popularity, got {self.by!r}")
+
+
+def sampler(
+    sampled: Sampled, num_items: int, popularity: np.ndarray | None
+) -> Callable[[Tensor, Tensor, np.ndarray], Tensor]:
+    """Keeps of the candidates the target and `count` others, drawn without replacement; a function of seed and row."""
+    if sampled.count > num_items:
+        raise ValueError(f"sampled must be at most the number of items, {num_items:,}, got {sampled.count:,}")
+    weights = np.ones(num_items + 1)
+    if sampled.by == "popularity":
+        if popularity is None:
+            raise ValueError("items sampled by popularity need the popularity of the items")
+        weights = np.maximum(popularity, 1e-9).astype(np.float64)
+    log_weights = torch.from_numpy(np.log(weights))
+
+    def keep(taking_part: Tensor, wanted: Tensor, rows: np.ndarray) -> Tensor:
+        # the largest of log-weights with Gumbel noise are a weighted draw without replacement
+        noise = np.stack(
+            [np.random.default_rng((sampled.seed, row)).gumbel(size=num_items + 1) for row in rows.tolist()]
+        )
+        keys = (log_weights + torch.from_numpy(noise)).to(taking_part.device)
+        free = taking_part.scatter(1, wanted[:, None], False)
+        keys = keys.masked_fill(~free, -torch.inf)
+        drawn = keys.topk(sampled.count, dim=1).indices
+        kept = torch.zeros_like(taking_part).scatter_(1, drawn, True) & free
+        return kept.scatter_(1, wanted[:, None], True)
+
+    return keep
+
+
+# How well a recommender predicts held-out events.
+#
+# For each target the model reads the last `max_length` events before it and ranks items:
+#
+# - all items ("full", the default); or the target among `sampled` others (every figure then carries the word
+# "sampled":
+#   such figures are not comparable with full ones, nor do they always order models alike);
+# - without the items the user has had before (`filter_seen`), looked up in the whole history, not only in what was
+# read.
+#   The target itself always takes part. If it was seen before too, it then meets fewer rivals than a system would have
+#   that shows seen items: how many targets that concerns is counted and printed.
 
 Progress = Callable[[int, int], None]
 """Is told how many of how many targets are done."""

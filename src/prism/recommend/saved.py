@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prism.data.interactions import Catalogue, Histories, Prepared, Users, open_prepared, prepare_log
-from prism.data.interactions.prepared import EVENTS, ITEMS, USERS
-from prism.data.interactions.translate import translate
 from prism.files import read_json
 from prism.overrides import override
-from prism.train.rec_export import TRAINING
-from prism.train.rec_settings import RecDataSettings, RecSettings
+from prism.recommend.events import Catalogue, Histories, Prepared, Users, open_prepared, prepare_log
+from prism.recommend.events.dataset import EVENTS, ITEMS, USERS, translate
+from prism.recommend.export import TRAINING
+from prism.recommend.settings import RecDataSettings, RecSettings
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor, nn
 
-from prism.data.interactions import Catalogue, RecBatch
 from prism.models.config import PrismRecConfig
 from prism.models.losses import ItemLoss, item_loss
 from prism.models.recommender import PrismForRecommendation
+from prism.recommend.events import Catalogue, RecBatch
+from prism.recommend.settings import LossSettings, RecSettings
 from prism.train.model import initialize, rule_options
-from prism.train.rec_settings import LossSettings, RecSettings
 
 
 def build_recommender(settings: RecSettings, catalogue: Catalogue) -> PrismForRecommendation:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from prism.data.interactions import Histories, LogRecipe, Split, global_time, leave_one_out
+from prism.messages import did_you_mean
+from prism.models.config import HSTU, SASREC
+from prism.overrides import override
+from prism.recommend.events import Histories, LogRecipe, Split, global_time, leave_one_out
 from prism.train.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -155,3 +158,17 @@ class RecSettings(RunSettings):
             steps=self.steps or max(1, round(self.epochs * an_epoch)),
             validation=replace(self.validation, every=every),
         )
+
+
+# Presets of `prism train rec`: the published models that others are compared with, as settings.
+
+PRESETS: dict[str, dict[str, Any]] = {"prism": {}, "sasrec": SASREC, "hstu": HSTU}
+"""What each changes in the section `model`."""
+
+
+def preset(name: str | None) -> RecSettings:
+    """Settings of a preset; None is "prism"."""
+    name = name or "prism"
+    if name not in PRESETS:
+        raise ValueError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}: choose from {', '.join(PRESETS)}")
+    return override(RecSettings(preset=name), {"model": PRESETS[name]}, f"preset {name}")

@@ -3,12 +3,12 @@
 Only read.py and core.py work on tables (polars); everything after a log is prepared works on numpy arrays and JSON.
 """
 
-from prism.data.interactions.histories import Histories
-from prism.data.interactions.ids import Catalogue, Feature, Users
-from prism.data.interactions.prepared import Prepared, open_prepared
-from prism.data.interactions.recipe import LogRecipe, prepare_log
-from prism.data.interactions.samples import RecBatch, Samples
-from prism.data.interactions.split import Split, Targets, check_leakage, global_time, leave_one_out
+from prism.recommend.events.dataset import Prepared, open_prepared
+from prism.recommend.events.histories import Histories
+from prism.recommend.events.ids import Catalogue, Feature, Users
+from prism.recommend.events.recipe import LogRecipe, prepare_log
+from prism.recommend.events.samples import RecBatch, Samples
+from prism.recommend.events.split import Split, Targets, check_leakage, global_time, leave_one_out
 
 __all__ = [
     "Catalogue",

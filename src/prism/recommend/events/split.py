@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from prism.data.interactions.histories import Histories
+from prism.recommend.events.histories import Histories
 
 LEAST_EVENTS = 3
 """Leave-one-out needs a context, a validation and a test event: users with fewer are learned from, but not predicted."""

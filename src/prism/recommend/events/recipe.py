@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from filelock import FileLock
 
-from prism.data.interactions.prepared import Prepared, open_prepared
-from prism.data.interactions.synthetic import synthetic_log
 from prism.files import check_target
 from prism.language.corpus import default_cache
 from prism.language.text import not_there
+from prism.recommend.events.dataset import Prepared, open_prepared
+from prism.recommend.events.synthetic import synthetic_log
 
 VERSION = 2
 """Raise it when the same log would give other arrays: old caches are then no longer found."""
@@ -93,8 +93,8 @@ def make_log(recipe: LogRecipe, source: Any) -> Prepared:
     if source is None:
         made = synthetic_log(**asdict(recipe.synthetic))
     else:
-        from prism.data.interactions.core import k_core  # works on polars' tables
-        from prism.data.interactions.read import Columns, read_log
+        from prism.recommend.events.read import Columns, read_log
+        from prism.recommend.events.table import k_core  # works on polars' tables
 
         columns = Columns(recipe.user, recipe.item, recipe.time, recipe.features)
         log = read_log(source, columns, format=recipe.format, duplicates=recipe.duplicates)
