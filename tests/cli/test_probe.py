@@ -9,8 +9,8 @@ import pytest
 
 from prism.cli import main, probe
 from prism.cli.probe import parse_rule
-from prism.evaluate.jobs import run_jobs
-from prism.evaluate.recall import RecallRun, train_recall
+from prism.probes.jobs import run_jobs
+from prism.probes.mqar import RecallRun, train_recall
 
 
 def test_a_rule_with_options_is_parsed() -> None:
@@ -42,7 +42,7 @@ def test_numbers_and_options_that_no_probe_can_have(
 
 
 def test_training_recalls_better_than_chance() -> None:
-    from prism.data.mqar import Recall
+    from prism.probes.mqar import Recall
 
     run = RecallRun("gated_delta", Recall(2, 8, 16), layers=1, width=32, key_dim=8, steps=150, batch=32)
     result = train_recall(run)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.data.mqar import IGNORE, Recall
+from prism.probes.mqar import IGNORE, Recall
 
 
 @st.composite

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prism.evaluate.demo import TrainedModel, write_report
+from prism.probes.demo import TrainedModel, write_report
 
 NAMES = ("PRISM, L = 2", "Gated DeltaNet", "linear attention")
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from prism.cli.probe import mqar
-from prism.evaluate.demo import TrainedModel, write_report
-from prism.evaluate.jobs import run_jobs
 from prism.files import check_target, read_json, remove_folder
 from prism.language.generate import Sampling, Session, open_model
 from prism.language.presets import preset
 from prism.language.task import train_lm
 from prism.overrides import command_line, override
+from prism.probes.demo import TrainedModel, write_report
+from prism.probes.jobs import run_jobs
 from prism.reports.plots import pyplot
 from prism.reports.results import machine, write_results
 from prism.train.run import read_log

@@ -14,10 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from prism import rules as registry
-from prism.data.mqar import Recall
-from prism.evaluate.jobs import run_jobs
-from prism.evaluate.recall import RecallRun, train_recall
 from prism.files import check_target
+from prism.probes.jobs import run_jobs
+from prism.probes.mqar import Recall, RecallRun, train_recall
 from prism.reports.plots import pyplot, recall_picture
 from prism.reports.results import write_results
 
@@ -109,7 +108,7 @@ def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
 
 def check_runs(runs: list[RecallRun]) -> None:
     """Build every model once, so that a wrong name or option is told before anything is trained."""
-    from prism.evaluate.recall import RecallModel
+    from prism.probes.mqar import RecallModel
 
     for run in runs:
         RecallModel(run)

@@ -1,1 +1,0 @@
-"""What models learn from. Text becomes tokens on disk; windows of them are samples whose order has no state."""

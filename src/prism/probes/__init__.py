@@ -1,0 +1,1 @@
+"""Synthetic tasks that show what a memory can hold."""
