@@ -41,7 +41,7 @@ test-slow: $(VENV)/ready
 # The kernels and what replays them, on the GPU at hand; `make test` is the same with and without one. Takes minutes, most of
 # them flash-linear-attention's, which tunes its kernels first.
 test-gpu: $(VENV)/ready
-	PRISM_TEST_GPU=1 $(BIN)/python -m pytest -m "not slow" tests/kernels tests/family/test_online_kernel.py tests/models/test_replay.py \
+	PRISM_TEST_GPU=1 $(BIN)/python -m pytest -m "not slow" tests/engine/kernels tests/models/test_replay.py \
 		tests/train/test_synchronisation.py
 
 bench: $(VENV)/ready

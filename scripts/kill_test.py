@@ -19,14 +19,12 @@ from pathlib import Path
 
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "train"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runs import losses, small, start
-
-from children import final_tensors, finish, kill_when, reached, same_tensors
 from prism.train.model import build_model
 from prism.train.run import read_log
+from tests.children import final_tensors, finish, kill_when, reached, same_tensors
+from tests.train.runs import losses, small, start
 
 
 def main(kills: int = 20, processes: int = 1, seed: int = 0, steps: int = 200) -> int:

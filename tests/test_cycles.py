@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import prism
-from import_graph import Tree
+from tests.import_graph import Tree
 
 CYCLES_TO_BE_REMOVED = {
     "prism.engine.kernels.compiled",

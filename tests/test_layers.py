@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import prism
-from import_graph import Tree
+from tests.import_graph import Tree
 
 TREE = Tree(Path(prism.__file__).parent)
 

@@ -14,7 +14,7 @@ from prism.cli import main
 from prism.language.task import train_lm
 from prism.overrides import override
 from prism.train.settings import Settings
-from tiny_lm import save_lm
+from tests.tiny_lm import save_lm
 
 Captured = pytest.CaptureFixture[str]
 

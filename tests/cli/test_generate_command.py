@@ -13,7 +13,7 @@ import pytest
 
 from prism.cli import main
 from prism.language.generate import Session
-from tiny_lm import save_lm
+from tests.tiny_lm import save_lm
 
 Captured = pytest.CaptureFixture[str]
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from torch import Tensor
 
 import prism
-from helpers import Problem, examples, problems
 from prism.engine import memory_
 from prism.engine.dispatch import replaces
 from prism.nn.state import State
+from tests.helpers import Problem, examples, problems
 
 PROBLEM = Problem(tokens=3, heads=4, query_heads=2, key_heads=2, writes=2)
 

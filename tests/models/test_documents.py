@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stacks import HYBRIDS, STACKS, VOCABULARY, label, model
 from torch import Tensor
 
-from helpers import assert_close
 from prism.documents import document_starts, needed_starts
 from prism.language.generate import Reader
 from prism.language.task import total_nats
 from prism.language.tokens import Batch, Windows
 from prism.models import PrismForCausalLM
+from tests.helpers import assert_close
+from tests.models.stacks import HYBRIDS, STACKS, VOCABULARY, label, model
 
 END = 3
 ids = st.integers(0, VOCABULARY - 1)

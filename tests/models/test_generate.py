@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 from torch import Tensor
 
-from helpers import assert_close
 from prism.models import PrismCache, PrismForCausalLM
+from tests.helpers import assert_close
+from tests.models.stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 
 NEW = 12
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from stacks import STACKS, config, label, model, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from helpers import assert_close
 from prism import rules
 from prism.models import PrismConfig, PrismForCausalLM, PrismModel
 from prism.nn import no_weight_decay
 from prism.nn.parameters import gates
+from tests.helpers import assert_close
+from tests.models.stacks import STACKS, config, label, model, tokens
 
 
 @pytest.mark.parametrize("layers", STACKS, ids=label)
@@ -105,8 +105,8 @@ def test_gates_stay_in_float32(rule: str, dtype: torch.dtype, tmp_path: Path) ->
 
 HALF = """
 import sys, torch
-sys.path[:0] = [{tests!r}, {models!r}]
-from stacks import STACKS, label, model, tokens
+sys.path.insert(0, {root!r})
+from tests.models.stacks import STACKS, label, model, tokens
 for layers in STACKS:
     lm, ids = model(layers, torch.bfloat16), tokens(2, 70)
     out = lm(ids[:, :-1])
@@ -122,8 +122,7 @@ for layers in STACKS:
 
 def test_half_precision_runs_with_memories_in_float32() -> None:
     """In a process of its own: there are CPUs on which torch's bfloat16 products are an illegal instruction."""
-    here = Path(__file__).parent
-    script = HALF.format(tests=str(here.parent), models=str(here))
+    script = HALF.format(root=str(Path(__file__).parents[2]))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     if done.returncode == -signal.SIGILL:
         pytest.skip("this CPU has no bfloat16 products")

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import recorded
 import torch
-from stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 from torch import Tensor, nn
 
 from prism.engine import dispatch as in_place
 from prism.models import PrismCache, PrismForCausalLM, ReplayedCache, replay
 from prism.models import replay as captured
 from prism.models.replay import CapturedStep, cache_for
+from tests.models import recorded
+from tests.models.stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stacks import HYBRIDS, STACKS, label, model, tokens
 from torch import Tensor
 
-from helpers import assert_close
 from prism.models import PrismForCausalLM
+from tests.helpers import assert_close
+from tests.models.stacks import HYBRIDS, STACKS, label, model, tokens
 
 
 def gradients(lm: PrismForCausalLM, ids: Tensor, **arguments: Any) -> dict[str, Tensor]:

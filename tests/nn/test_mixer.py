@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from helpers import Tensors, assert_close, examples, relative_error
 from prism import Mixer, State, rules
 from prism.engine import FORMS
 from prism.nn.state import concatenate
+from tests.helpers import Tensors, assert_close, examples, relative_error
 
 WIDTH, HEADS, TOKENS = 16, 2, 66
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import HEADS, WIDTH, stirred_mixer, tokens
 from torch import Tensor
 
-from helpers import assert_close
+from tests.helpers import assert_close
+from tests.rules.rule_cases import HEADS, WIDTH, stirred_mixer, tokens
 
 TOKENS = 9
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from rule_cases import WIDTH, stirred
 from torch import Tensor
 
 import prism
-from helpers import assert_close
 from prism import Update, rules
 from prism.rules.rule import Span
+from tests.helpers import assert_close
+from tests.rules.rule_cases import WIDTH, stirred
 
 HEBBIAN = ["linear", "retnet", "lightning", "gated_retention", "mamba2", "gla", "hgrn2", "rwkv6"]
 DELTA: list[tuple[str, dict[str, Any]]] = [

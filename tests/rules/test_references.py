@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from rule_cases import HEADS, WIDTH, stirred
 from torch import Tensor
 
 import prism
-from helpers import assert_close
 from prism import Update
 from prism.rules.rule import Span
-from reference_code import load_all, transformers_module
+from tests.helpers import assert_close
+from tests.reference_code import load_all, transformers_module
+from tests.rules.rule_cases import HEADS, WIDTH, stirred
 
 BATCH, TOKENS = 2, 37
 TOLERANCE = 1e-5

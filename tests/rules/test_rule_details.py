@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import CASES, HEADS, WIDTH, stirred, stirred_mixer, tokens, told
 
 import prism
-from helpers import assert_close
 from prism import Mixer, rules
 from prism.rules.parts import LowRank, linears
 from prism.rules.rule import Span
+from tests.helpers import assert_close
+from tests.rules.rule_cases import CASES, HEADS, WIDTH, stirred, stirred_mixer, tokens, told
 
 LAYERED = ("lightning", "hgrn2", "rwkv6", "rwkv7")
 

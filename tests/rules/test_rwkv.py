@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rule_cases import HEADS, WIDTH, stirred, stirred_mixer, tokens, told
 from torch import Tensor
 
 import prism
-from helpers import assert_close
 from prism import rules
 from prism.rules.rule import Span
+from tests.helpers import assert_close
+from tests.rules.rule_cases import HEADS, WIDTH, stirred, stirred_mixer, tokens, told
 
 
 def _before(x: Tensor) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rule_cases import stirred_mixer, tokens
 from torch import Tensor
 
-from helpers import assert_close
 from prism import State, rules
 from prism.nn.block import place_options
+from tests.helpers import assert_close
+from tests.rules.rule_cases import stirred_mixer, tokens
 
 
 class Stack(torch.nn.Module):

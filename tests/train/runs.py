@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from standin import build_plain
 
-from children import start_children
 from prism.language.task import train_lm
 from prism.language.tokens import StreamWriter
 from prism.overrides import override
 from prism.train.model import Builder
 from prism.train.run import read_log
 from prism.train.settings import Settings
+from tests.children import start_children
+from tests.train.standin import build_plain
 
 
 def write_corpus(folder: Path) -> Path:

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runs import losses, small
-from standin import build_with_dropout
 
-from children import final_tensors, same_tensors
 from prism import files
 from prism.files import find_damage
 from prism.language.task import train_lm
@@ -20,6 +17,9 @@ from prism.train import checkpoint as checkpoints
 from prism.train import tensors as tensor_files
 from prism.train.checkpoint import Checkpoints, NotFiniteError
 from prism.train.distributed import World
+from tests.children import final_tensors, same_tensors
+from tests.train.runs import losses, small
+from tests.train.standin import build_with_dropout
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import small
 from safetensors import SafetensorError
 
 from prism.cli import main
 from prism.files import check_weights
 from prism.language.task import train_lm
+from tests.train.runs import small
 
 Captured = pytest.CaptureFixture[str]
 

@@ -6,10 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from runs import losses, small, start
-from standin import build_with_dropout
 
-from children import final_tensors, finish, kill_when, reached, same_tensors
+from tests.children import final_tensors, finish, kill_when, reached, same_tensors
+from tests.train.runs import losses, small, start
+from tests.train.standin import build_with_dropout
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from runs import losses, small, start
 from safetensors.torch import load_file, save_file
-from standin import Standin, build_plain, build_with_dropout
 
-from children import final_tensors, finish, reached, same_tensors, signal_when
 from prism.cli.export import export
 from prism.engine.update import InvalidValueError
 from prism.files import remove_folder
@@ -22,6 +19,9 @@ from prism.language.task import train_lm
 from prism.train.checkpoint import NotFiniteError
 from prism.train.export import model_folder
 from prism.train.run import read_log
+from tests.children import final_tensors, finish, reached, same_tensors, signal_when
+from tests.train.runs import losses, small, start
+from tests.train.standin import Standin, build_plain, build_with_dropout
 
 
 def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:

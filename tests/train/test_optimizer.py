@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from standin import Standin
 
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.train.optimizer import Muon, Optimizers, orthogonalize
 from prism.train.settings import OptimizerSettings
+from tests.train.standin import Standin
 
 
 def names(optimizers: Optimizers, model: torch.nn.Module) -> dict[tuple[str, float], set[str]]:

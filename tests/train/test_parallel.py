@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import losses, small, start
 from safetensors.torch import load_file
-from standin import build_plain
 
-from children import final_tensors, finish, reached, wait_until
 from prism.train.model import build_model
+from tests.children import final_tensors, finish, reached, wait_until
+from tests.train.runs import losses, small, start
+from tests.train.standin import build_plain
 
 REAL = {"model": {"layers": "prism+softmax", "hidden_size": 32, "num_heads": 2, "head_dim": 16, "num_hidden_layers": 2}}
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import small
 from torch import Tensor
 
 from prism.language.corpus import prepare
@@ -29,6 +28,7 @@ from prism.train.model import build_model
 from prism.train.optimizer import Optimizers
 from prism.train.progress import StopRequest
 from prism.train.task import Task
+from tests.train.runs import small
 
 LANGUAGE = ("prism*2", "gla+softmax", "mamba2+rwkv7", "mom+sliding_window")
 LOSSES: tuple[dict[str, Any], ...] = (

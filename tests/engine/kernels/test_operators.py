@@ -1,0 +1,469 @@
+"""The kernels as torch operators: registrations, compiled callers, unwritten memory, segments, and who is chosen when."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import prism
+from prism.engine import memory_
+from prism.engine.dispatch import choose_path, engine_of
+from prism.engine.kernels import paths
+from prism.engine.kernels.installed import at_least
+from prism.rules.parts import l2_normalize
+from tests.engine.kernels.where import DEVICE, STARTED, needs_kernels
+from tests.helpers import unwritten_memory_is_nan
+
+pytestmark = needs_kernels
+
+if STARTED:
+    from prism.engine.kernels import launch, ops, segments
+    from prism.engine.kernels.compiled import Compiled, compiled
+    from prism.engine.kernels.configurations import Configuration, Tiling, forced
+
+
+SMALLEST = 16 if DEVICE == "cpu" else 32
+"""The side of the smallest tile that was ever checked there."""
+
+
+def tiles(step: int, chunk: int, segments: int | None = None) -> Configuration:
+    small = Tiling(SMALLEST)
+    return Configuration(small, small, small, small, step=step, chunk=chunk, key_block=SMALLEST, segments=segments)
+
+
+def leaves(T: int, H: int = 2, G: int = 2, K: int = 16, V: int = 16, L: int = 2, n: int = 1, dtype=torch.float64):
+    draw = {
+        "q": l2_normalize(torch.randn(1, T, G, K)),
+        "k": l2_normalize(torch.randn(1, T * n, G, L, K)),
+        "w": torch.randn(1, T * n, H, L, V),
+        "log_decay": -0.2 * torch.rand(1, T, H),
+        "erase_strength": torch.rand(1, T * n, H),
+        "state": torch.randn(1, H, K, V),
+    }
+    return {name: x.to(dtype).requires_grad_() for name, x in draw.items()}
+
+
+def update(x: dict[str, Tensor], **more) -> prism.Update:
+    return prism.Update(**{name: z for name, z in x.items() if name != "state"}, erase_first=True, **more)
+
+
+def everything(x: dict[str, Tensor], form: str, backend: str, **more) -> list[Tensor]:
+    o, end = prism.memory(update(x, **more), x["state"], form, backend)
+    loss = o.square().sum() + (end * torch.linspace(-1, 1, end.shape[-1])).sum()
+    return [o, end, *torch.autograd.grad(loss, list(x.values()))]
+
+
+def assert_same(x: dict[str, Tensor], tolerance: float = 1e-5, form: str = "chunkwise", **more) -> None:
+    expected = everything(x, "recurrent", "torch", **more)
+    single = {name: z.detach().float().requires_grad_() for name, z in x.items()}
+    for name, got, wanted in zip(["o", "end", *x], everything(single, form, "triton", **more), expected, strict=True):
+        error = ((got - wanted).norm() / wanted.norm()).item()
+        assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize(("step", "chunk"), [(16, 16), (32, 64)])
+def test_every_result_is_written(step: int, chunk: int) -> None:
+    with unwritten_memory_is_nan(), forced(tiles(step, chunk)):
+        assert_same(leaves(70, K=2 * SMALLEST))
+
+
+def test_segments_side_by_side() -> None:
+    """More segments than fill the chunks evenly, documents that end inside one, key blocks of their own."""
+    x = leaves(90, H=1, G=1, K=2 * SMALLEST)
+    reset = torch.zeros(1, 90, dtype=torch.bool)
+    reset[0, [20, 41]] = True
+    with forced(tiles(16, 16, segments=4)):
+        assert_same(x)
+        assert_same(x, reset=reset)
+
+
+def test_grouped_heads_and_substeps() -> None:
+    with forced(tiles(16, 16)):
+        assert_same(leaves(9, H=4, G=2, n=2), substeps=2)
+
+
+def test_one_token_with_gradients_asked_of_the_decode_path() -> None:
+    assert_same(leaves(1), form="recurrent")
+
+
+def test_final_state_alone_has_gradients() -> None:
+    x = leaves(5, dtype=torch.float32)
+    got, expected = (
+        torch.autograd.grad(prism.memory(update(x), x["state"], "chunkwise", backend)[1].sum(), x["w"])[0]
+        for backend in ("triton", "torch")
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_detached_erase_key_keeps_its_own_gradient() -> None:
+    """Memory shared with k is not enough to treat the erase key as k's first."""
+    x = leaves(6, L=1, dtype=torch.float32)
+
+    def gradient(backend: str) -> Tensor:
+        fields = {name: z for name, z in x.items() if name != "state"}
+        u = prism.Update(**fields, erase_key=x["k"].detach()[..., 0, :])
+        o, _ = prism.memory(u, x["state"], "chunkwise", backend)
+        return torch.autograd.grad(o.sum(), x["k"])[0]
+
+    torch.testing.assert_close(gradient("triton"), gradient("torch"), rtol=1e-4, atol=1e-5)
+
+
+def test_an_erase_key_taken_without_gradients_adds_nothing_to_those_of_k() -> None:
+    """It is a view of k all the same."""
+    x = leaves(6, L=1, dtype=torch.float32)
+    with torch.no_grad():
+        key = x["k"][..., 0, :]
+
+    def gradient(backend: str) -> Tensor:
+        u = prism.Update(x["q"], x["k"], x["w"], erase_key=key, erase_strength=x["erase_strength"])
+        return torch.autograd.grad(prism.memory(u, None, "chunkwise", backend)[0].sum(), x["k"])[0]
+
+    torch.testing.assert_close(gradient("triton"), gradient("torch"), rtol=1e-4, atol=1e-5)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor:
+        return -d
+
+
+def _hooked(b: Tensor) -> Tensor:
+    b.register_hook(torch.zeros_like)
+    return b
+
+
+@pytest.mark.parametrize("changed", [_hooked, Reversed.apply])
+def test_what_autograd_does_to_an_erase_key_is_done(changed: Any) -> None:
+    x = leaves(6, dtype=torch.float32)
+
+    def gradients(backend: str) -> tuple[Tensor, ...]:
+        b = changed(x["k"][..., 0, :])
+        u = prism.Update(x["q"], x["k"], x["w"], erase_key=b, erase_strength=x["erase_strength"])
+        return torch.autograd.grad(prism.memory(u, None, "chunkwise", backend)[0].square().sum(), [x["k"], b])
+
+    for got, wanted in zip(gradients("triton"), gradients("torch"), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["chunkwise", "recurrent"])
+def test_there_are_no_forward_mode_gradients_and_no_zeros_in_their_place(form: str) -> None:
+    x = {name: z.detach() for name, z in leaves(3, dtype=torch.float32).items()}
+
+    def call(q: Tensor) -> Tensor:
+        return prism.memory(update({**x, "q": q}), x["state"], form, "triton")[0]
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x["q"], torch.ones_like(x["q"]))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            call(dual)
+        with pytest.raises(ValueError, match="memory_ has no gradients"):
+            memory_(update({**x, "q": dual}), x["state"].clone(), "triton")
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(call, (x["q"],), (torch.ones_like(x["q"]),))
+
+
+def test_a_tensor_with_a_tangent_keeps_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "have_tangents", lambda x: x.dual)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for dual in (False, True):
+        x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32, dual=dual)
+        assert paths.fuses(x) is not dual
+
+
+def test_there_are_no_second_derivatives_and_no_wrong_ones_in_their_place() -> None:
+    x = leaves(3, dtype=torch.float32)
+    o, _ = prism.memory(update(x), x["state"], "chunkwise", "triton")
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(o.sum(), x["q"], create_graph=True)
+
+
+def test_results_may_be_written_to() -> None:
+    x = leaves(3, dtype=torch.float32)
+    for result in prism.memory(update(x), x["state"], "chunkwise", "triton"):
+        result.mul_(2)
+
+
+def test_gradients_of_more_writes_than_the_kernels_have_are_left_to_torch() -> None:
+    x = leaves(1, L=5, dtype=torch.float32)
+    with pytest.raises(ValueError, match="4 writes a token where gradients are wanted, not 5"):
+        prism.memory(update(x), x["state"], "recurrent", "triton")
+    told = update({name: z.detach() for name, z in x.items()})
+    got, wanted = (
+        torch.autograd.grad(prism.memory(told, x["state"], "recurrent", backend)[0].sum(), x["state"])[0]
+        for backend in ("triton", "torch")
+    )
+    torch.testing.assert_close(got, wanted)
+    with torch.no_grad():
+        prism.memory(update(x), x["state"], "recurrent", "triton")
+
+
+def _other_strides(z: Tensor) -> Tensor:
+    return z.mT.contiguous().mT if z.ndim > 1 else z
+
+
+def _unaligned(z: Tensor) -> Tensor:
+    place = z.new_empty(z.numel() + 1)[1:].view(z.shape)
+    return place.copy_(z)
+
+
+@pytest.mark.parametrize("brought_back", [_other_strides, _unaligned])
+def test_hooks_may_lay_saved_tensors_out_anew(brought_back: Any) -> None:
+    x = leaves(40, dtype=torch.float32)
+    with forced(tiles(16, 16, segments=2)):
+        expected = everything(x, "chunkwise", "triton")
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, brought_back):
+            got = everything(x, "chunkwise", "triton")
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_the_same_bits_twice() -> None:
+    x = leaves(40, dtype=torch.float32)
+    first, second = everything(x, "chunkwise", "triton"), everything(x, "chunkwise", "triton")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_memory_is_a_proper_operator() -> None:
+    x = leaves(3, H=1, G=1, L=1, dtype=torch.float32)
+    documents = torch.tensor([[0, 0, 1]], dtype=torch.int32)
+    tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], documents, x["state"])
+    with forced(tiles(16, 16)):
+        torch.library.opcheck(ops.memory.registered, (*tensors, True))
+
+
+def test_steps_are_proper_operators() -> None:
+    x = {name: z.detach() for name, z in leaves(1, H=1, G=1, dtype=torch.float32).items()}
+    tensors = (x["q"], x["k"], x["w"], x["log_decay"], x["k"][..., 0, :].clone(), x["erase_strength"], None, None, None)
+    torch.library.opcheck(ops.step.registered, (*tensors, x["state"], 1))
+    torch.library.opcheck(ops.step_, (*tensors, x["state"], 1))
+
+
+def test_step_in_place() -> None:
+    x = {name: z.detach() for name, z in leaves(1, dtype=torch.float32).items()}
+    u = update(x)
+    expected, end = prism.memory(u, x["state"], "recurrent", "torch")
+    state = x["state"].clone()
+    with unwritten_memory_is_nan():
+        o = memory_(u, state, "triton")
+    torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="state has shape"):
+        memory_(u, state[..., :8, :].contiguous(), "triton")
+
+
+def test_the_erase_reads_its_keys_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of k's keys, all one vector, a size of 1 with a stride of its own; and one that must be copied."""
+    B, T, H, K = 3, 2, 2, 16
+    k, w, q = torch.randn(B, T, H, 2, K), torch.randn(B, T, H, 2, K), torch.randn(B, T, H, K)
+    beta, state = torch.rand(B, T, H), torch.randn(B, H, K, K)
+    one = torch.randn(B, 1, H, K)
+    lone = torch.randn(B, 1, 1, K)
+    turned = torch.randn(T, B, H, K).transpose(0, 1)
+    cases = [(k[..., 0, :], True), (k[..., 1, :], True), (torch.randn(K).expand(B, T, H, K), True), (turned, False)]
+    cases += [(one.expand(B, T, H, K), False), (lone.as_strided(lone.shape, (K, 5, 7, 1)), True)]
+    started = []
+    run = launch.step
+    monkeypatch.setattr(launch, "step", lambda given, *more: started.append(given) or run(given, *more))
+    for b, in_place in cases:
+        t = b.shape[1]
+        given = q[:, :t], k[:, :t], w[:, :t], None, b, beta[:, :t], None, None, None, state, 1
+        o, end = ops.step(*given)
+        assert (started[-1][4].data_ptr() == b.data_ptr()) == in_place
+        u = prism.Update(q[:, :t], k[:, :t], w[:, :t], erase_key=b.contiguous(), erase_strength=beta[:, :t])
+        expected = prism.memory(u, state, "recurrent", "torch")
+        torch.testing.assert_close((o, end), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_whole() -> None:
+    x = leaves(5, dtype=torch.float32)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def call(q: Tensor, k: Tensor, w: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        u = prism.Update(q, k, w, g, erase_strength=beta, erase_first=True)
+        return prism.memory(u, state, "chunkwise", "triton")
+
+    tensors = list(x.values())
+    compiled, eager = call(*tensors), prism.memory(update(x), x["state"], "chunkwise", "triton")
+    gradients = [torch.autograd.grad(o.sum() + end.sum(), tensors) for o, end in (compiled, eager)]
+    for got, wanted in zip((*compiled, *gradients[0]), (*eager, *gradients[1]), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_fake_tensors_have_the_real_shapes() -> None:
+    x = leaves(40, dtype=torch.float32)
+    tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], None, None)
+    real = ops.memory(*tensors, True)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = ops.memory(*[None if z is None else mode.from_tensor(z) for z in tensors], True)
+    assert [(z.shape, z.dtype) for z in fake] == [(z.shape, z.dtype) for z in real]
+
+
+def test_automatic_choice_on_a_cpu_is_torch() -> None:
+    with torch.device("cpu"):
+        u = update(leaves(4, dtype=torch.float32))
+    assert choose_path(engine_of(prism.Update), u).run.__module__ == "prism.engine.linear.chunkwise"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"L": 5, "dtype": torch.float32}, "4 writes"),
+        ({"K": 257, "L": 1, "dtype": torch.float32}, "256"),
+        ({"dtype": torch.float64}, "float64"),
+        pytest.param(
+            {"dtype": torch.bfloat16}, "interpreter", marks=pytest.mark.skipif(DEVICE != "cpu", reason="on a CPU")
+        ),
+    ],
+)
+def test_sizes_beyond_the_kernels_are_refused(sizes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        prism.memory(update(leaves(2, **sizes)), form="chunkwise", backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("versions", "served"),
+    [
+        ({"triton": "3.6.0"}, True),
+        ({"pytorch-triton": "3.10.0+git1a2b"}, True),
+        ({"triton": "3.5.1"}, False),
+        ({}, False),
+    ],
+)
+def test_an_older_triton_is_none(versions: dict[str, str], served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert at_least((3, 6), "triton", "triton-windows", "pytorch-triton") is served
+    monkeypatch.setattr(paths, "INSTALLED", False)
+    with pytest.raises(ValueError, match="'triton' needs Triton"):
+        prism.memory(update(leaves(2, dtype=torch.float32)), backend="triton")
+
+
+def test_decay_per_channel_is_left_to_others() -> None:
+    x = leaves(2, L=1, dtype=torch.float32)
+    x["log_decay"] = -torch.rand(1, 2, 2, 16)
+    with pytest.raises(ValueError, match="decay per key channel"):
+        prism.memory(update(x), backend="triton")
+    on_cpu = update({name: z.cpu() for name, z in x.items()})
+    with pytest.raises(ValueError, match="'fla' needs"):
+        prism.memory(on_cpu, backend="fla")
+
+
+@pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])
+def test_kernels_beside_the_memory_ask_for_the_gpu_that_the_memory_asks_for(
+    capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
+    assert paths.fuses(tensor) is served
+
+
+@pytest.mark.parametrize(("key_dim", "expected"), [(128, 8), (256, 1)])
+def test_segments_whose_maps_are_too_large_do_not_run_side_by_side(
+    key_dim: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
+    told = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
+    run: Any = SimpleNamespace(u=told, how=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
+    assert segments.side_by_side(run) == expected
+
+
+@pytest.mark.parametrize("initial", [True, False])
+def test_no_other_length_batch_or_number_of_heads_compiles_anything(
+    initial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a sequence is long enough to be cut into segments."""
+    started: set[Any] = set()
+    program = Compiled.program
+
+    def note(self: Compiled, kernel: Any, how: Tiling, constants: dict[str, Any]) -> Any:
+        started.add((kernel.fn.__name__, how, *constants.values()))
+        return program(self, kernel, how, constants)
+
+    def compile_together(self: Compiled, run: Any, *what: bool) -> None:
+        if what not in self.together:
+            self.together.add(what)
+            run()
+
+    monkeypatch.setattr(Compiled, "program", note)
+    monkeypatch.setattr(Compiled, "compile", compile_together)
+    monkeypatch.setattr(segments, "_cut", lambda run: True)
+    monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
+
+    def call(T: int, H: int, ended: bool) -> None:
+        x = leaves(T, H, G=H, L=1, dtype=torch.float32)
+        o, end = prism.memory(update(x), x["state"] if initial else None, "chunkwise", "triton")
+        torch.autograd.grad(o.sum() + end.sum() if ended else o.sum(), x["w"])
+
+    compiled.cache_clear()
+    try:
+        with forced(tiles(16, 16)):
+            call(5, 2, ended=False)
+            first = set(started)
+            for T, ended in ((40, True), (520, False), (520, True)):
+                call(T, 1, ended)
+        assert started == first and "chain_kernel" in {name for name, *_ in first}
+    finally:
+        compiled.cache_clear()  # it believes that all was compiled
+
+
+def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(paths, "_bind", lambda device: None)
+
+    def on(index: int) -> Any:
+        return SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
+
+    assert isinstance(paths.home(torch.zeros(1, device="cpu")), nullcontext)
+    assert isinstance(paths.home(on(0)), nullcontext)
+    there = paths.home(on(1))
+    assert isinstance(there, torch.cuda.device) and there.idx == 1
+
+
+def test_every_thread_that_starts_kernels_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: begun.append((threading.get_ident(), device)))
+    monkeypatch.setattr(paths, "_bound", threading.local())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    there: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    for _ in range(2):
+        paths.home(there)
+    other = threading.Thread(target=paths.home, args=(there,))
+    other.start()
+    other.join()
+    paths.home(SimpleNamespace(is_cuda=False, device=torch.device("cpu")))
+    assert [device for _, device in begun] == [there.device] * 2
+    assert begun[0][0] == threading.get_ident() != begun[1][0]
+
+
+def test_the_short_way_to_an_operator_gives_what_the_operator_gives() -> None:
+    x = leaves(40, dtype=torch.float32)
+    tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], None, x["state"])
+    given = [z for z in tensors if z is not None]
+    with forced(tiles(16, 32, segments=2)):
+        results = [call(*tensors, True)[:2] for call in (ops.memory, ops.memory.registered)]
+        direct, registered = ([*out, *torch.autograd.grad([z.sum() for z in out], given)] for out in results)
+    assert type(results[0][0].grad_fn) is not type(results[1][0].grad_fn), "two ways"
+    for a, b in zip(direct, registered, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_operator_without_a_gradient_says_so() -> None:
+    u = update(leaves(1, dtype=torch.float32))
+    o, _ = ops.step(u.q, u.k, u.w, u.log_decay, u.k[..., 0, :], u.erase_strength, None, None, None, None, 1)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        o.sum().backward()
