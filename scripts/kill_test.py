@@ -21,7 +21,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from prism.train.model import build_model
+from prism.language.model import build_model
 from prism.train.run import read_log
 from tests.children import final_tensors, finish, kill_when, reached, same_tensors
 from tests.train.runs import losses, small, start

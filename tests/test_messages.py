@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism.cli.flags import _flags, parse_settings
+from prism.language.settings import Settings
 from prism.messages import did_you_mean
 from prism.recommend.settings import RecSettings
-from prism.train.settings import Settings
 
 FLAGS = sorted({*_flags(Settings()), *_flags(RecSettings())})
 

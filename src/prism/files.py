@@ -301,3 +301,15 @@ def read_state(path: Path, format: str) -> tuple[dict[str, Tensor], dict[str, st
     if about.get("format") != format:
         raise ValueError(f"{path} is not a saved state of the kind {format!r}")
     return tensors, about
+
+
+def default_cache() -> Path:
+    """`$PRISM_CACHE`, or `prism` in the user's cache folder."""
+    given = os.environ.get("PRISM_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prism"
+
+
+def not_there(source: str) -> str:
+    """The sentence for a missing source; of a relative one, it says relative to what."""
+    relative = not Path(source).expanduser().is_absolute()
+    return f"there is no file or folder {source}" + (f" in {Path.cwd()}" if relative else "")

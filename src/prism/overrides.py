@@ -9,9 +9,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from prism.language.presets import preset
 from prism.messages import did_you_mean
-from prism.train.settings import RunSettings, Settings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -107,12 +105,7 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
 # The command that a run's settings stand for, however they were given: what they change about their preset.
 
 
-def command_line(settings: Settings) -> str:
-    """`prism train lm …`, which run again gives the same settings."""
-    return train_command("lm", settings, preset(settings.preset or "tiny"))
-
-
-def train_command(task: str, settings: RunSettings, start: RunSettings) -> str:
+def train_command(task: str, settings: Any, start: Any) -> str:
     """`prism train TASK …`, with what `settings` change about their preset, `start`."""
     words = ["prism", "train", task, *(["--preset", settings.preset] if settings.preset else [])]
     return shlex.join([*words, *_differences(to_plain(start), to_plain(settings), "--")])

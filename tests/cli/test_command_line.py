@@ -10,9 +10,8 @@ import pytest
 
 from prism.cli.train import parse
 from prism.language.export import model_card
-from prism.language.presets import PRESETS, preset
-from prism.overrides import command_line, override
-from prism.train.settings import Settings
+from prism.language.settings import PRESETS, Settings, command_line, preset
+from prism.overrides import override
 
 CHANGES: list[dict[str, Any]] = [
     {},

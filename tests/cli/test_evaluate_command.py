@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from prism.cli import main
+from prism.language.settings import Settings
 from prism.language.task import train_lm
 from prism.overrides import override
-from prism.train.settings import Settings
 from tests.tiny_lm import save_lm
 
 Captured = pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from prism.recommend.events import Catalogue, Histories, Prepared, Samples, Users
-from prism.recommend.events.samples import SampleTable
+from prism.recommend.sample_table import SampleTable
 from prism.recommend.task import RecTask, train_rec
 from prism.train.checkpoint import checkpoint_names
 from prism.train.order import Order, windows_of

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from prism import Mixer, rules
 from prism.engine import Update
+from prism.language.settings import ModelSettings
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.rules import Rule
 from prism.rules.delta import GatedDelta
 from prism.train.model import rule_options
-from prism.train.settings import ModelSettings
 
 
 class Mine(Rule):

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from prism.language.model import Builder
+from prism.language.settings import Settings
 from prism.language.task import train_lm
 from prism.language.tokens import StreamWriter
 from prism.overrides import override
-from prism.train.model import Builder
 from prism.train.run import read_log
-from prism.train.settings import Settings
 from tests.children import start_children
 from tests.train.standin import build_plain
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from prism.language.settings import ModelSettings
 from prism.nn.parameters import assign
-from prism.train.settings import ModelSettings
 
 
 class StandinLayer(nn.Module):

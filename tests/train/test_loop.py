@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from prism.cli.export import export
 from prism.engine.update import InvalidValueError
 from prism.files import remove_folder
+from prism.language.export import write_model
 from prism.language.task import train_lm
 from prism.train.checkpoint import NotFiniteError
 from prism.train.export import model_folder
@@ -162,7 +163,7 @@ def test_export_of_a_run_with_patience_is_its_best_step(tmp_path: Path) -> None:
     export(outcome.run)
     assert (outcome.run / "model" / "model.safetensors").read_bytes() == trained
     remove_folder(outcome.run / "model")
-    with model_folder(outcome.run) as folder:
+    with model_folder(outcome.run, write_model) as folder:
         assert (folder / "model.safetensors").read_bytes() == trained
 
 

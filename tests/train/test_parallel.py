@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prism.train.model import build_model
+from prism.language.model import build_model
 from tests.children import final_tensors, finish, reached, wait_until
 from tests.train.runs import losses, small, start
 from tests.train.standin import build_plain

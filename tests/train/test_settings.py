@@ -11,9 +11,8 @@ import pytest
 
 from prism.cli.train import parse
 from prism.files import write_json
-from prism.language.presets import PRESETS, preset
+from prism.language.settings import PRESETS, Settings, preset
 from prism.overrides import override, to_plain
-from prism.train.settings import Settings
 
 
 def test_flags_beat_toml_beats_preset(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from prism.language.corpus import prepare
+from prism.language.model import build_model
 from prism.language.task import LanguageTask
 from prism.language.tokens import Batch
 from prism.overrides import override
@@ -24,7 +25,6 @@ from prism.recommend.settings import RecSettings
 from prism.recommend.task import RecTask
 from prism.train import loop
 from prism.train.distributed import World, parallel_forward, spread
-from prism.train.model import build_model
 from prism.train.optimizer import Optimizers
 from prism.train.progress import StopRequest
 from prism.train.task import Task

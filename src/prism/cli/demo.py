@@ -13,15 +13,14 @@ from typing import Any
 from prism.cli.probe import mqar
 from prism.files import check_target, read_json, remove_folder
 from prism.language.generate import Sampling, Session, open_model
-from prism.language.presets import preset
+from prism.language.settings import Settings, command_line, preset
 from prism.language.task import train_lm
-from prism.overrides import command_line, override
+from prism.overrides import override
 from prism.probes.demo import TrainedModel, write_report
 from prism.probes.jobs import run_jobs
 from prism.reports.plots import pyplot
 from prism.reports.results import machine, write_results
 from prism.train.run import read_log
-from prism.train.settings import Settings
 
 MODELS = {"PRISM, L = 2": "prism", "Gated DeltaNet": "gated_delta", "linear attention": "linear"}
 RECALL_RULES = ("prism:steps=2", "gated_delta", "linear")

@@ -15,6 +15,7 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from prism.files import check_target
+from prism.language.export import write_model
 from prism.language.generate import LanguageModel, open_model
 from prism.language.harness import run_tasks
 from prism.language.perplexity import Context, Tally, count_bytes, score_file
@@ -63,7 +64,7 @@ def evaluate_lm(
         check_target(output, folder=False)
     how, results = Context(context, stride, segment, batch), dict[str, Any]()
     sizes = {path: count_bytes(path, field) for path in find_files(files)}
-    with model_folder(model, say) as folder:
+    with model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device)
         if sizes:
             results["files"] = _files(lm, sizes, how, field)

@@ -22,10 +22,9 @@ from prism.recommend.evaluate import Sampled, evaluate_split, protocol_line
 from prism.recommend.events import Prepared
 from prism.recommend.report import FEW_TARGETS, SHOWN_AT, figure_table, group_table, is_small
 from prism.recommend.report import report as write_report
-from prism.recommend.saved import training_of
+from prism.recommend.saved import model_folder, training_of
 from prism.reports.bars import progress_bars
 from prism.reports.results import write_results
-from prism.train.export import model_folder
 from prism.train.run import read_log
 
 _MANY_REPEATS = 0.05

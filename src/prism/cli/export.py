@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 from tyro.conf import Positional
@@ -9,7 +10,11 @@ from tyro.conf import Positional
 from prism.files import check_target
 from prism.messages import say
 from prism.train.checkpoint import all_damaged, checkpoint_names, chosen_by, find_newest_good
-from prism.train.export import export as export_checkpoint
+from prism.train.export import write_export
+from prism.train.run import CONFIG, stored_config
+
+WRITERS = {"lm": "prism.language.export:write_model", "rec": "prism.recommend.export:write_model"}
+"""What writes the model of a run, by the run's task."""
 
 
 def export(run: Positional[Path], out: Path | None = None) -> None:
@@ -27,5 +32,10 @@ def export(run: Positional[Path], out: Path | None = None) -> None:
         raise all_damaged(run / "checkpoints")
     if found is None:
         raise ValueError(f"{run} has no checkpoint to export")
+    stored = stored_config(run)
+    if stored is None:
+        raise ValueError(f"{run} is not a run folder: it has no {CONFIG}")
+    module, function = WRITERS[stored["task"]].split(":")
+    write = getattr(import_module(module), function)
     chosen = chosen_by(found)
-    print(f"{chosen.folder.name} is exported to {export_checkpoint(run, chosen, out or run / 'model')}")
+    print(f"exported {chosen.folder.name} to {write_export(write, run, chosen, out or run / 'model')}")

@@ -10,6 +10,7 @@ from tyro.conf import Positional
 
 from prism.cli.exit_codes import INTERRUPTED
 from prism.files import check_state_target
+from prism.language.export import write_model
 from prism.language.generate import Sampling, Session, open_model
 from prism.messages import say
 from prism.train.export import model_folder
@@ -53,7 +54,7 @@ def generate(
     if save_state is not None:
         check_state_target(save_state, "save_state")
     text = _prompt(prompt, file, state)
-    with model_folder(model, say) as folder:
+    with model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device)
     session = Session(lm, seed or 0) if state is None else Session.load(state, lm, seed)
     session.read(text)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from prism.cli.exit_codes import INTERRUPTED
 from prism.cli.flags import parse_settings
-from prism.language.presets import preset
+from prism.language.settings import Settings, preset
 from prism.language.task import train_lm
-from prism.train.settings import Settings
 
 
 def train(arguments: Sequence[str]) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -17,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from prism.files import check_target, commit_folder, fresh_folder, sha256
+from prism.files import check_target, commit_folder, default_cache, fresh_folder, sha256
 from prism.language import text
 from prism.language.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from prism.language.tokens import MANIFEST, Manifest, Split, Stream, StreamWriter, check_tokens, smallest_dtype, writing
@@ -65,12 +64,6 @@ class Corpus:
     @property
     def tokenizer_file(self) -> Path:
         return self.folder / "tokenizer.json"
-
-
-def default_cache() -> Path:
-    """`$PRISM_CACHE`, or `prism` in the user's cache folder."""
-    given = os.environ.get("PRISM_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prism"
 
 
 def prepare(

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
+from prism.language.model import Builder, build_model
+from prism.language.settings import Settings, command_line
 from prism.language.tokenizer import load_tokenizer
-from prism.overrides import command_line
 from prism.train import tensors
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
-from prism.train.model import Builder, build_model
-from prism.train.run import read_log, stored_config, stored_settings
-from prism.train.settings import Settings
+from prism.train.run import read_log, stored_config, stored_settings, training_loss
 
 
 def model_card(
@@ -83,14 +82,6 @@ wishes, and what it writes needs checking.
 
 The code that made the model is Apache-2.0. What may be done with the weights depends on the data they were trained on.
 """
-
-
-def training_loss(records: list[dict[str, Any]]) -> str:
-    losses = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
-    if not losses:
-        return "not logged"
-    (first_step, first), (last_step, last) = losses[0], losses[-1]
-    return f"{first:.4f} nats at step {first_step:,}, {last:.4f} at step {last_step:,}"
 
 
 def _validation(records: list[dict[str, Any]]) -> str:

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 
 from prism.language.corpus import Corpus, prepare
 from prism.language.export import write_model
+from prism.language.model import Builder, build_model, vocabulary
 from prism.language.perplexity import Score
+from prism.language.settings import Settings
 from prism.language.tokens import Batch, Windows
 from prism.messages import say
 from prism.overrides import to_plain
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.loop import Outcome, Report, train
-from prism.train.model import Builder, build_model, check_stack, initialize, read_weights, vocabulary
+from prism.train.model import check_stack, initialize, read_weights
 from prism.train.run import check_folder
-from prism.train.settings import Settings
 from prism.train.task import Verdict
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prism.files import inner_suffix, open_bytes
+from prism.files import inner_suffix, not_there, open_bytes
 
 Document = Iterable[str]
 
@@ -60,12 +60,6 @@ def _wanted(folder: Path, pattern: str | None) -> str:
     if not endings:
         return usual
     return f"{usual}; to read others, give a pattern: --data.pattern '*{endings.most_common(1)[0][0]}'"
-
-
-def not_there(source: str) -> str:
-    """The sentence for a missing source; of a relative one, it says relative to what."""
-    relative = not Path(source).expanduser().is_absolute()
-    return f"there is no file or folder {source}" + (f" in {Path.cwd()}" if relative else "")
 
 
 def documents(path: Path, field: str = "text") -> Iterator[Document]:

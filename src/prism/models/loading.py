@@ -125,3 +125,9 @@ def _load(kind: type[PreTrainedModel], folder: Path, dtype: Any) -> tuple[Any, d
     except (OSError, RuntimeError, SafetensorError) as error:  # transformers explains at length
         raise ValueError(f"{folder} does not open as a model: {str(error).strip().splitlines()[0]}") from error
     return loaded
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a training run, not an exported model: its config.json holds settings."""
+    config = folder / "config.json"
+    return config.is_file() and "settings" in read_json(config)

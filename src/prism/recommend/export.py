@@ -8,18 +8,17 @@ from typing import Any
 import torch
 
 from prism.files import json_bytes
-from prism.language.export import training_loss
 from prism.models.loading import without_progress_bars
 from prism.models.losses import full_softmax
 from prism.overrides import train_command
 from prism.recommend.events import Catalogue
-from prism.recommend.events.dataset import ITEMS, USERS
+from prism.recommend.events.dataset import ITEMS, TRAINING, USERS
 from prism.recommend.learner import Learner, build_recommender
 from prism.recommend.settings import RecSettings, preset
 from prism.train import tensors
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
-from prism.train.run import read_log, stored_config, stored_settings
+from prism.train.run import read_log, stored_config, stored_settings, training_loss
 
 
 def model_card(
@@ -112,8 +111,6 @@ def _validation(settings: RecSettings, records: list[dict[str, Any]]) -> str:
 # A recommender's checkpoint as a folder that serves: config.json, model.safetensors, items.json, users.json,
 # README.md,
 # and training.json, which says what it was trained on and how that was split.
-
-TRAINING = "training.json"
 
 
 def write_model(run: Path, checkpoint: Checkpoint, folder: Path) -> None:

@@ -24,14 +24,12 @@ from prism.files import MANIFEST, seal_weights, whole_folder, write_json
 from prism.models import PrismForRecommendation
 from prism.models.loading import differs, open_weights, without_progress_bars
 from prism.recommend.events import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
-from prism.recommend.events.dataset import EVENTS, ITEMS, USERS, translate
+from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, translate
 from prism.recommend.events.tables import AUTO, Columns
-from prism.recommend.export import TRAINING
 from prism.recommend.reading import Unknown, as_histories, blank, encode, is_several, read_on, several
 from prism.recommend.results import Recommendations, best_items
-from prism.recommend.saved import Training, training_of
+from prism.recommend.saved import Training, model_folder, training_of
 from prism.recommend.states import UserStates
-from prism.train.export import model_folder
 
 
 class Recommender:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from prism.files import read_json
+from prism.models.loading import is_run
 from prism.overrides import override
 from prism.recommend.events import Catalogue, Histories, Prepared, Users, open_prepared, prepare_log
-from prism.recommend.events.dataset import EVENTS, ITEMS, USERS, translate
-from prism.recommend.export import TRAINING
-from prism.recommend.settings import RecDataSettings, RecSettings
+from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, translate
+from prism.recommend.events.recipe import RecDataSettings
+
+
+@contextmanager
+def model_folder(path: Path, report: Callable[[str], None] = lambda message: None) -> Iterator[Path]:
+    """The folder to open for a path: the path itself, or for a run the model it would export now."""
+    if not is_run(path):
+        yield path
+        return
+    from prism.recommend.export import write_model  # only a run needs the trainer
+    from prism.train import export
+
+    with export.model_folder(path, write_model, report) as folder:
+        yield folder
 
 
 @dataclass(frozen=True)
@@ -76,5 +90,5 @@ def training_of(folder: Path) -> Training:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {TRAINING}, which says what the model was trained on")
     stored = read_json(path)
-    settings = override(RecSettings(), stored["settings"], str(path))
-    return Training(settings.data, stored["training_data"], Catalogue.load(folder / ITEMS), stored, folder)
+    data = override(RecDataSettings(), stored["settings"]["data"], str(path), "data.")
+    return Training(data, stored["training_data"], Catalogue.load(folder / ITEMS), stored, folder)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from prism.messages import did_you_mean
 from prism.models.config import HSTU, SASREC
 from prism.overrides import override
-from prism.recommend.events import Histories, LogRecipe, Split, global_time, leave_one_out
+from prism.recommend.events.recipe import RecDataSettings
 from prism.train.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -39,34 +39,6 @@ class RecModelSettings(StackSettings):
     """What items' vectors are multiplied by on the way in; SASRec has the root of the width."""
     initializer_range: float = 0.02
     """Standard deviation of embeddings and linear maps at the start."""
-
-
-@dataclass(frozen=True)
-class RecDataSettings(LogRecipe):
-    split: Literal["leave_one_out", "global_time"] = "leave_one_out"
-    """What is held out: every user's last event to test and the one before it to validate, or all events after a time."""
-    valid_from: float | None = None
-    """global_time: validation starts at this moment of the log's clock; None: where the last fifth of the events begins."""
-    test_from: float | None = None
-    """global_time: the test starts at this moment; None: where the last tenth of the events begins."""
-    length: int = 50
-    """Events in a training sample, and how many of a history are read when it is ranked for."""
-    order: Literal["windows", "last"] = "windows"
-    """windows: whole histories, cut into stretches of that length; last: only the last stretch of each, as in SASRec."""
-    cache: Path | None = None
-    """Where prepared logs are kept; None: $PRISM_CACHE, or prism in the user's cache folder."""
-    verify: bool = True
-    """Compare the prepared log with its hash before every run."""
-
-    def recipe(self) -> LogRecipe:
-        """The part that decides which events come out."""
-        return LogRecipe(**{part.name: getattr(self, part.name) for part in fields(LogRecipe)})
-
-    def split_of(self, histories: Histories) -> Split:
-        """What is learned from and what is held out."""
-        if self.split == "leave_one_out":
-            return leave_one_out(histories)
-        return global_time(histories, self.valid_from, self.test_from)
 
 
 @dataclass(frozen=True)

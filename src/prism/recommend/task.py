@@ -16,10 +16,10 @@ from prism.overrides import to_plain
 from prism.recommend.evaluate import rank_targets
 from prism.recommend.events import Prepared, RecBatch, Samples, Split, prepare_log
 from prism.recommend.events.dataset import ITEMS, USERS
-from prism.recommend.events.samples import SampleTable
 from prism.recommend.export import write_model
 from prism.recommend.learner import Learner, build_recommender, make_loss
 from prism.recommend.ranking import CUTOFFS, Ranking
+from prism.recommend.sample_table import SampleTable
 from prism.recommend.settings import RecSettings, RecValidationSettings
 from prism.train import tensors
 from prism.train.checkpoint import Checkpoint

@@ -5,27 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 
 from prism.files import read_json, seal_weights, whole_folder
 from prism.train.checkpoint import Checkpoint, all_damaged, checkpoint_names, chosen_by, find_newest_good
-from prism.train.run import CONFIG, stored_config
+from prism.train.run import CONFIG
 
 Writer = Callable[[Path, Checkpoint, Path], None]
-"""(run, checkpoint, empty folder): what `Task.write_model` is."""
-
-WRITERS = {"lm": "prism.language.export:write_model", "rec": "prism.recommend.export:write_model"}
-"""By kind of run."""
-
-
-def export(run: Path, checkpoint: Checkpoint, out: Path) -> Path:
-    """Write the model of any run's checkpoint, gathered from however many shards it has, to `out`."""
-    stored = stored_config(run)
-    if stored is None:
-        raise ValueError(f"{run} is not a run folder: it has no {CONFIG}")
-    module, function = WRITERS[stored["task"]].split(":")
-    return write_export(getattr(import_module(module), function), run, checkpoint, out)
+"""(run, checkpoint, empty folder): writes the model there. `Task.write_model` is one."""
 
 
 def write_export(write: Writer, run: Path, checkpoint: Checkpoint, out: Path) -> Path:
@@ -40,7 +27,7 @@ def write_export(write: Writer, run: Path, checkpoint: Checkpoint, out: Path) ->
 
 
 @contextmanager
-def model_folder(path: Path, report: Callable[[str], None] = lambda message: None) -> Iterator[Path]:
+def model_folder(path: Path, write: Writer, report: Callable[[str], None] = lambda message: None) -> Iterator[Path]:
     """The folder to open. Of a run: its `model`, or if a checkpoint is newer, what the run would become now, exported for the
     time being."""
     config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
@@ -61,4 +48,4 @@ def model_folder(path: Path, report: Callable[[str], None] = lambda message: Non
     chosen = chosen_by(newest)
     report(f"using checkpoint {chosen.folder.name} of {path}")
     with tempfile.TemporaryDirectory() as folder:
-        yield export(path, chosen, Path(folder) / path.resolve().name)
+        yield write_export(write, path, chosen, Path(folder) / path.resolve().name)

@@ -1,8 +1,7 @@
-"""From settings to a model, and its first weights."""
+"""The rules and options that settings ask for, and a model's initial weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from prism import rules
-from prism.language.tokens import Manifest
 from prism.nn.parameters import assign
 from prism.nn.pattern import parse_layers
 from prism.overrides import read_toml_value
-from prism.train.settings import ModelSettings, StackSettings
-
-Builder = Callable[[ModelSettings, int, int], nn.Module]
-"""(settings, vocabulary size, end token) → a model called as `model(input_ids=…, reset=…, use_cache=False).logits`."""
-
-
-def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module:
-    from prism.models import PrismConfig, PrismForCausalLM
-
-    config = PrismConfig(
-        vocab_size=vocab_size,
-        hidden_size=settings.hidden_size,
-        num_heads=settings.num_heads,
-        layers=settings.layers,
-        num_hidden_layers=settings.num_hidden_layers,
-        rule_options=rule_options(settings),
-        tie_word_embeddings=settings.tie_word_embeddings,
-        bos_token_id=end,
-        eos_token_id=end,
-        pad_token_id=end,
-    )
-    model = PrismForCausalLM(config)
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    return model
+from prism.train.settings import StackSettings
 
 
 def rule_options(settings: StackSettings) -> dict[str, dict[str, Any]]:
@@ -67,18 +41,6 @@ def check_stack(settings: StackSettings) -> None:
     for layer in parse_layers(settings.layers):
         rules.get(layer.rule)
     rule_options(settings)
-
-
-def vocabulary(settings: ModelSettings, manifest: Manifest) -> int:
-    """Rows of the embedding: those asked for, or the tokenizer's up to a multiple of 64 (which GPUs like)."""
-    if settings.vocab_size is None:
-        return -(-manifest.vocab_size // 64) * 64
-    if settings.vocab_size < manifest.vocab_size:
-        raise ValueError(
-            f"model.vocab_size is {settings.vocab_size}, but the tokenizer has {manifest.vocab_size} tokens: "
-            "leave model.vocab_size out or make it at least that"
-        )
-    return settings.vocab_size
 
 
 def initialize(model: nn.Module, seed: int, weights: dict[str, Tensor] | None = None) -> None:

@@ -117,7 +117,9 @@ def stored_settings(folder: Path, task: str, blank: S) -> S | None:
     if stored is None:
         return None
     if stored["task"] != task:
-        raise ValueError(f"{folder} holds a run of `prism train {stored['task']}`: give another run folder with --out")
+        raise ValueError(
+            f"{folder} holds a run of `prism train {stored['task']}`, not of `prism train {task}`: give another folder"
+        )
     return override(blank, stored["settings"], str(folder / CONFIG))
 
 
@@ -206,3 +208,11 @@ def _check_identity(before: dict[str, Any], now: dict[str, Any], folder: Path) -
             raise ValueError(
                 f"the run in {folder} was started with {what}: keep it to go on, or give another run folder with --out"
             )
+
+
+def training_loss(records: list[dict[str, Any]]) -> str:
+    losses = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
+    if not losses:
+        return "not logged"
+    (first_step, first), (last_step, last) = losses[0], losses[-1]
+    return f"{first:.4f} nats at step {first_step:,}, {last:.4f} at step {last_step:,}"

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from prism.language.corpus import Recipe
-
 
 @dataclass(frozen=True)
 class StackSettings:
@@ -33,59 +31,6 @@ class StackSettings:
     """Compute activations again in the backward pass: less memory, about a third more time."""
     weights: Path | None = None
     """Start from these weights: a safetensors file, or a folder that holds a saved model."""
-
-
-@dataclass(frozen=True)
-class ModelSettings(StackSettings):
-    vocab_size: int | None = None
-    """Rows of the embedding; None: the tokenizer's size, up to the next multiple of 64."""
-    tie_word_embeddings: bool = True
-    """One matrix for tokens in and out."""
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    sources: tuple[str, ...] = ()
-    """Files or folders of text, jsonl or parquet (.gz and .xz too), or hub:owner/dataset[:configuration]. None: the source
-    text of this machine's own Python standard library."""
-    pattern: str | None = None
-    """Which files a folder stands for, as a glob such as *.py; None: text, markdown, jsonl and parquet."""
-    field: str = "text"
-    """The column of jsonl and parquet files that holds the text."""
-    tokenizer: str = "bytes"
-    """bytes, bpe (learned from the data), or the path of a tokenizer.json."""
-    bpe_size: int = 8192
-    """Number of tokens a learned BPE has."""
-    end_token: str | None = None
-    """The token of a tokenizer.json that ends a document; None: the first of the usual names it has."""
-    validation: float = 0.01
-    """Share of the data held out to validate on."""
-    split: Literal["auto", "document", "tail"] = "auto"
-    """What is held out: every n-th document, or the tail of the data; auto: documents if there are enough of them."""
-    max_bytes: int | None = None
-    """Read no more than about this many bytes of text (up to the end of a document)."""
-    context: int = 256
-    """Tokens in a training sample."""
-    separate_documents: bool = True
-    """Nothing is carried from one document to the next inside a sample."""
-    cache: Path | None = None
-    """Where tokens are kept; None: $PRISM_CACHE, or prism in the user's cache folder."""
-    verify: bool = True
-    """Compare the tokens with their hashes before every run."""
-
-    def recipe(self) -> Recipe:
-        """The part that decides which tokens come out."""
-        return Recipe(
-            sources=self.sources,
-            pattern=self.pattern,
-            field=self.field,
-            tokenizer=self.tokenizer,
-            bpe_size=self.bpe_size,
-            end_token=self.end_token,
-            validation=self.validation,
-            split=self.split,
-            max_bytes=self.max_bytes,
-        )
 
 
 @dataclass(frozen=True)
@@ -216,22 +161,3 @@ class RunSettings:
             raise ValueError("optimizer.betas and optimizer.momentum must be at least 0 and below 1")
         if how.clip is not None and not 0 < how.clip < math.inf:
             raise ValueError(f"optimizer.clip must be above 0 (None: gradients as they come), got {how.clip}")
-
-
-@dataclass(frozen=True)
-class Settings(RunSettings):
-    """Train a language model.
-
-    Later beats earlier: the preset (or, in a run folder that exists, the settings it was started with), the TOML file,
-    the flags.
-    """
-
-    preset: str | None = None
-    """Sizes to start from: tiny, 30m, 130m, 340m or 1.3b (parameters with a vocabulary of 32 768). None: tiny."""
-    out: Path = Path("runs/lm")
-    """The run folder: checkpoints, log, settings and, at the end, the model."""
-    model: ModelSettings = field(default_factory=ModelSettings)
-    data: DataSettings = field(default_factory=DataSettings)
-
-    def least(self) -> dict[str, tuple[float | None, float]]:
-        return {**super().least(), "data.context": (self.data.context, 1)}

@@ -49,6 +49,8 @@ def translate(log: Prepared, catalogue: Catalogue) -> Prepared:
 
 FORMAT = 1
 EVENTS, ITEMS, USERS, MANIFEST = "events.safetensors", "items.json", "users.json", "manifest.json"
+TRAINING = "training.json"
+"""The file of a model folder that says what the model was trained on."""
 
 
 @dataclass(frozen=True)

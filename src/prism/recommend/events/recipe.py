@@ -8,16 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from filelock import FileLock
 
-from prism.files import check_target
-from prism.language.corpus import default_cache
-from prism.language.text import not_there
+from prism.files import check_target, default_cache, not_there
 from prism.recommend.events.dataset import Prepared, open_prepared
+from prism.recommend.events.histories import Histories
+from prism.recommend.events.split import Split, global_time, leave_one_out
 from prism.recommend.events.synthetic import synthetic_log
 
 VERSION = 2
@@ -58,6 +58,34 @@ class LogRecipe:
     min_item: int = 1
     """Leave out items with fewer events than this."""
     synthetic: Synthetic = field(default_factory=Synthetic)
+
+
+@dataclass(frozen=True)
+class RecDataSettings(LogRecipe):
+    split: Literal["leave_one_out", "global_time"] = "leave_one_out"
+    """What is held out: every user's last event to test and the one before it to validate, or all events after a time."""
+    valid_from: float | None = None
+    """global_time: validation starts at this moment of the log's clock; None: where the last fifth of the events begins."""
+    test_from: float | None = None
+    """global_time: the test starts at this moment; None: where the last tenth of the events begins."""
+    length: int = 50
+    """Events in a training sample, and how many of a history are read when it is ranked for."""
+    order: Literal["windows", "last"] = "windows"
+    """windows: whole histories, cut into stretches of that length; last: only the last stretch of each, as in SASRec."""
+    cache: Path | None = None
+    """Where prepared logs are kept; None: $PRISM_CACHE, or prism in the user's cache folder."""
+    verify: bool = True
+    """Compare the prepared log with its hash before every run."""
+
+    def recipe(self) -> LogRecipe:
+        """The part that decides which events come out."""
+        return LogRecipe(**{part.name: getattr(self, part.name) for part in fields(LogRecipe)})
+
+    def split_of(self, histories: Histories) -> Split:
+        """What is learned from and what is held out."""
+        if self.split == "leave_one_out":
+            return leave_one_out(histories)
+        return global_time(histories, self.valid_from, self.test_from)
 
 
 def prepare_log(

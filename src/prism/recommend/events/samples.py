@@ -6,7 +6,7 @@ Real events stand at the start of a row and padding after them, so a causal mode
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from prism.recommend.events.histories import Histories
-from prism.train.order import Order
 
 
 @dataclass(frozen=True)
@@ -122,42 +121,3 @@ def contexts(histories: Histories, users: np.ndarray, ends: np.ndarray, length: 
     first = histories.offsets[users]
     counts = np.minimum(ends, length)
     return stretches(histories, first + ends - counts, counts, int(counts.max(initial=1)))
-
-
-# Histories as training samples, padded once and kept where they are needed: a batch is then one gather.
-
-LIMIT = 2 << 30
-"""Bytes of samples above which each batch is made when it is asked for."""
-
-
-class SampleTable:
-    """Samples of the endless order.
-
-    Args:
-        gaps: whether batches say how long after the one before it each event came.
-    """
-
-    def __init__(self, samples: Samples, seed: int, gaps: bool, limit: int = LIMIT) -> None:
-        self.samples, self.gaps = samples, gaps
-        self.order = Order(len(samples), seed)
-        a_sample = samples.width * (8 + 8 + 1 + (4 if gaps else 0)) + 8
-        self.fits = len(samples) * a_sample <= limit
-        self._held: RecBatch | None = None
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def targets(self, numbers: np.ndarray) -> int:
-        return self.samples.targets(self.order(numbers))
-
-    def batch(self, numbers: np.ndarray, device: torch.device) -> RecBatch:
-        rows = self.order(numbers)
-        if not self.fits:
-            return self._make(rows)
-        if self._held is None:
-            self._held = self._make(np.arange(len(self))).to(device)
-        return self._held[torch.from_numpy(rows).to(device, non_blocking=True)]
-
-    def _make(self, rows: np.ndarray) -> RecBatch:
-        batch = self.samples.batch(rows)
-        return batch if self.gaps else replace(batch, gaps=None)
