@@ -19,23 +19,22 @@ import torch
 import accuracy
 import speed
 from prism.engine.kernels.configurations import Configuration, Tiling, architecture, configuration, forced
-from prism.engine.kernels.launch import Launch
-from prism.engine.kernels.told import Columns
+from prism.engine.kernels.launch import KernelInputs, Launch
 
 
-def time_kernels(u: Columns, d_o: torch.Tensor, chosen: Configuration, name: str) -> float:
+def time_kernels(u: KernelInputs, d_o: torch.Tensor, chosen: Configuration, name: str) -> float:
     """Milliseconds of one pass with everything before it done once; of all passes for `step`."""
     with forced(replace(chosen, segments=1)):
         run = Launch(u)
-        ready = run.prepare()
+        tables = run.prepare()
         o, d_w = run.empty(run.B, run.T, run.H, run.V), torch.empty_like(u.w)
         states = run.empty(run.B, run.H, run.chunks, run.V, run.K)
         fed, d_states = torch.empty_like(o), torch.empty_like(states)
         passes = {
             "prepare_warps": run.prepare,
-            "scan": lambda: run.scan(ready, None, 1, o=o, states=states, fed=fed),
-            "reverse": lambda: run.reverse(ready, d_o, None, 1, d_states, d_w),
-            "tokens": lambda: run.tokens(ready, states, fed, d_o, d_states, d_w, None, None),
+            "scan": lambda: run.scan(tables, None, 1, o=o, states=states, fed=fed),
+            "reverse": lambda: run.reverse(tables, d_o, None, 1, d_states, d_w),
+            "tokens": lambda: run.token_gradients(tables, states, fed, d_o, d_states, d_w, None, None),
         }
         for go in passes.values():
             go()
@@ -47,7 +46,7 @@ def time_kernels(u: Columns, d_o: torch.Tensor, chosen: Configuration, name: str
 def tune(width: int, writes: int, arguments: argparse.Namespace) -> Configuration:
     shape = speed.Shape(8, 4096, 16, width)
     q, k, w, g, beta, d_o = (x.detach() for x in speed.inputs(shape, writes))
-    u = Columns(q, k, w, g, None, beta, None)
+    u = KernelInputs(q, k, w, g, None, beta, None)
     best = configuration(width, width, writes, w.dtype, w.device)
     blocks = sorted({min(b, width) for b in arguments.blocks})
     tilings = [Tiling(*t) for t in product(blocks, arguments.warps, arguments.stages)]

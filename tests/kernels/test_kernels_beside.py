@@ -15,16 +15,15 @@ from where import STARTED, needs_kernels
 
 import prism
 from helpers import assert_close, unwritten_memory_is_nan
-from prism.engine.kernels import paths
-from prism.rules.columns import Columns, Corrections, columns
+from prism.engine import fused
+from prism.engine.fused import Columns, Corrections, delta_columns, solve, solved_writes
 from prism.rules.parts import UNIT_EPS, ShortConv
-from prism.rules.solver import solve, solved_writes
 from prism.rules.span import Span
 
 pytestmark = needs_kernels
 
 if STARTED:
-    from prism.engine.kernels import ops_beside
+    from prism.engine.kernels import columns, short_conv, solver
 
 
 @pytest.mark.parametrize("solver", ["gelu", "closed"])
@@ -39,7 +38,7 @@ def test_solver(solver: str, gain: bool, nonlinearity: bool, scaled: bool) -> No
     given = [z.requires_grad_() for z in (v, u, p, beta, scale) if z is not None]
     expected = solved_writes(v, u, p, beta, scale, solver, nonlinearity)
     with unwritten_memory_is_nan():
-        got = ops_beside.solve(v, u, p, beta, scale, solver == "gelu", nonlinearity)
+        got = solver.solve(v, u, p, beta, scale, solver == "gelu", nonlinearity)
         d_w = torch.randn_like(got)
         gradients = torch.autograd.grad(got, given, d_w)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
@@ -51,9 +50,9 @@ def test_solver_is_a_proper_operator_and_means_the_rules_loop() -> None:
     v, u, p = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 2, 4)
     beta = torch.rand(1, 2, 1, 2)
     given = [z.requires_grad_() for z in (v, u, p, beta)]
-    torch.library.opcheck(ops_beside.solve.registered, (*given, None, True, True))
+    torch.library.opcheck(solver.solve.registered, (*given, None, True, True))
     writes = beta.unsqueeze(-1) * solve(v - u, p, 2, "gelu")
-    torch.testing.assert_close(ops_beside.solve(*given, None, True, True), writes, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(solver.solve(*given, None, True, True), writes, rtol=1e-5, atol=1e-6)
 
 
 def draw_columns(
@@ -84,12 +83,12 @@ def told(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinea
     corrections = None
     if betas is not None and scale is not None:
         corrections = Corrections(keys, expected, gains, betas, scale, solver, nonlinearity)
-    return columns(mixed, beta, key_dim, corrections=corrections)
+    return delta_columns(mixed, beta, key_dim, corrections=corrections)
 
 
 def told_by_kernel(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinearity: bool) -> Columns:
     options = (key_dim, key_dim**-0.5, UNIT_EPS, solver == "gelu", nonlinearity)
-    return Columns(*ops_beside.columns(*tensors, *options))
+    return Columns(*columns.columns(*tensors, *options))
 
 
 @settings(max_examples=24, deadline=None)
@@ -135,7 +134,7 @@ def test_columns_in_half_precision_err_at_most_twice_what_torch_does() -> None:
 def test_columns_are_a_proper_operator() -> None:
     tensors = draw_columns(3, 1, 4, 4, 1, True, True, True)
     given = tuple(None if z is None else z.float().requires_grad_() for z in tensors)
-    torch.library.opcheck(ops_beside.columns.registered, (*given, 4, 0.5, UNIT_EPS, True, True))
+    torch.library.opcheck(columns.columns.registered, (*given, 4, 0.5, UNIT_EPS, True, True))
 
 
 @pytest.mark.parametrize("given", [(1,), (2,), (4,), (6,), (1, 6)])
@@ -176,7 +175,7 @@ def test_short_convolution(packed: bool, bias: bool, activation: bool, carried: 
     with unwritten_memory_is_nan():
         before = window.float() if carried else None
         documents = span.documents.int() if span.documents is not None else None
-        got = ops_beside.short_conv(single[0], single[1], single[2] if bias else None, before, documents, activation)
+        got = short_conv.short_conv(single[0], single[1], single[2] if bias else None, before, documents, activation)
         gradients = torch.autograd.grad(got, single, d_y.float())
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(gradients, torch.autograd.grad(expected, given, d_y), strict=True):
@@ -185,15 +184,15 @@ def test_short_convolution(packed: bool, bias: bool, activation: bool, carried: 
 
 def test_short_convolution_is_a_proper_operator() -> None:
     x, weight = torch.randn(1, 3, 16, requires_grad=True), torch.randn(2, 16, requires_grad=True)
-    torch.library.opcheck(ops_beside.short_conv.registered, (x, weight, None, None, None, True))
+    torch.library.opcheck(short_conv.short_conv.registered, (x, weight, None, None, None, True))
 
 
 def test_a_convolution_whose_window_wants_a_gradient_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=torch.device("cuda", 0))
     window = torch.zeros(1, 3, 3)
-    assert paths.convolves(on_gpu, window)
-    assert not paths.convolves(on_gpu, window.requires_grad_()), "the kernel has none for it"
+    assert fused.use_conv_kernel(on_gpu, window)
+    assert not fused.use_conv_kernel(on_gpu, window.requires_grad_()), "the kernel has none for it"
 
 
 @pytest.mark.parametrize("options", [{"preset": "lm"}, {"preset": "paper"}, {"preset": "lm", "steps": 1}])
@@ -209,9 +208,9 @@ def test_a_layer_on_these_kernels_is_the_layer_in_torch(
         y = checkpoint(lambda z: mixer(z)[0], leaf, use_reentrant=False) if again else mixer(leaf)[0]
         return [y, *torch.autograd.grad(y.square().sum(), [leaf, *mixer.parameters()])]
 
-    monkeypatch.setattr(paths, "fuses", lambda x: False)
+    monkeypatch.setattr(fused, "use_kernel", lambda x: False)
     expected = gradients(False)
-    monkeypatch.setattr(paths, "fuses", lambda x: True)
+    monkeypatch.setattr(fused, "use_kernel", lambda x: True)
     for again in (False, True):
         for got, wanted in zip(gradients(again), expected, strict=True):
             assert_close("layer", got, wanted, 1e-5)

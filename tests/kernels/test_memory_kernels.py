@@ -13,7 +13,7 @@ from torch import Tensor
 from where import DEVICE, needs_kernels
 
 import prism
-from prism.engine.kernels import paths
+from prism.engine.kernels.available import widths
 from prism.rules.parts import l2_normalize
 
 pytestmark = needs_kernels
@@ -203,4 +203,4 @@ def test_a_gate_that_forgets_everything_leaves_its_neighbours_alone() -> None:
     [((20, 36), (64, 64)), ((32, 32), (32, 32)), ((16, 8), (32, 32)), ((64, 256), (64, 256)), ((128, 24), (128, 64))],
 )
 def test_on_a_gpu_tiles_are_those_that_were_checked_there(given: tuple[int, int], expected: tuple[int, int]) -> None:
-    assert paths.widths(*given, on_gpu=True) == expected
+    assert widths(*given, on_gpu=True) == expected

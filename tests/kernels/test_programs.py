@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
-from prism.engine.kernels import compiled, programs  # noqa: E402 (they import Triton)
+from prism.engine.kernels import runtime  # noqa: E402 (it imports Triton)
 from prism.engine.kernels.configurations import Tiling  # noqa: E402 (likewise)
 
 
@@ -52,7 +52,7 @@ class Kernel:
 
 def test_a_kernel_that_was_still_compiling_is_started_like_any_other() -> None:
     kernel = Kernel()
-    program = programs.Program(kernel, {}, Tiling(16))
+    program = runtime.Program(kernel, {}, Tiling(16))
     for _ in range(3):
         program.start(1)
     assert kernel.ready.starts == 2  # Triton started the first itself
@@ -80,9 +80,9 @@ def test_an_interrupted_compilation_can_be_repeated(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(triton, "AsyncCompileMode", StaysInItsMode)
-    monkeypatch.setattr(compiled, "INTERPRETED", False)
-    kind = compiled.Compiled({}, torch.device("cuda", 0))
-    program = programs.Program(Kernel(), {}, Tiling(16))
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    kind = runtime.Compiled({}, torch.device("cuda", 0))
+    program = runtime.Program(Kernel(), {}, Tiling(16))
 
     def interrupted() -> None:
         raise KeyboardInterrupt

@@ -14,7 +14,7 @@ from typing import Any
 from prism.engine import attention
 from prism.engine.autocast import without_autocast
 from prism.engine.chunkwise import chunkwise
-from prism.engine.kernels import fla, paths
+from prism.engine.kernels import fla, serve
 from prism.engine.parallel import parallel
 from prism.engine.recurrent import recurrent
 from prism.engine.scan import scan
@@ -136,11 +136,11 @@ register(
     Update,
     Engine(
         paths={
-            ("recurrent", "triton"): Path(paths.run_step, paths.step_refuses, paths.on_gpu),
+            ("recurrent", "triton"): Path(serve.run_step, serve.step_refuses, serve.on_gpu),
             ("recurrent", "torch"): Path(recurrent),
             ("parallel", "torch"): Path(parallel),
-            ("chunkwise", "triton"): Path(paths.run_chunks, paths.chunks_refuse, paths.on_gpu),
-            ("chunkwise", "fla"): Path(fla.run, fla.refuses, paths.on_gpu),
+            ("chunkwise", "triton"): Path(serve.run_chunks, serve.chunks_refuse, serve.on_gpu),
+            ("chunkwise", "fla"): Path(fla.run, fla.refuses, serve.on_gpu),
             ("chunkwise", "torch"): Path(chunkwise),
             ("scan", "torch"): Path(scan),
         },

@@ -41,9 +41,9 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     if wants_gradients(*update.tensors, state):
         raise ValueError("memory_ has no gradients: call it under torch.no_grad(), or call memory")
     if path_taken(engine_of(Update), update, "recurrent", backend)[1] == "triton":
-        from prism.engine.kernels import ops
+        from prism.engine.kernels import decode
 
-        return ops.step_(*update.tensors, update.reset, update.mask, state, update.substeps)
+        return decode.step_(*update.tensors, update.reset, update.mask, state, update.substeps)
     o, new = without_autocast(recurrent, update, state)
     state.copy_(new)
     return o

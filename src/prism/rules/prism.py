@@ -22,9 +22,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from prism.engine.fused import SOLVERS
 from prism.rules.objectives import RESIDUAL_PROXY
 from prism.rules.rule import Rule, construct
-from prism.rules.solver import RESIDUALS, SOLVERS
+
+RESIDUALS = ("anchored", "value")
 
 
 class Prism(Rule):

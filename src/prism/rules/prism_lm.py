@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prism.rules.columns import Corrections
+from prism.engine.fused import Corrections
 from prism.rules.gated_delta import GatedDelta
 from prism.rules.objectives import RESIDUAL_PROXY
 from prism.rules.parts import Carry

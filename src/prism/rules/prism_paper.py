@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
+from prism.engine.fused import solved_writes
 from prism.rules.norms import HeadNorm
 from prism.rules.parts import Carry, ShortConv, l2_normalize, split_heads
 from prism.rules.prism import Prism, check_solver
 from prism.rules.rule import per_head
-from prism.rules.solver import solved_writes
 from prism.rules.span import Span
 
 

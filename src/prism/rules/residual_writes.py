@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from prism.rules.columns import Corrections
+from prism.engine.fused import Corrections
 from prism.rules.parts import LowRank, ShortConv, linears, split_heads
 from prism.rules.span import Span
 

@@ -19,13 +19,12 @@ Read network.py (f and its gradient), update.py (what a rule says), recurrent.py
 """
 
 from prism.engine.dispatch import Engine, Path, register
-from prism.engine.inner_loop import online
 from prism.engine.inner_loop.dual import chunkwise
 from prism.engine.inner_loop.fast import check_state
 from prism.engine.inner_loop.network import Network
 from prism.engine.inner_loop.recurrent import recurrent
+from prism.engine.inner_loop.serial import kernel_refuses, serial, serial_by_kernel
 from prism.engine.inner_loop.serial import refuses as serial_refuses
-from prism.engine.inner_loop.serial import serial
 from prism.engine.inner_loop.update import Averaged, InnerUpdate, Momentum
 
 
@@ -41,7 +40,9 @@ register(
         paths={
             ("recurrent", "torch"): Path(recurrent),
             ("chunkwise", "torch"): Path(chunkwise),
-            ("serial", "triton"): Path(online.serial, lambda update: serial_refuses(update) or online.refuses(update)),
+            ("serial", "triton"): Path(
+                serial_by_kernel, lambda update: serial_refuses(update) or kernel_refuses(update)
+            ),
             ("serial", "torch"): Path(serial, serial_refuses),
         },
         choose=_choose,

@@ -9,10 +9,24 @@ One program takes ROWS tokens of one head. The backward keeps the inputs alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from prism.engine.kernels.solver import differentiate_solution, tokens_of_a_head, write_solution
+from prism.engine.kernels.available import device_guard, padded
+from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, all_present, gradient_like, only_given
+from prism.engine.kernels.solver import (
+    Grid,
+    differentiate_solution,
+    empty_like,
+    grid,
+    scale_shares,
+    summed_shares,
+    tokens_of_a_head,
+    write_solution,
+)
 
 
 @triton.jit
@@ -154,3 +168,130 @@ def columns_backward_kernel(
             store(d_u + head[:, None] * V + v[None, :], -d_residual, wide)
         d_value += d_residual
     store(d_mixed + place, d_value, wide)
+
+
+def _launch_columns(
+    key_dim: int,
+    query_scale: float,
+    eps: float,
+    gelu: bool,
+    nonlinear: bool,
+    mixed: Tensor,
+    beta: Tensor,
+    *later: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`later`: keys, u, p, betas and scale, as `columns_kernel` has them."""
+    where, sizes, constants = _layout(mixed, beta, later[3], key_dim)
+    lead, J, K, V = beta.shape, 1 + constants["N"], key_dim, constants["V"]
+    q, k, w = mixed.new_empty(*lead, K), mixed.new_empty(*lead, J, K), mixed.new_empty(*lead, J, V)
+    columns_kernel[(where.programs,)](
+        mixed, beta, *later, q, k, w, query_scale, eps, *sizes, **constants,
+        GELU=gelu, NONLINEAR=nonlinear,
+    )  # fmt: skip
+    return q, k, w
+
+
+def _launch_columns_backward(
+    key_dim: int,
+    query_scale: float,
+    eps: float,
+    gelu: bool,
+    nonlinear: bool,
+    d_q: Tensor,
+    d_k: Tensor,
+    d_w: Tensor,
+    mixed: Tensor,
+    beta: Tensor,
+    *later: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    *most, scale = later
+    where, sizes, constants = _layout(mixed, beta, later[3], key_dim)
+    given = (mixed, beta, *most)
+    grads = [empty_like(z) for z in given]
+    shares = scale_shares(scale, where)
+    columns_backward_kernel[(where.programs,)](
+        *given, scale, d_q, d_k, d_w, *grads, shares, query_scale, eps, *sizes, **constants,
+        GELU=gelu, NONLINEAR=nonlinear,
+    )  # fmt: skip
+    return (*grads, summed_shares(shares, scale))
+
+
+def _layout(mixed: Tensor, beta: Tensor, betas: Tensor | None, K: int) -> tuple[Grid, tuple[int, int], dict[str, Any]]:
+    H, tokens = beta.shape[-1], beta.numel() // beta.shape[-1]
+    V, N = mixed.shape[-1] // H - 2 * K, 0 if betas is None else betas.shape[-1]
+    narrow, wide = padded(K), padded(V)
+    where = grid(tokens, H, max(narrow, wide))
+    return where, (tokens, H), {"N": N, "K": K, "BK": narrow, "V": V, "BV": wide, "ROWS": where.per_program}
+
+
+def _columns(
+    mixed: Tensor,
+    beta: Tensor,
+    keys: Tensor | None,
+    u: Tensor | None,
+    p: Tensor | None,
+    betas: Tensor | None,
+    scale: Tensor | None,
+    key_dim: int,
+    query_scale: float,
+    eps: float,
+    gelu: bool,
+    nonlinear: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A delta rule's q `[…, H, K]`, k `[…, H, 1 + N, K]` and w `[…, H, 1 + N, V]`; see `columns_kernel`."""
+    options = (key_dim, query_scale, eps, gelu, nonlinear)
+    with device_guard(mixed):
+        return _launch_columns(*options, *all_contiguous_aligned(mixed, beta, keys, u, p, betas, scale))
+
+
+def _columns_shapes(mixed, beta, keys, u, p, betas, scale, key_dim, query_scale, eps, gelu, nonlinear):
+    value_dim, J = mixed.shape[-1] // beta.shape[-1] - 2 * key_dim, 1 if betas is None else 1 + betas.shape[-1]
+    lead = beta.shape
+    return (
+        mixed.new_empty(*lead, key_dim),
+        mixed.new_empty(*lead, J, key_dim),
+        mixed.new_empty(*lead, J, value_dim),
+    )
+
+
+def _columns_backward(
+    d_q: Tensor,
+    d_k: Tensor,
+    d_w: Tensor,
+    mixed: Tensor,
+    beta: Tensor,
+    keys: Tensor | None,
+    u: Tensor | None,
+    p: Tensor | None,
+    betas: Tensor | None,
+    scale: Tensor | None,
+    key_dim: int,
+    query_scale: float,
+    eps: float,
+    gelu: bool,
+    nonlinear: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = (key_dim, query_scale, eps, gelu, nonlinear)
+    with device_guard(mixed):
+        grads = _launch_columns_backward(
+            *options, *all_contiguous_aligned(d_q, d_k, d_w, mixed, beta, keys, u, p, betas, scale)
+        )
+    return all_present(grads, mixed)
+
+
+def _columns_backward_shapes(d_q, d_k, d_w, mixed, beta, keys, u, p, betas, scale, *options):
+    return tuple(gradient_like(z, mixed) for z in (mixed, beta, keys, u, p, betas, scale))
+
+
+def _keep_columns(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:7])
+    ctx.options = inputs[7:]
+
+
+def _differentiate_columns(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    given = ctx.saved_tensors
+    return (*only_given(given, columns_backward(*d_outputs, *given, *ctx.options)), *[None] * len(ctx.options))
+
+
+columns_backward = Operator("prism::columns_backward", _columns_backward, _columns_backward_shapes)
+columns = Operator("prism::columns", _columns, _columns_shapes, _keep_columns, _differentiate_columns)

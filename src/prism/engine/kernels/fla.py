@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.engine.kernels.installed import at_least
+from prism.engine.kernels.available import at_least
 from prism.engine.update import Update
 
 INSTALLED = at_least((0, 6), "flash-linear-attention", "fla-core")

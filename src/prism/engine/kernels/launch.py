@@ -1,31 +1,60 @@
-"""From tensors to kernel launches: sizes, scratch memory and grids, a method a kernel."""
+"""Launches of the chunk memory's kernels: what they read, sizes, scratch memory and grids."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from prism.engine.kernels.chain import chain_kernel
-from prism.engine.kernels.compiled import compiled
-from prism.engine.kernels.configurations import Tiling
-from prism.engine.kernels.decay import decay_kernel
-from prism.engine.kernels.decode import step_kernel
-from prism.engine.kernels.lookups import lookups_kernel
-from prism.engine.kernels.paths import padded
-from prism.engine.kernels.prepare import prepare_kernel
-from prism.engine.kernels.programs import rows, tiles
-from prism.engine.kernels.reverse import reverse_kernel
-from prism.engine.kernels.scan import scan_kernel
-from prism.engine.kernels.told import Columns, Prepared
-from prism.engine.kernels.writes import writes_kernel
+from prism.engine.kernels.backward_scan import backward_decay_kernel, backward_scan_kernel
+from prism.engine.kernels.backward_tokens import backward_queries_kernel, backward_writes_kernel
+from prism.engine.kernels.configurations import Configuration, Tiling, configuration
+from prism.engine.kernels.forward import forward_scan_kernel, prepare_kernel
+from prism.engine.kernels.runtime import compiled, rows, tiles
+
+
+@dataclass(frozen=True)
+class KernelInputs:
+    """What the chunk kernels read: J columns per token, contiguous, one dtype; gates in float32.
+
+    An erase looks up `erase_key` (None: column 0's own key) and feeds column 0 with `strength` (None: 1).
+    K and V are powers of two ≥ 16.
+    """
+
+    q: Tensor  # [B, T, H, K]
+    x: Tensor  # [B, T, H, J, K]
+    w: Tensor  # [B, T, H, J, V]
+    log_decay: Tensor | None  # [B, T, H]
+    erase_key: Tensor | None  # [B, T, H, K]
+    strength: Tensor | None  # [B, T, H]
+    documents: Tensor | None  # [B, T] int32, numbered from 0 (the incoming state's document)
+
+    @property
+    def erases(self) -> bool:
+        return self.strength is not None or self.erase_key is not None
+
+    @property
+    def configuration(self) -> Configuration:
+        return configuration(self.q.shape[3], self.w.shape[4], self.w.shape[3], self.w.dtype, self.w.device)
+
+
+@dataclass(frozen=True)
+class ChunkTables:
+    """What the prepare kernel computes from the inputs alone. `padded` is T rounded up to whole chunks."""
+
+    cumulated: Tensor | None  # G, [B, H, padded]
+    strengths: Tensor | None  # β, [B, H, padded]
+    grams: Tensor  # [B, H, padded / step, J or 2J, step, step]
+    inverse: Tensor | None  # T⁻¹, [B, H, padded / step, step, step]
+    maps: Tensor | None = None  # by what each segment multiplies its incoming state, [segments, B, H, K, K]
 
 
 class Launch:
     """The arguments that the kernels share, and one method a kernel."""
 
-    def __init__(self, u: Columns) -> None:
+    def __init__(self, u: KernelInputs) -> None:
         self.u = u
         self.how = u.configuration
         self.B, self.T, self.H, self.K = u.q.shape
@@ -51,7 +80,7 @@ class Launch:
         """`count` programs; `constants` are those that a kernel does not share with the others."""
         self.compiled.program(kernel, how, constants).start(count, *arguments)
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> ChunkTables:
         u, C, K = self.u, self.step, self.K
         B, H, steps = self.B, self.H, self.padded // self.step
         exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
@@ -64,11 +93,11 @@ class Launch:
             rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K), u.log_decay, u.strength, u.documents, G, beta,
             tiles(grams, C, C), tiles(inverse, C, C), *self.sizes, C=C,
         )  # fmt: skip
-        return Prepared(G, beta, grams, inverse)
+        return ChunkTables(G, beta, grams, inverse)
 
     def scan(
         self,
-        ready: Prepared,
+        tables: ChunkTables,
         initial: Tensor | None,
         segments: int,
         *,
@@ -83,9 +112,9 @@ class Launch:
         block = min(how.block, V)
         final = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
         self.start(
-            scan_kernel, how, V // block * segments * self.heads,
+            forward_scan_kernel, how, V // block * segments * self.heads,
             rows(u.q, C, K), rows(u.x, C, K), rows(u.w, C, block), rows(u.erase_key, C, K),
-            ready.strengths, ready.cumulated, u.documents, tiles(ready.grams, C, C), tiles(ready.inverse, C, C),
+            tables.strengths, tables.cumulated, u.documents, tiles(tables.grams, C, C), tiles(tables.inverse, C, C),
             tiles(initial, K, block), rows(o, C, block), tiles(states, block, K), rows(fed, C, block),
             tiles(final, K, block), *self.sizes, self.per_segment(segments), segments,
             V=V, BV=block, C=C, INITIAL=initial is not None, MAP=as_map, READ=o is not None,
@@ -95,7 +124,7 @@ class Launch:
 
     def reverse(
         self,
-        ready: Prepared,
+        tables: ChunkTables,
         d_o: Tensor,
         d_final: Tensor | None,
         segments: int,
@@ -107,9 +136,9 @@ class Launch:
         block = min(how.block, V)
         d_initial = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
         self.start(
-            reverse_kernel, how, V // block * segments * self.heads,
+            backward_scan_kernel, how, V // block * segments * self.heads,
             rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K),
-            ready.strengths, ready.cumulated, u.documents, tiles(ready.grams, C, C), tiles(ready.inverse, C, C),
+            tables.strengths, tables.cumulated, u.documents, tiles(tables.grams, C, C), tiles(tables.inverse, C, C),
             rows(d_o, C, block), tiles(d_final, K, block), tiles(d_states, block, K), rows(d_w, C, block),
             tiles(d_initial, K, block), *self.sizes, self.per_segment(segments), segments,
             V=V, BV=block, C=C, FINAL=d_final is not None,
@@ -117,9 +146,9 @@ class Launch:
         )  # fmt: skip
         return d_initial
 
-    def tokens(
+    def token_gradients(
         self,
-        ready: Prepared,
+        tables: ChunkTables,
         states: Tensor,
         fed: Tensor | None,
         d_o: Tensor,
@@ -142,7 +171,7 @@ class Launch:
             d_cumulated = self.empty(sides + self.J, *gate, dtype=torch.float32)
             tails = self.empty(self.J, *gate, dtype=torch.float32)
             touched = self.empty(parts, self.B, self.H, self.chunks, dtype=torch.float32)
-        gates = (ready.strengths, ready.cumulated, u.documents)
+        gates = (tables.strengths, tables.cumulated, u.documents)
         queries, xs, d_xs, lookups = (rows(z, C, BK) for z in (u.q, u.x, d_x, u.erase_key))
 
         how = self.how.lookups
@@ -150,7 +179,7 @@ class Launch:
         ws, fs, d_os, d_ws = (rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
         d_tiles = tiles(d_states, BV, BK)
         self.start(
-            lookups_kernel, how, sides * parts * self.chunks * self.heads,
+            backward_queries_kernel, how, sides * parts * self.chunks * self.heads,
             queries, xs, ws if fs is None else fs, ws, lookups, *gates, tiles(states, BV, BK), d_os, d_tiles, d_ws,
             rows(d_q, C, BK), d_xs, rows(d_erase_key, C, BK), d_strength, d_cumulated, touched, *self.sizes,
             V=V, BK=BK, BV=BV, C=C, STEP=self.step,
@@ -161,7 +190,7 @@ class Launch:
             ws, fs, d_os, d_ws = (rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
             d_tiles = tiles(d_states, BV, BK)
         self.start(
-            writes_kernel, how, parts * self.J * self.chunks * self.heads,
+            backward_writes_kernel, how, parts * self.J * self.chunks * self.heads,
             queries, xs, fs, ws, lookups, *gates, d_os, d_tiles, d_ws, d_xs, d_cumulated, tails, *self.sizes,
             V=V, BK=BK, BV=BV, C=C, STEP=self.step,
         )  # fmt: skip
@@ -170,8 +199,8 @@ class Launch:
             self.touch_ends(touched, states, d_states, state, d_final)
             d_log_decay = torch.empty_like(u.log_decay)
             self.start(
-                decay_kernel, Tiling(C, 1), self.chunks * self.heads,
-                ready.cumulated, u.documents, d_cumulated, tails, touched, d_log_decay, *self.sizes, self.heads,
+                backward_decay_kernel, Tiling(C, 1), self.chunks * self.heads,
+                tables.cumulated, u.documents, d_cumulated, tails, touched, d_log_decay, *self.sizes, self.heads,
                 SLABS=sides + self.J, BLOCKS=parts, C=C, STEP=self.step,
             )  # fmt: skip
         if d_strength is not None:
@@ -194,37 +223,3 @@ class Launch:
     def per_segment(self, segments: int) -> int:
         """Steps in a segment: whole chunks, so that saved states are those at chunks' borders."""
         return -(-self.chunks // segments) * (self.chunk // self.step)
-
-    def chain(self, maps: Tensor, added: Tensor, given: Tensor | None, backward: bool) -> Tensor:
-        entering = torch.empty_like(added)
-        block = min(16, self.V)
-        self.start(
-            chain_kernel, Tiling(block, 8, 3), self.V // block * self.heads,
-            maps, added, given, entering, added.shape[0], self.heads,
-            V=self.V, BV=block, BACKWARD=backward, GIVEN=given is not None,
-        )  # fmt: skip
-        return entering
-
-
-def step(given: list[Tensor | None], new_state: Tensor, substeps: int) -> Tensor:
-    """The decode kernel on an `Update`'s tensors and a state; fills `new_state`, which may be that state."""
-    q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state = given
-    assert q is not None and k is not None and w is not None
-    (B, T, _, K), (H, L, V) = q.shape, w.shape[2:]
-    groups = {
-        name: 1 if z is None else z.shape[2] for name, z in {"q": q, "k": k, "b": erase_key, "a": erase_write}.items()
-    }
-    # (A contiguous tensor may have any stride where its size is 1.)
-    apart = K if erase_key is None or erase_key.is_contiguous() else erase_key.stride(2)
-    o = w.new_empty(B, T, H, V)
-    block = min(padded(V), 32)
-    step_kernel[(-(-V // block) * B * H,)](
-        q, k, w, log_decay, erase_key, erase_strength, erase_write, _bytes(reset), _bytes(mask), state, new_state, o,
-        T=T, H=H, **{f"{name}_groups": count for name, count in groups.items()}, b_apart=apart,
-        SUBSTEPS=substeps, L=L, K=K, V=V, BK=padded(K), BV=block, num_warps=4,
-    )  # fmt: skip
-    return o
-
-
-def _bytes(flags: Tensor | None) -> Tensor | None:
-    return None if flags is None else flags.view(torch.int8)

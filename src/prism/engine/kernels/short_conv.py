@@ -7,8 +7,19 @@ takes dx from dz in a second pass. Shares are added up by the caller, in a fixed
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from prism.engine.kernels.available import device_guard
+from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, present
+
+# One warp has whole rows of a tile: what it adds up over tokens never leaves a thread.
+CONV_TILE: dict[str, int] = {"ROWS": 4, "COLUMNS": 256, "num_warps": 1}
+CONV_SUM_TILE, CONV_SUM_REPEAT = {**CONV_TILE, "ROWS": 2}, 64
 
 
 @triton.jit
@@ -184,3 +195,88 @@ def short_conv_inputs_kernel(
         dx += tl.load(weight + (W - 1 - ahead) * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :] * dz
     place = (b * T + t)[:, None] * D + c[None, :]
     tl.store(d_x + place, dx.to(d_x.dtype.element_ty), mask=(t < T)[:, None] & (c < D)[None, :])
+
+
+def _launch_short_conv(
+    silu: bool, x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, documents: Tensor | None
+) -> Tensor:
+    y = torch.empty_like(x)
+    short_conv_kernel[_grid(x)](
+        x, weight, bias, window, documents, y, *x.shape[1:], W=weight.shape[0], SILU=silu, **CONV_TILE
+    )
+    return y
+
+
+def _launch_short_conv_backward(
+    silu: bool,
+    d_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    (_, T, D), W = x.shape, weight.shape[0]
+    programs = x.shape[0] * -(-T // (CONV_SUM_TILE["ROWS"] * CONV_SUM_REPEAT))
+    d_z, d_x = torch.empty_like(x), torch.empty_like(x)
+    shares = x.new_empty(programs, W + 1, D, dtype=torch.float32)
+    short_conv_weights_kernel[(programs, -(-D // CONV_SUM_TILE["COLUMNS"]))](
+        x, weight, bias, window, documents, d_y, d_z, shares, T, D, W=W, SILU=silu,
+        **CONV_SUM_TILE, REPEAT=CONV_SUM_REPEAT,
+    )  # fmt: skip
+    short_conv_inputs_kernel[_grid(x)](d_z, weight, documents, d_x, T, D, W=W, **CONV_TILE)
+    return d_x, shares[:, :W].sum(0).to(weight.dtype), None if bias is None else shares[:, W].sum(0).to(bias.dtype)
+
+
+def _grid(x: Tensor) -> tuple[int, int]:
+    B, T, D = x.shape
+    return B * -(-T // CONV_TILE["ROWS"]), -(-D // CONV_TILE["COLUMNS"])
+
+
+def _short_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None, documents: Tensor | None, silu: bool
+) -> Tensor:
+    """x `[B, T, D]`, weight `[W, D]`, bias `[D]`, window `[B, W - 1, D]`, documents `[B, T]` int32 → `[B, T, D]`.
+
+    The window gets no gradient."""
+    with device_guard(x):
+        return _launch_short_conv(silu, *all_contiguous_aligned(x, weight, bias, window, documents))
+
+
+def _short_conv_shapes(x, weight, bias, window, documents, silu):
+    return x.new_empty(x.shape)
+
+
+def _short_conv_backward(
+    d_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor | None,
+    documents: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with device_guard(x):
+        d_x, d_weight, d_bias = _launch_short_conv_backward(
+            silu, *all_contiguous_aligned(d_y, x, weight, bias, window, documents)
+        )
+    return d_x, d_weight, present(d_bias, weight)
+
+
+def _short_conv_backward_shapes(d_y, x, weight, bias, window, documents, silu):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape)
+
+
+def _keep_conv(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_conv(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    given = ctx.saved_tensors
+    d_x, d_weight, d_bias = short_conv_backward(d_y, *given, ctx.silu)
+    return d_x, d_weight, None if given[2] is None else d_bias, None, None, None
+
+
+short_conv_backward = Operator("prism::short_conv_backward", _short_conv_backward, _short_conv_backward_shapes)
+short_conv = Operator("prism::short_conv", _short_conv, _short_conv_shapes, _keep_conv, _differentiate_conv)

@@ -9,8 +9,18 @@ One program takes ROWS tokens of one head. Nothing but the inputs is kept for th
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from prism.engine.kernels.available import device_guard, padded
+from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, all_present, gradient_like, only_given
+
+ELEMENTS = 2048
+"""What one program of the solver holds: tokens × channels."""
 
 
 @triton.jit
@@ -201,3 +211,116 @@ def solve_backward_kernel(
     tl.store(d_value + place, d_residual.to(d_value.dtype.element_ty), mask=inside)
     if u is not None:
         tl.store(d_u + place, (-d_residual).to(d_u.dtype.element_ty), mask=inside)
+
+
+class Grid(NamedTuple):
+    """A program takes some tokens of one head."""
+
+    per_program: int
+    per_head: int
+    programs: int
+
+
+def grid(tokens: int, heads: int, block: int) -> Grid:
+    per_program = max(1, ELEMENTS // block)
+    count = -(-tokens // per_program)
+    return Grid(per_program, count, count * heads)
+
+
+def empty_like(z: Tensor | None) -> Tensor | None:
+    return None if z is None else torch.empty_like(z)
+
+
+def scale_shares(scale: Tensor | None, where: Grid) -> Tensor | None:
+    """Each program's part of γ's gradient."""
+    return None if scale is None else scale.new_empty(where.per_head, *scale.shape, dtype=torch.float32)
+
+
+def summed_shares(shares: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    return None if shares is None or scale is None else shares.sum(0).to(scale.dtype)
+
+
+def _launch_solve(
+    gelu: bool, nonlinear: bool, v: Tensor, u: Tensor | None, p: Tensor | None, beta: Tensor, scale: Tensor | None
+) -> Tensor:
+    where, sizes, constants = _layout(v, beta)
+    w = v.new_empty(*beta.shape, v.shape[-1])
+    solve_kernel[(where.programs,)](v, u, p, beta, scale, w, *sizes, **constants, GELU=gelu, NONLINEAR=nonlinear)
+    return w
+
+
+def _launch_solve_backward(
+    gelu: bool,
+    nonlinear: bool,
+    d_w: Tensor,
+    v: Tensor,
+    u: Tensor | None,
+    p: Tensor | None,
+    beta: Tensor,
+    scale: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    where, sizes, constants = _layout(v, beta)
+    d_v, d_u, d_p, d_beta = (empty_like(z) for z in (v, u, p, beta))
+    shares = scale_shares(scale, where)
+    solve_backward_kernel[(where.programs,)](
+        v, u, p, beta, scale, d_w, d_v, d_u, d_p, d_beta, shares, *sizes, **constants, GELU=gelu, NONLINEAR=nonlinear
+    )
+    return d_v, d_u, d_p, d_beta, summed_shares(shares, scale)
+
+
+def _layout(v: Tensor, beta: Tensor) -> tuple[Grid, tuple[int, int], dict[str, int]]:
+    H, V, L = v.shape[-2], v.shape[-1], beta.shape[-1]
+    tokens, block = v.numel() // (H * V), padded(V)
+    where = grid(tokens, H, block)
+    return where, (tokens, H), {"L": L, "V": V, "BV": block, "ROWS": where.per_program}
+
+
+def _solve(
+    v: Tensor,
+    u: Tensor | None,
+    p: Tensor | None,
+    beta: Tensor,
+    scale: Tensor | None,
+    gelu: bool,
+    nonlinear: bool,
+) -> Tensor:
+    """PRISM's solver: v, u `[…, H, V]`, p `[…, H, L, V]`, β `[…, H, L]`, γ `[L, H, V]` → the writes `[…, H, L, V]`."""
+    with device_guard(v):
+        return _launch_solve(gelu, nonlinear, *all_contiguous_aligned(v, u, p, beta, scale))
+
+
+def _solve_shapes(v, u, p, beta, scale, gelu, nonlinear):
+    return v.new_empty(*beta.shape, v.shape[-1])
+
+
+def _solve_backward(
+    d_w: Tensor,
+    v: Tensor,
+    u: Tensor | None,
+    p: Tensor | None,
+    beta: Tensor,
+    scale: Tensor | None,
+    gelu: bool,
+    nonlinear: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with device_guard(v):
+        grads = _launch_solve_backward(gelu, nonlinear, *all_contiguous_aligned(d_w, v, u, p, beta, scale))
+    return all_present(grads, v)
+
+
+def _solve_backward_shapes(d_w, v, u, p, beta, scale, gelu, nonlinear):
+    return tuple(gradient_like(z, v) for z in (v, u, p, beta, scale))
+
+
+def _keep_solve(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.gelu, ctx.nonlinear = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_solve(ctx: Any, d_w: Tensor) -> tuple[Tensor | None, ...]:
+    given = ctx.saved_tensors  # gradient checkpointing allows one read
+    return (*only_given(given, solve_backward(d_w, *given, ctx.gelu, ctx.nonlinear)), None, None)
+
+
+solve_backward = Operator("prism::solve_backward", _solve_backward, _solve_backward_shapes)
+solve = Operator("prism::solve", _solve, _solve_shapes, _keep_solve, _differentiate_solve)

@@ -1,26 +1,18 @@
-"""From an `Update` to the kernels: what they can serve, and the columns they read. Imports Triton only when they run."""
+"""From an `Update` to the kernels: which updates they serve, and their inputs. Imports Triton only when they run."""
 
 from __future__ import annotations
 
-import os
-import threading
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.engine.kernels.installed import at_least
+from prism.engine.kernels import available
+from prism.engine.kernels.available import INTERPRETED, outdated, widths
 from prism.engine.recurrent import recurrent
 from prism.engine.steps import at_substep
-from prism.engine.update import Update, have_tangents, wants_gradients
-
-INSTALLED = at_least((3, 6), "triton", "triton-windows", "pytorch-triton")
-"""Triton, as the kernels know it: torch brings one, but not every torch a new one."""
-NEEDED = "needs Triton 3.6 or newer, which is not installed"
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton reads the variable when it is imported, so it is read once here too."""
+from prism.engine.update import Update, wants_gradients
 
 WIDEST_KEY, WIDEST_VALUE, MOST_WRITES = 256, 512, 4
 
@@ -31,13 +23,13 @@ def on_gpu(u: Update) -> bool:
 
 def step_refuses(u: Update) -> str | None:
     """Why the decode kernel cannot serve an update, or None."""
-    if not INSTALLED:
-        return NEEDED
+    if not available.INSTALLED:
+        return available.NEEDED
     if not u.w.is_cuda and not (INTERPRETED and u.w.device.type == "cpu"):
         return (
             f"needs a CUDA device, not {u.w.device.type} (on a CPU, TRITON_INTERPRET=1 runs it in Triton's interpreter)"
         )
-    if _outdated(u.w):
+    if outdated(u.w):
         return "needs a GPU of compute capability 8.0 or newer"
     if not u.w.is_cuda and u.w.dtype == torch.bfloat16:
         return "has no bfloat16 on a CPU: Triton's interpreter multiplies matrices of it wrongly"
@@ -63,47 +55,14 @@ def chunks_refuse(u: Update) -> str | None:
     return step_refuses(u)
 
 
-def fuses(x: Tensor) -> bool:
-    """Whether the kernels beside the memory serve a tensor."""
-    return INSTALLED and x.is_cuda and x.dtype != torch.float64 and not _outdated(x) and not have_tangents(x)
-
-
-def _outdated(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
-
-
-def convolves(x: Tensor, window: Tensor | None) -> bool:
-    """Whether the kernel of short convolutions serves this one. It has no gradient for the window."""
-    return fuses(x) and (window is None or not window.requires_grad or not torch.is_grad_enabled())
-
-
-_bound = threading.local()
-
-
-def _bind(device: torch.device) -> None:
-    """A thread has no CUDA context before torch starts something there, and tensors cannot be described to a kernel without
-    one: autograd's may begin with one of ours."""
-    if device not in (devices := _bound.__dict__.setdefault("devices", set())):
-        torch.zeros(1, device=device)
-        devices.add(device)
-
-
-def home(z: Tensor) -> AbstractContextManager[None]:
-    """Kernels start on torch's current device: z's, inside."""
-    if z.is_cuda:
-        _bind(z.device)
-    elsewhere = z.is_cuda and z.device.index != torch.cuda.current_device()
-    return torch.cuda.device(z.device) if elsewhere else nullcontext()
-
-
 def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    from prism.engine.kernels import ops
+    from prism.engine.kernels import memory
 
     K, V, n = u.key_dim, u.value_dim, u.substeps
-    columns = _columns(u)
+    columns = _kernel_inputs(u)
     keys, values = widths(K, V, u.w.is_cuda)
     given = None if state is None else _widen(state.float(), keys - K, values - V)
-    o, final, *_ = ops.memory(*columns, given, wants_gradients(*columns, given))
+    o, final, *_ = memory.memory(*columns, given, wants_gradients(*columns, given))
     return o[:, n - 1 :: n, :, :V], final[..., :K, :V]
 
 
@@ -112,14 +71,14 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     if wants_gradients(*u.tensors, state):
         # Too many writes, and a gradient of the state alone, of which `step_refuses` was not told: the recurrence has it.
         return run_chunks(u, state) if chunks_refuse(u) is None else recurrent(u, state)
-    from prism.engine.kernels import ops
+    from prism.engine.kernels import decode
 
     given = None if state is None else state.float()
-    return ops.step(*u.tensors, u.reset, u.mask, given, u.substeps)
+    return decode.step(*u.tensors, u.reset, u.mask, given, u.substeps)
 
 
-def _columns(u: Update) -> tuple[Any, ...]:
-    """q, x, w, log_decay, erase_key, strength, documents, as `told.Columns` has them."""
+def _kernel_inputs(u: Update) -> tuple[Any, ...]:
+    """q, x, w, log_decay, erase_key, strength, documents, as `launch.KernelInputs` has them."""
     n, H, dtype = u.substeps, u.heads, u.w.dtype
     per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
 
@@ -176,16 +135,3 @@ def _widen(z: Tensor, columns: int, values: int | None = None) -> Tensor:
     """Zeros after the last dimension; with `values`, `columns` after the one before it."""
     padding = (0, columns) if values is None else (0, values, 0, columns)
     return F.pad(z, padding) if any(padding) else z
-
-
-def widths(key_dim: int, value_dim: int, on_gpu: bool) -> tuple[int, int]:
-    """K and V as the chunk kernels compute them. On a GPU no tile has a side that was never checked on one: both are 32, or
-    both at least 64 (32 keys beside 64 values were compiled into an illegal access by Triton 3.6 on an H200)."""
-    K, V = padded(key_dim), padded(value_dim)
-    least = 16 if not on_gpu else 32 if max(K, V) <= 32 else 64
-    return max(K, least), max(V, least)
-
-
-def padded(width: int) -> int:
-    """Tiles are powers of two and at least 16 wide."""
-    return max(16, 1 << (width - 1).bit_length())
