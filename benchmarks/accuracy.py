@@ -19,7 +19,7 @@ from torch import Tensor
 
 import prism
 from low_precision import low_precision
-from prism.engine.kernels import available
+from prism.engine import fused as operations
 from prism.engine.kernels.configurations import Configuration, forced
 
 Tensors = dict[str, Tensor]
@@ -247,11 +247,11 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _no_kernels() -> Iterator[None]:
     """Definitions stay in torch."""
-    chosen, available.INSTALLED = available.INSTALLED, False
+    chosen, operations.use_kernel = operations.use_kernel, lambda x: False
     try:
         yield
     finally:
-        available.INSTALLED = chosen
+        operations.use_kernel = chosen
 
 
 def _judge(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from helpers import unwritten_memory_is_nan
 from prism.engine import fused, memory_
 from prism.engine.dispatch import choose_path, engine_of
 from prism.engine.kernels import available
-from prism.engine.kernels.available import at_least
 from prism.rules.parts import l2_normalize
 
 pytestmark = needs_kernels
@@ -329,28 +327,6 @@ def test_automatic_choice_on_a_cpu_is_torch() -> None:
 def test_sizes_beyond_the_kernels_are_refused(sizes: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         prism.memory(update(leaves(2, **sizes)), form="chunkwise", backend="triton")
-
-
-@pytest.mark.parametrize(
-    ("versions", "served"),
-    [
-        ({"triton": "3.6.0"}, True),
-        ({"pytorch-triton": "3.10.0+git1a2b"}, True),
-        ({"triton": "3.5.1"}, False),
-        ({}, False),
-    ],
-)
-def test_an_older_triton_is_none(versions: dict[str, str], served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name not in versions:
-            raise metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(metadata, "version", version)
-    assert at_least((3, 6), "triton", "triton-windows", "pytorch-triton") is served
-    monkeypatch.setattr(available, "INSTALLED", False)
-    with pytest.raises(ValueError, match="'triton' needs Triton"):
-        prism.memory(update(leaves(2, dtype=torch.float32)), backend="triton")
 
 
 def test_decay_per_channel_is_left_to_others() -> None:

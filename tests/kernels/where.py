@@ -7,7 +7,7 @@ import torch
 
 from prism.engine.kernels import available
 
-STARTED = available.INSTALLED and (available.INTERPRETED or torch.cuda.is_available())
+STARTED = available.PROBLEM is None and (available.INTERPRETED or torch.cuda.is_available())
 DEVICE = "cuda" if STARTED and not available.INTERPRETED else "cpu"
 
 needs_kernels = pytest.mark.skipif(not STARTED, reason="needs Triton's interpreter or a GPU")

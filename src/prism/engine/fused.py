@@ -48,9 +48,10 @@ class Columns(NamedTuple):
 
 def use_kernel(x: Tensor) -> bool:
     """Whether the kernels of this file serve a tensor."""
-    if not x.is_cuda or not available.INSTALLED or x.dtype == torch.float64:
+    if not x.is_cuda or x.dtype == torch.float64:
         return False
-    return not available.outdated(x) and not have_tangents(x)
+    available.warn_if_unavailable(x)
+    return available.PROBLEM is None and not available.outdated(x) and not have_tangents(x)
 
 
 def use_conv_kernel(x: Tensor, window: Tensor | None) -> bool:

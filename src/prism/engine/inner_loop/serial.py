@@ -108,8 +108,9 @@ def gradients(
 
 def kernel_refuses(u: InnerUpdate) -> str | None:
     """Why the kernel cannot serve an update, in one clause, or None."""
-    if not available.INSTALLED:
-        return available.NEEDED
+    if available.PROBLEM is not None:
+        available.warn_if_unavailable(u.q)
+        return available.PROBLEM
     if u.q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"needs a CUDA device, not {u.q.device.type!r}"
     if u.state_dtype != torch.float32:

@@ -22,12 +22,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from prism.engine.kernels import compat
 from prism.engine.kernels.available import INTERPRETED
+from prism.engine.kernels.compat import descriptor_on
 from prism.engine.kernels.configurations import Configuration, Tiling
 from prism.engine.update import have_tangents
 
@@ -40,7 +41,7 @@ class Program:
     def __init__(self, kernel: Any, constants: dict[str, Any], how: Tiling) -> None:
         self.kernel = kernel
         # A kernel's own constants, in the order of its signature, which is after all other arguments.
-        self.constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        self.constants = {name: constants[name] for name in compat.argument_names(kernel) if name in constants}
         self.options: dict[str, Any] = {"num_warps": how.warps, "num_stages": how.stages}
         if how.registers is not None:
             self.options["maxnreg"] = how.registers
@@ -53,45 +54,40 @@ class Program:
             self.compiled[(count, 1, 1)](*arguments, *self.values)
         elif (together := getattr(_active, "programs", None)) is not None:
             if self not in together:
-                together[self] = self.kernel.warmup(*arguments, grid=(count,), **self.constants, **self.options)
+                together[self] = compat.compile_ahead(self.kernel, count, arguments, {**self.constants, **self.options})
         else:  # the interpreter compiles nothing and comes here every time
-            self.compiled = _finished(self.kernel[(count,)](*arguments, **self.constants, **self.options))
+            self.compiled = compat.startable(self.kernel[(count,)](*arguments, **self.constants, **self.options))
 
 
 _active = threading.local()
 
 
 def compile_together(run: Callable[[], None]) -> None:
-    """Programs that `run` starts are compiled side by side, and not run."""
-    # In a context of its own: Triton 3.6 stays in its asynchronous mode when it is interrupted.
-    copy_context().run(_compile_together, run)
+    """Compile the programs that `run` starts, on several threads, and start none of them."""
+    if compat.compiles_ahead():
+        # In its own context: Triton 3.6 stays in its asynchronous mode when it is interrupted.
+        copy_context().run(_compile_together, run)
 
 
 def _compile_together(run: Callable[[], None]) -> None:
     device = torch.cuda.current_device()
     found: dict[Program, Any] = {}
     with ThreadPoolExecutor(THREADS, initializer=torch.cuda.set_device, initargs=(device,)) as threads:
-        with triton.AsyncCompileMode(threads):
+        with compat.asynchronous(threads):
             _active.programs = found
             try:
                 run()
             finally:
                 _active.programs = None
-        # Compiled by now. `run` builds the host's side of a launch, which takes a C compiler half a second each.
-        kernels = [(program, _finished(kernel)) for program, kernel in found.items()]
-        list(threads.map(lambda pair: pair[1].run, kernels))
-    for program, compiled in kernels:
+        kernels = [compat.startable(kernel) for kernel in found.values()]
+        list(threads.map(compat.build_launcher, kernels))
+    for program, compiled in zip(found, kernels, strict=True):
         program.compiled = compiled
-
-
-def _finished(kernel: Any) -> Any:
-    """A compiled kernel, or what another thread or an interrupted call left to be one."""
-    return kernel.result() if hasattr(kernel, "result") else kernel
 
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[Callable[[Tensor], None]]:
-    """What is started inside runs beside what follows, until the function that this gives is called with its result."""
+    """Run what is started inside in parallel with what follows, until the yielded function is called with its result."""
     if device.type != "cuda":
         yield lambda result: None
         return
@@ -99,7 +95,7 @@ def side_stream(device: torch.device) -> Iterator[Callable[[Tensor], None]]:
 
     def join(result: Tensor) -> None:
         current.wait_stream(side)
-        result.record_stream(current)  # it was allocated aside
+        result.record_stream(current)  # it was allocated on the other stream
 
     side.wait_stream(current)
     with torch.cuda.stream(side):
@@ -116,7 +112,7 @@ def rows(z: Tensor | None, count: int, width: int) -> TensorDescriptor | None:
     if z is None:
         return None
     B, T = z.shape[:2]
-    return _based(_rows_template(B, T, z.numel() // (B * T), count, width, z.dtype), z)
+    return descriptor_on(_rows_template(B, T, z.numel() // (B * T), count, width, z.dtype), z)
 
 
 def tiles(z: Tensor | None, count: int, width: int) -> TensorDescriptor | None:
@@ -124,7 +120,7 @@ def tiles(z: Tensor | None, count: int, width: int) -> TensorDescriptor | None:
     if z is None:
         return None
     columns = z.shape[-1]
-    return _based(_tiles_template(z.numel() // columns, columns, count, width, z.dtype), z)
+    return descriptor_on(_tiles_template(z.numel() // columns, columns, count, width, z.dtype), z)
 
 
 @lru_cache(1024)
@@ -135,14 +131,6 @@ def _rows_template(B: int, T: int, columns: int, count: int, width: int, dtype: 
 @lru_cache(1024)
 def _tiles_template(rows: int, columns: int, count: int, width: int, dtype: torch.dtype) -> TensorDescriptor:
     return TensorDescriptor(torch.empty(16, dtype=dtype), [rows, columns], [columns, 1], [count, width])
-
-
-def _based(template: TensorDescriptor, z: Tensor) -> TensorDescriptor:
-    """The template on a tensor's memory. It was checked when it was made; there are dozens of these to a call."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(template.__dict__)
-    descriptor.base = z
-    return descriptor
 
 
 _compiling = threading.Lock()
@@ -164,7 +152,7 @@ class Compiled:
         return found
 
     def compile(self, run: Callable[[], None], *what: bool) -> None:
-        """Compile all that `run` starts at once, the first time that it is about to start `what`."""
+        """Compile all that `run` starts at once, the first time that it is called for `what`."""
         if what in self.together or INTERPRETED or self.device.type != "cuda":
             return
         with _compiling:

@@ -18,13 +18,15 @@ WIDEST_KEY, WIDEST_VALUE, MOST_WRITES = 256, 512, 4
 
 
 def on_gpu(u: Update) -> bool:
+    """Whether `backend="auto"` tries the kernels: on a GPU. Warns once if the installed versions rule them out."""
+    available.warn_if_unavailable(u.w)
     return u.w.is_cuda
 
 
 def step_refuses(u: Update) -> str | None:
     """Why the decode kernel cannot serve an update, or None."""
-    if not available.INSTALLED:
-        return available.NEEDED
+    if available.PROBLEM is not None:
+        return available.PROBLEM
     if not u.w.is_cuda and not (INTERPRETED and u.w.device.type == "cpu"):
         return (
             f"needs a CUDA device, not {u.w.device.type} (on a CPU, TRITON_INTERPRET=1 runs it in Triton's interpreter)"
