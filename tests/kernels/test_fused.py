@@ -1,4 +1,4 @@
-"""The kernels beside the memory: PRISM's solver, a delta rule's columns, the short convolution, each against its definition."""
+"""The kernels around the memory (solver, delta columns, short convolution), each against its torch definition in fused.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from prism.rules.span import Span
 pytestmark = needs_kernels
 
 if STARTED:
-    from prism.engine.kernels import columns, short_conv, solver
+    from prism.engine.kernels.columns import columns
+    from prism.engine.kernels.short_conv import short_conv
+    from prism.engine.kernels.solver import solve as solve_by_kernel
 
 
 @pytest.mark.parametrize("solver", ["gelu", "closed"])
@@ -38,7 +40,7 @@ def test_solver(solver: str, gain: bool, nonlinearity: bool, scaled: bool) -> No
     given = [z.requires_grad_() for z in (v, u, p, beta, scale) if z is not None]
     expected = solved_writes(v, u, p, beta, scale, solver, nonlinearity)
     with unwritten_memory_is_nan():
-        got = solver.solve(v, u, p, beta, scale, solver == "gelu", nonlinearity)
+        got = solve_by_kernel(v, u, p, beta, scale, solver == "gelu", nonlinearity)
         d_w = torch.randn_like(got)
         gradients = torch.autograd.grad(got, given, d_w)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
@@ -50,9 +52,9 @@ def test_solver_is_a_proper_operator_and_means_the_rules_loop() -> None:
     v, u, p = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 2, 4)
     beta = torch.rand(1, 2, 1, 2)
     given = [z.requires_grad_() for z in (v, u, p, beta)]
-    torch.library.opcheck(solver.solve.registered, (*given, None, True, True))
+    torch.library.opcheck(solve_by_kernel.registered, (*given, None, True, True))
     writes = beta.unsqueeze(-1) * solve(v - u, p, 2, "gelu")
-    torch.testing.assert_close(solver.solve(*given, None, True, True), writes, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(solve_by_kernel(*given, None, True, True), writes, rtol=1e-5, atol=1e-6)
 
 
 def draw_columns(
@@ -88,7 +90,7 @@ def told(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinea
 
 def told_by_kernel(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinearity: bool) -> Columns:
     options = (key_dim, key_dim**-0.5, UNIT_EPS, solver == "gelu", nonlinearity)
-    return Columns(*columns.columns(*tensors, *options))
+    return Columns(*columns(*tensors, *options))
 
 
 @settings(max_examples=24, deadline=None)
@@ -134,7 +136,7 @@ def test_columns_in_half_precision_err_at_most_twice_what_torch_does() -> None:
 def test_columns_are_a_proper_operator() -> None:
     tensors = draw_columns(3, 1, 4, 4, 1, True, True, True)
     given = tuple(None if z is None else z.float().requires_grad_() for z in tensors)
-    torch.library.opcheck(columns.columns.registered, (*given, 4, 0.5, UNIT_EPS, True, True))
+    torch.library.opcheck(columns.registered, (*given, 4, 0.5, UNIT_EPS, True, True))
 
 
 @pytest.mark.parametrize("given", [(1,), (2,), (4,), (6,), (1, 6)])
@@ -175,7 +177,7 @@ def test_short_convolution(packed: bool, bias: bool, activation: bool, carried: 
     with unwritten_memory_is_nan():
         before = window.float() if carried else None
         documents = span.documents.int() if span.documents is not None else None
-        got = short_conv.short_conv(single[0], single[1], single[2] if bias else None, before, documents, activation)
+        got = short_conv(single[0], single[1], single[2] if bias else None, before, documents, activation)
         gradients = torch.autograd.grad(got, single, d_y.float())
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(gradients, torch.autograd.grad(expected, given, d_y), strict=True):
@@ -184,7 +186,7 @@ def test_short_convolution(packed: bool, bias: bool, activation: bool, carried: 
 
 def test_short_convolution_is_a_proper_operator() -> None:
     x, weight = torch.randn(1, 3, 16, requires_grad=True), torch.randn(2, 16, requires_grad=True)
-    torch.library.opcheck(short_conv.short_conv.registered, (x, weight, None, None, None, True))
+    torch.library.opcheck(short_conv.registered, (x, weight, None, None, None, True))
 
 
 def test_a_convolution_whose_window_wants_a_gradient_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
