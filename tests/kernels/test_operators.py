@@ -355,7 +355,7 @@ def test_segments_whose_maps_are_too_large_do_not_run_side_by_side(
     monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
     told = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
     run: Any = SimpleNamespace(u=told, how=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
-    assert segments.side_by_side(run) == expected
+    assert segments.segment_count(run) == expected
 
 
 @pytest.mark.parametrize("initial", [True, False])

@@ -1,12 +1,12 @@
-"""Decoding: tokens one after the other, a state read once and written once, gates and all in one kernel.
+"""Decoding: tokens one after the other in one kernel, which reads the state once and writes it once.
 
-One program holds BV value columns of one head's state in registers. The arithmetic is that of `engine/recurrent.py`, in
-float32; q, k and the erase may have fewer heads than w (head h reads group h // (H // G)).
+One program holds BV value columns of one head's state in registers. The arithmetic is that of the recurrent form in torch,
+in float32; q, k and the erase may have fewer heads than w (head h reads group h // (H // G)).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard, padded
-from prism.engine.kernels.runtime import Operator, all_contiguous_aligned
+from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, contiguous_aligned, schema_of
 
 
 @triton.jit
@@ -99,10 +99,24 @@ def step_kernel(
     tl.store(new_state + place, S, mask=inside)
 
 
-def _launch(given: list[Tensor | None], new_state: Tensor, substeps: int) -> Tensor:
-    """The decode kernel on an `Update`'s tensors and a state; fills `new_state`, which may be that state."""
+class DecodeInputs(NamedTuple):
+    """What the kernel reads: an `Update`'s tensors, with heads as the update has them, and the state."""
+
+    q: Tensor  # [B, T, G, K]
+    k: Tensor  # [B, T·n, G, L, K]
+    w: Tensor  # [B, T·n, H, L, V]
+    log_decay: Tensor | None  # [B, T, H]
+    erase_key: Tensor | None  # [B, T·n, G, K]
+    erase_strength: Tensor | None  # [B, T·n, H]
+    erase_write: Tensor | None  # [B, T·n, G, K]
+    reset: Tensor | None  # [B, T]
+    mask: Tensor | None  # [B, T]
+    state: Tensor | None  # [B, H, K, V]
+
+
+def _launch(given: DecodeInputs, new_state: Tensor, substeps: int) -> Tensor:
+    """Run the kernel. Fills `new_state`, which may be the state itself, and returns the outputs `[B, T, H, V]`."""
     q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state = given
-    assert q is not None and k is not None and w is not None
     (B, T, _, K), (H, L, V) = q.shape, w.shape[2:]
     groups = {
         name: 1 if z is None else z.shape[2] for name, z in {"q": q, "k": k, "b": erase_key, "a": erase_write}.items()
@@ -123,67 +137,60 @@ def _bytes(flags: Tensor | None) -> Tensor | None:
     return None if flags is None else flags.view(torch.int8)
 
 
-def _step(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    log_decay: Tensor | None,
-    erase_key: Tensor | None,
-    erase_strength: Tensor | None,
-    erase_write: Tensor | None,
-    reset: Tensor | None,
-    mask: Tensor | None,
-    state: Tensor | None,
-    substeps: int,
-) -> tuple[Tensor, Tensor]:
-    """Tokens one after the other, as `Update` gives them: the outputs and a new state. Has no backward."""
-    new = w.new_empty(w.shape[0], w.shape[2], q.shape[3], w.shape[4], dtype=torch.float32)
-    with device_guard(w):
-        given = _aligned_for_step(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
-        return _launch(given, new, substeps), new
+def _aligned(given: DecodeInputs) -> DecodeInputs:
+    """Contiguous and aligned tensors, except that the erase's keys may be evenly strided, as the first of k's are: decoding
+    copies nothing."""
+    b = given.erase_key if _evenly_strided(given.erase_key) else contiguous_aligned(given.erase_key)
+    return DecodeInputs(*all_contiguous_aligned(*given[:4]), b, *all_contiguous_aligned(*given[5:]))
 
 
-def _step_shapes(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state, substeps):
-    B, T, _, K = q.shape
-    H, V = w.shape[2], w.shape[4]
-    return w.new_empty(B, T, H, V), w.new_empty(B, H, K, V, dtype=torch.float32)
+def _evenly_strided(b: Tensor | None) -> bool:
+    if b is None or b.data_ptr() % 16 != 0:
+        return False
+    apart, (_, T, G, _) = b.stride(2), b.shape
+    return b.stride() == (T * G * apart, G * apart, apart, 1)
 
 
-step = Operator("prism::step", _step, _step_shapes)
+def _step(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`DecodeInputs` and n: the outputs and a new state. Has no backward."""
+    *tensors, substeps = inputs
+    given = DecodeInputs(*tensors)
+    new = given.w.new_empty(_state_shape(given), dtype=torch.float32)
+    with device_guard(given.w):
+        return _launch(_aligned(given), new, substeps), new
 
 
-@torch.library.custom_op("prism::step_", mutates_args=("state",))
-def step_(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    log_decay: Tensor | None,
-    erase_key: Tensor | None,
-    erase_strength: Tensor | None,
-    erase_write: Tensor | None,
-    reset: Tensor | None,
-    mask: Tensor | None,
-    state: Tensor,
-    substeps: int,
-) -> Tensor:
-    """`step` that updates the state in place. `engine.memory_` checks what it is given, and is the way here."""
+def _step_shapes(*inputs: Any) -> tuple[Tensor, Tensor]:
+    given = DecodeInputs(*inputs[:-1])
+    return _output_like(given), given.w.new_empty(_state_shape(given), dtype=torch.float32)
+
+
+def _step_in_place(*inputs: Any) -> Tensor:
+    """`step` that overwrites the state. Called by `engine.memory_`, which checks its arguments."""
+    *tensors, substeps = inputs
+    given = DecodeInputs(*tensors)
+    state = given.state
     if state.dtype != torch.float32 or not state.is_contiguous():
         raise ValueError(f"state must be contiguous float32, got {state.dtype} with strides {list(state.stride())}")
-    with device_guard(w):
-        given = _aligned_for_step(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state)
-        return _launch(given, state, substeps)
+    with device_guard(given.w):
+        return _launch(_aligned(given), state, substeps)
 
 
-@step_.register_fake
-def _(q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state, substeps):
-    return w.new_empty(q.shape[0], q.shape[1], w.shape[2], w.shape[4])
+def _state_shape(given: DecodeInputs) -> tuple[int, ...]:
+    B, _, H, _, V = given.w.shape
+    return B, H, given.q.shape[3], V
 
 
-def _aligned_for_step(*given: Tensor | None) -> list[Any]:
-    """As `laid`, but the erase's keys may also lie evenly apart, as the first of k's do: decoding copies nothing."""
-    b = given[4]
-    if b is not None and b.data_ptr() % 16 == 0:
-        apart, (_, T, G, _) = b.stride(2), b.shape
-        if b.stride() == (T * G * apart, G * apart, apart, 1):
-            return [*all_contiguous_aligned(*given[:4]), b, *all_contiguous_aligned(*given[5:])]
-    return all_contiguous_aligned(*given)
+def _output_like(given: DecodeInputs) -> Tensor:
+    H, _, V = given.w.shape[2:]
+    return given.w.new_empty(*given.q.shape[:2], H, V)
+
+
+_INPUTS = f"{schema_of(DecodeInputs)}, int substeps"
+_IN_PLACE = _INPUTS.replace("Tensor? state", "Tensor(a!) state")
+
+step = Operator("prism::step", _step, _step_shapes, schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+step_ = torch.library.custom_op(
+    "prism::step_", _step_in_place, mutates_args=("state",), schema=f"({_IN_PLACE}) -> Tensor"
+)
+step_.register_fake(lambda *inputs: _output_like(DecodeInputs(*inputs[:-1])))

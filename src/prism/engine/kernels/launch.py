@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from prism.engine.kernels.forward import forward_scan_kernel, prepare_kernel
 from prism.engine.kernels.runtime import compiled, rows, tiles
 
 
-@dataclass(frozen=True)
-class KernelInputs:
+class KernelInputs(NamedTuple):
     """What the chunk kernels read: J columns per token, contiguous, one dtype; gates in float32.
 
     An erase looks up `erase_key` (None: column 0's own key) and feeds column 0 with `strength` (None: 1).
@@ -40,8 +38,7 @@ class KernelInputs:
         return configuration(self.q.shape[3], self.w.shape[4], self.w.shape[3], self.w.dtype, self.w.device)
 
 
-@dataclass(frozen=True)
-class ChunkTables:
+class ChunkTables(NamedTuple):
     """What the prepare kernel computes from the inputs alone. `padded` is T rounded up to whole chunks."""
 
     cumulated: Tensor | None  # G, [B, H, padded]
@@ -51,8 +48,50 @@ class ChunkTables:
     maps: Tensor | None = None  # by what each segment multiplies its incoming state, [segments, B, H, K, K]
 
 
+class TokenGradients(NamedTuple):
+    """Results of the backward passes over the tokens."""
+
+    d_q: Tensor
+    d_x: Tensor
+    d_erase_key: Tensor | None
+    d_strength: Tensor | None
+    d_log_decay: Tensor | None
+
+
+class TokenBuffers(NamedTuple):
+    """What those passes fill: results, and partial sums over `key_blocks` blocks of key channels."""
+
+    d_q: Tensor
+    d_x: Tensor
+    d_erase_key: Tensor | None
+    d_strength: Tensor | None  # [key_blocks, B, T, H]
+    d_cumulated: Tensor | None  # [sides + J, key_blocks, B, H, padded]
+    tails: Tensor | None  # [J, key_blocks, B, H, padded]
+    touched: Tensor | None  # ⟨dS', S⟩ of each chunk, [key_blocks, B, H, chunks]
+
+
+class KeyTiles(NamedTuple):
+    """Descriptors of tiles of `key_block` channels, for both of those passes."""
+
+    q: Any
+    x: Any
+    erase_key: Any
+    d_x: Any
+
+
+class ValueTiles(NamedTuple):
+    """Descriptors of tiles of BV channels."""
+
+    BV: int
+    w: Any
+    fed: Any
+    d_o: Any
+    d_w: Any
+    d_states: Any
+
+
 class Launch:
-    """The arguments that the kernels share, and one method a kernel."""
+    """The arguments that the kernels share, and one method per kernel."""
 
     def __init__(self, u: KernelInputs) -> None:
         self.u = u
@@ -63,6 +102,8 @@ class Launch:
         self.chunks = -(-self.T // self.chunk)
         self.padded = self.chunks * self.chunk
         self.heads = self.B * self.H
+        self.key_block = min(self.K, self.how.key_block)
+        self.key_blocks, self.sides = self.K // self.key_block, 2 if u.erases else 1
         self.sizes = (self.T, self.H, self.padded)
         known = (
             u.erases,
@@ -95,7 +136,7 @@ class Launch:
         )  # fmt: skip
         return ChunkTables(G, beta, grams, inverse)
 
-    def scan(
+    def forward_scan(
         self,
         tables: ChunkTables,
         initial: Tensor | None,
@@ -107,7 +148,7 @@ class Launch:
         as_map: bool = False,
     ) -> Tensor:
         """The state after each segment, `[segments, B, H, K, V]`, or its map `[…, K, K]`. Fills o, states and fed."""
-        u, how, C, K = self.u, self.how.scan, self.step, self.K
+        u, how, C, K = self.u, self.how.forward_scan, self.step, self.K
         V = K if as_map else self.V
         block = min(how.block, V)
         final = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
@@ -122,7 +163,7 @@ class Launch:
         )  # fmt: skip
         return final
 
-    def reverse(
+    def backward_scan(
         self,
         tables: ChunkTables,
         d_o: Tensor,
@@ -132,7 +173,7 @@ class Launch:
         d_w: Tensor | None = None,
     ) -> Tensor:
         """The gradient of the state before each segment. Fills d_states and column 0 of d_w."""
-        u, how, C, K, V = self.u, self.how.reverse, self.step, self.K, self.V
+        u, how, C, K, V = self.u, self.how.backward_scan, self.step, self.K, self.V
         block = min(how.block, V)
         d_initial = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
         self.start(
@@ -156,56 +197,85 @@ class Launch:
         d_w: Tensor,
         state: Tensor | None,
         d_final: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """dQ, dX, dB, dβ, dg; the writes' gradients join the first one's in `d_w`."""
-        u, C, V = self.u, self.chunk, self.V
-        d_q, d_x = torch.empty_like(u.q), torch.empty_like(u.x)
-        d_erase_key = None if u.erase_key is None else torch.empty_like(u.erase_key)
-        BK = min(self.K, self.how.key_block)
-        parts, sides = self.K // BK, 2 if u.erases else 1
-        gate = (parts, self.B, self.H, self.padded)
-        d_strength = d_cumulated = tails = touched = d_log_decay = None
-        if u.strength is not None:
-            d_strength = self.empty(parts, self.B, self.T, self.H, dtype=torch.float32)
-        if u.log_decay is not None:
-            d_cumulated = self.empty(sides + self.J, *gate, dtype=torch.float32)
-            tails = self.empty(self.J, *gate, dtype=torch.float32)
-            touched = self.empty(parts, self.B, self.H, self.chunks, dtype=torch.float32)
-        gates = (tables.strengths, tables.cumulated, u.documents)
-        queries, xs, d_xs, lookups = (rows(z, C, BK) for z in (u.q, u.x, d_x, u.erase_key))
-
-        how = self.how.lookups
-        BV = min(how.block, V)
-        ws, fs, d_os, d_ws = (rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
-        d_tiles = tiles(d_states, BV, BK)
-        self.start(
-            backward_queries_kernel, how, sides * parts * self.chunks * self.heads,
-            queries, xs, ws if fs is None else fs, ws, lookups, *gates, tiles(states, BV, BK), d_os, d_tiles, d_ws,
-            rows(d_q, C, BK), d_xs, rows(d_erase_key, C, BK), d_strength, d_cumulated, touched, *self.sizes,
-            V=V, BK=BK, BV=BV, C=C, STEP=self.step,
-        )  # fmt: skip
-        how = self.how.writes
-        if how.block != self.how.lookups.block:
-            BV = min(how.block, V)
-            ws, fs, d_os, d_ws = (rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
-            d_tiles = tiles(d_states, BV, BK)
-        self.start(
-            backward_writes_kernel, how, parts * self.J * self.chunks * self.heads,
-            queries, xs, fs, ws, lookups, *gates, d_os, d_tiles, d_ws, d_xs, d_cumulated, tails, *self.sizes,
-            V=V, BK=BK, BV=BV, C=C, STEP=self.step,
-        )  # fmt: skip
-        if touched is not None:
-            assert u.log_decay is not None
-            self.touch_ends(touched, states, d_states, state, d_final)
-            d_log_decay = torch.empty_like(u.log_decay)
-            self.start(
-                backward_decay_kernel, Tiling(C, 1), self.chunks * self.heads,
-                tables.cumulated, u.documents, d_cumulated, tails, touched, d_log_decay, *self.sizes, self.heads,
-                SLABS=sides + self.J, BLOCKS=parts, C=C, STEP=self.step,
-            )  # fmt: skip
+    ) -> TokenGradients:
+        """The gradients that are parallel over chunks. Those of later writes join the first one's in `d_w`."""
+        buffers = self._buffers()
+        narrow = self._key_tiles(buffers.d_x)
+        wide = self._value_tiles(self.how.backward_queries, fed, d_o, d_states, d_w)
+        self._query_gradients(tables, states, narrow, wide, buffers)
+        if self.how.backward_writes.block != self.how.backward_queries.block:
+            wide = self._value_tiles(self.how.backward_writes, fed, d_o, d_states, d_w)
+        self._write_gradients(tables, narrow, wide, buffers)
+        d_strength, d_log_decay = buffers.d_strength, None
+        if buffers.touched is not None:
+            self.touch_ends(buffers.touched, states, d_states, state, d_final)
+            d_log_decay = self._decay_gradient(tables, buffers)
         if d_strength is not None:
-            d_strength = d_strength[0] if parts == 1 else d_strength.sum(0)
-        return d_q, d_x, d_erase_key, d_strength, d_log_decay
+            d_strength = d_strength[0] if self.key_blocks == 1 else d_strength.sum(0)
+        return TokenGradients(buffers.d_q, buffers.d_x, buffers.d_erase_key, d_strength, d_log_decay)
+
+    def _buffers(self) -> TokenBuffers:
+        u, blocks = self.u, self.key_blocks
+        d_strength = d_cumulated = tails = touched = None
+        if u.strength is not None:
+            d_strength = self.empty(blocks, self.B, self.T, self.H, dtype=torch.float32)
+        if u.log_decay is not None:
+            gate = (blocks, self.B, self.H, self.padded)
+            d_cumulated = self.empty(self.sides + self.J, *gate, dtype=torch.float32)
+            tails = self.empty(self.J, *gate, dtype=torch.float32)
+            touched = self.empty(blocks, self.B, self.H, self.chunks, dtype=torch.float32)
+        d_erase_key = None if u.erase_key is None else torch.empty_like(u.erase_key)
+        return TokenBuffers(
+            torch.empty_like(u.q), torch.empty_like(u.x), d_erase_key, d_strength, d_cumulated, tails, touched
+        )
+
+    def _key_tiles(self, d_x: Tensor) -> KeyTiles:
+        u, C, BK = self.u, self.chunk, self.key_block
+        return KeyTiles(rows(u.q, C, BK), rows(u.x, C, BK), rows(u.erase_key, C, BK), rows(d_x, C, BK))
+
+    def _value_tiles(self, how: Tiling, fed: Tensor | None, d_o: Tensor, d_states: Tensor, d_w: Tensor) -> ValueTiles:
+        C, BV = self.chunk, min(how.block, self.V)
+        return ValueTiles(
+            BV,
+            rows(self.u.w, C, BV),
+            rows(fed, C, BV),
+            rows(d_o, C, BV),
+            rows(d_w, C, BV),
+            tiles(d_states, BV, self.key_block),
+        )
+
+    def _query_gradients(
+        self, tables: ChunkTables, states: Tensor, narrow: KeyTiles, wide: ValueTiles, out: TokenBuffers
+    ) -> None:
+        C, BK = self.chunk, self.key_block
+        self.start(
+            backward_queries_kernel, self.how.backward_queries, self.sides * self.key_blocks * self.chunks * self.heads,
+            narrow.q, narrow.x, wide.w if wide.fed is None else wide.fed, wide.w, narrow.erase_key,
+            tables.strengths, tables.cumulated, self.u.documents,
+            tiles(states, wide.BV, BK), wide.d_o, wide.d_states, wide.d_w,
+            rows(out.d_q, C, BK), narrow.d_x, rows(out.d_erase_key, C, BK), out.d_strength, out.d_cumulated, out.touched,
+            *self.sizes, V=self.V, BK=BK, BV=wide.BV, C=C, STEP=self.step,
+        )  # fmt: skip
+
+    def _write_gradients(self, tables: ChunkTables, narrow: KeyTiles, wide: ValueTiles, out: TokenBuffers) -> None:
+        self.start(
+            backward_writes_kernel, self.how.backward_writes, self.key_blocks * self.J * self.chunks * self.heads,
+            narrow.q, narrow.x, wide.fed, wide.w, narrow.erase_key,
+            tables.strengths, tables.cumulated, self.u.documents,
+            wide.d_o, wide.d_states, wide.d_w, narrow.d_x, out.d_cumulated, out.tails,
+            *self.sizes, V=self.V, BK=self.key_block, BV=wide.BV, C=self.chunk, STEP=self.step,
+        )  # fmt: skip
+
+    def _decay_gradient(self, tables: ChunkTables, sums: TokenBuffers) -> Tensor:
+        assert self.u.log_decay is not None
+        d_log_decay = torch.empty_like(self.u.log_decay)
+        self.start(
+            backward_decay_kernel, Tiling(self.chunk, 1), self.chunks * self.heads,
+            tables.cumulated, self.u.documents, sums.d_cumulated, sums.tails, sums.touched, d_log_decay,
+            *self.sizes, self.heads,
+            SLABS=self.sides + self.J, BLOCKS=self.key_blocks, C=self.chunk, STEP=self.step,
+        )  # fmt: skip
+        return d_log_decay
 
     def touch_ends(
         self, touched: Tensor, states: Tensor, d_states: Tensor, state: Tensor | None, d_final: Tensor | None

@@ -14,7 +14,7 @@ modes and function transforms, nor with tensor subclasses.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -184,12 +184,13 @@ Run = Callable[..., Any]
 
 
 class Operator:
-    """`run` as the operator `name`: typed tensors and numbers in, tensors out.
+    """A Python function as a torch operator: tensors and numbers in, tensors out.
 
     Args:
         fake: the same with shapes alone.
         keep, differentiate: as `torch.library.register_autograd` takes them; without them there is no gradient.
-        run_for_gradient: `run`, and in a tuple what else `keep` may have, which an operator cannot return.
+        run_for_gradient: `run`'s result, and a tuple of what else `keep` takes, which an operator cannot return.
+        schema: its arguments and results, where `run`'s own signature does not have them.
     """
 
     def __init__(
@@ -200,9 +201,10 @@ class Operator:
         keep: Run | None = None,
         differentiate: Run | None = None,
         run_for_gradient: Run | None = None,
+        schema: str | None = None,
     ) -> None:
         self.run = run
-        self.registered = torch.library.custom_op(name, run, mutates_args=())
+        self.registered = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
         self.registered.register_fake(fake)
         self.function: type[torch.autograd.Function] | None = None
         if keep is not None and differentiate is not None:
@@ -246,8 +248,14 @@ def _function(run_for_gradient: Run, keep: Run, differentiate: Run) -> type[torc
     return Direct
 
 
+def schema_of(fields: type) -> str:
+    """The tensors of a named tuple as arguments in an operator's schema: `Tensor q, Tensor? log_decay`."""
+    kinds = fields.__annotations__.items()
+    return ", ".join(f"Tensor{'?' if 'None' in str(kind) else ''} {name}" for name, kind in kinds)
+
+
 def contiguous_aligned(z: Tensor | None) -> Tensor | None:
-    """Contiguous, and aligned as the kernels were compiled for (a view may begin anywhere)."""
+    """z, or a copy of it that is contiguous and aligned as the kernels assume (a view may begin anywhere)."""
     if z is None or (z.is_contiguous() and z.data_ptr() % 16 == 0):
         return z
     return z.clone(memory_format=torch.contiguous_format)
@@ -258,17 +266,20 @@ def all_contiguous_aligned(*tensors: Tensor | None) -> list[Any]:
 
 
 def present(z: Tensor | None, like: Tensor) -> Tensor:
+    """z, or an empty tensor: an operator cannot return None."""
     return like.new_empty(0) if z is None else z
 
 
 def all_present(tensors: Iterable[Tensor | None], like: Tensor) -> Any:
-    """A tuple as long as the operator's type says."""
+    """A tuple of tensors, empty ones for None."""
     return tuple(present(z, like) for z in tensors)
 
 
 def gradient_like(z: Tensor | None, like: Tensor) -> Tensor:
+    """The shape of z's gradient in an operator's results."""
     return like.new_empty(0) if z is None else z.new_empty(z.shape)
 
 
-def only_given(given: tuple[Tensor | None, ...], grads: tuple[Tensor, ...]) -> list[Tensor | None]:
+def only_given(given: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of the tensors that were given; None for the others."""
     return [None if z is None else grad for z, grad in zip(given, grads, strict=True)]

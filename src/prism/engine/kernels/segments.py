@@ -22,21 +22,21 @@ WIDEST_MAP = 128
 """A segment's map is K × K in float32: one of 256 × 256 does not fit into a multiprocessor."""
 
 
-def side_by_side(run: Launch) -> int:
-    """As many as keep every multiprocessor busy with two programs, and none shorter than 8 chunks; one where that would be
-    fewer than 4, because every token is passed three times then, or where the chain cannot hold their maps."""
+def segment_count(run: Launch) -> int:
+    """Segments of a call: as many as keep every multiprocessor busy with two programs, none shorter than 8 chunks. One if that
+    gives fewer than 4, because every token is passed three times then, or if the chain cannot hold the maps."""
     if run.how.segments is not None:
         return min(run.how.segments, run.chunks)
     if not _cut(run):
         return 1
     wanted = 2 * _multiprocessors(run.u.w.device)
-    programs = run.heads * (run.V // min(run.how.scan.block, run.V))
+    programs = run.heads * (run.V // min(run.how.forward_scan.block, run.V))
     count = min(wanted // programs, run.chunks // 8)
     return count if count >= 4 else 1
 
 
-def kinds(run: Launch) -> tuple[int, ...]:
-    """What numbers of segments there are for compiled code, at any length: one, and several."""
+def segment_counts(run: Launch) -> tuple[int, ...]:
+    """The numbers of segments that compiled code can tell apart, at any length: one, and several."""
     if run.how.segments is not None:
         return (1,) if run.how.segments == 1 else (1, 2)
     return (1, 2) if _cut(run) else (1,)
@@ -55,7 +55,7 @@ def incoming(
         return initial, None
     with side_stream(run.u.w.device) as join:  # each of the two leaves a third of the chip to the other
         maps = _maps(run, tables, segments)
-    added = run.scan(tables, None, segments)
+    added = run.forward_scan(tables, None, segments)
     join(maps)
     return _chain(run, maps, added, initial, backward=False), maps
 
@@ -65,11 +65,11 @@ def outgoing(run: Launch, tables: ChunkTables, d_o: Tensor, d_final: Tensor | No
     if segments == 1:
         return d_final
     maps = _maps(run, tables, segments) if tables.maps is None else tables.maps
-    return _chain(run, maps, run.reverse(tables, d_o, None, segments), d_final, backward=True)
+    return _chain(run, maps, run.backward_scan(tables, d_o, None, segments), d_final, backward=True)
 
 
 def _maps(run: Launch, tables: ChunkTables, segments: int) -> Tensor:
-    return run.scan(tables, None, segments, as_map=True)
+    return run.forward_scan(tables, None, segments, as_map=True)
 
 
 @lru_cache(16)
