@@ -6,7 +6,6 @@ started as `kernel[grid](…)` and descriptors are built by their constructor: s
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -58,11 +57,11 @@ def build_launcher(compiled: Any) -> None:
 
 def _is_its_fields() -> bool:
     """Whether a descriptor has no state but its dataclass fields, so that copying those copies the descriptor."""
-    if not dataclasses.is_dataclass(TensorDescriptor):
+    fields = getattr(TensorDescriptor, "__dataclass_fields__", {})
+    if "base" not in fields:
         return False
     example = TensorDescriptor(torch.empty(16, device="cpu"), [1, 16], [16, 1], [1, 16])
-    names = {field.name for field in dataclasses.fields(TensorDescriptor)}
-    return "base" in names and set(getattr(example, "__dict__", ())) == names
+    return getattr(example, "__dict__", {}).keys() == fields.keys()
 
 
 def copied_descriptor(template: TensorDescriptor, z: Tensor) -> TensorDescriptor:

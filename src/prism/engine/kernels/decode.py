@@ -141,7 +141,8 @@ def _aligned(given: DecodeInputs) -> DecodeInputs:
     """Contiguous and aligned tensors, except that the erase's keys may be evenly strided, as the first of k's are: decoding
     copies nothing."""
     b = given.erase_key if _evenly_strided(given.erase_key) else contiguous_aligned(given.erase_key)
-    return DecodeInputs(*all_contiguous_aligned(*given[:4]), b, *all_contiguous_aligned(*given[5:]))
+    tensors = [*all_contiguous_aligned(*given[:4]), b, *all_contiguous_aligned(*given[5:])]
+    return DecodeInputs(*tensors)
 
 
 def _evenly_strided(b: Tensor | None) -> bool:
@@ -170,6 +171,7 @@ def _step_in_place(*inputs: Any) -> Tensor:
     *tensors, substeps = inputs
     given = DecodeInputs(*tensors)
     state = given.state
+    assert state is not None  # its schema says so
     if state.dtype != torch.float32 or not state.is_contiguous():
         raise ValueError(f"state must be contiguous float32, got {state.dtype} with strides {list(state.stride())}")
     with device_guard(given.w):

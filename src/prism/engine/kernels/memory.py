@@ -95,7 +95,8 @@ def _rehearse(u: KernelInputs, state: Tensor | None, save: bool, numbers_of_segm
     """Start everything that a call with these arguments starts at any length, on one token of one head: lengths and heads are
     not compiled in."""
 
-    run = Launch(KernelInputs(*[None if z is None else z.new_empty([1] * min(z.ndim, 3) + [*z.shape[3:]]) for z in u]))
+    one: list[Any] = [None if z is None else z.new_empty([1] * min(z.ndim, 3) + [*z.shape[3:]]) for z in u]
+    run = Launch(KernelInputs(*one))
     entering = None if state is None else state[:1, :1]
     for segments in numbers_of_segments:
         o, final, states, fed, tables = _forward(run, entering, save, segments)
