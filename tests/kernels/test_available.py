@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prism
-from prism.engine import fused
+from prism.engine import engine_of, fused
 from prism.engine.inner_loop import Averaged, InnerUpdate, Network
 from prism.engine.kernels import available, serve
 
@@ -107,3 +107,11 @@ def test_nothing_is_said_where_no_kernel_would_run(monkeypatch: pytest.MonkeyPat
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert fused.use_kernel(on_gpu())
+
+
+def test_the_serial_form_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "PROBLEM", "needs Triton 3.6 to 3.9 (pip install …), but 3.10 is installed")
+    monkeypatch.setattr(available, "_warned", False)
+    path = engine_of(InnerUpdate).paths["serial", "triton"]
+    with pytest.warns(UserWarning, match="torch is used"):
+        path.automatic(SimpleNamespace(q=on_gpu()))

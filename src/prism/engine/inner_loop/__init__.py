@@ -23,7 +23,7 @@ from prism.engine.inner_loop.dual import chunkwise
 from prism.engine.inner_loop.fast import check_state
 from prism.engine.inner_loop.network import Network
 from prism.engine.inner_loop.recurrent import recurrent
-from prism.engine.inner_loop.serial import kernel_refuses, serial, serial_by_kernel
+from prism.engine.inner_loop.serial import kernel_is_automatic, kernel_refuses, serial, serial_by_kernel
 from prism.engine.inner_loop.serial import refuses as serial_refuses
 from prism.engine.inner_loop.update import Averaged, InnerUpdate, Momentum
 
@@ -41,7 +41,7 @@ register(
             ("recurrent", "torch"): Path(recurrent),
             ("chunkwise", "torch"): Path(chunkwise),
             ("serial", "triton"): Path(
-                serial_by_kernel, lambda update: serial_refuses(update) or kernel_refuses(update)
+                serial_by_kernel, lambda update: serial_refuses(update) or kernel_refuses(update), kernel_is_automatic
             ),
             ("serial", "torch"): Path(serial, serial_refuses),
         },

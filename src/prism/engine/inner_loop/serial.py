@@ -11,7 +11,6 @@ needs no gradient of the group (keys times W_1, the answers) is done for all its
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import NamedTuple
 
@@ -109,9 +108,8 @@ def gradients(
 def kernel_refuses(u: InnerUpdate) -> str | None:
     """Why the kernel cannot serve an update, in one clause, or None."""
     if available.PROBLEM is not None:
-        available.warn_if_unavailable(u.q)
         return available.PROBLEM
-    if u.q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if u.q.device.type != "cuda" and not available.INTERPRETED:
         return f"needs a CUDA device, not {u.q.device.type!r}"
     if u.state_dtype != torch.float32:
         return "computes in float32, not float64"
@@ -125,7 +123,14 @@ def kernel_refuses(u: InnerUpdate) -> str | None:
     return None
 
 
+def kernel_is_automatic(u: InnerUpdate) -> bool:
+    """`backend="auto"` tries the kernel first. Warns once on a GPU if the installed versions rule it out."""
+    available.warn_if_unavailable(u.q)
+    return True
+
+
 def serial_by_kernel(u: InnerUpdate, state: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """`serial` for a network of two layers, in one kernel per sequence (kernels/serial_mlp.py)."""
     dtype, u = u.v.dtype, u.plain()
     assert isinstance(u.learner, Averaged)
     network, start = u.network, initial(u, state).learned.start

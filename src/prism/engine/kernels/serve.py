@@ -45,7 +45,7 @@ def step_refuses(u: Update) -> str | None:
         return "has no float64"
     if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
         return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
-    if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # which are the chunk kernels'
+    if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # the chunk kernels compute those
         return f"serves up to {MOST_WRITES} writes a token where gradients are wanted, not {u.writes}"
     return None
 
@@ -58,20 +58,22 @@ def chunks_refuse(u: Update) -> str | None:
 
 
 def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """An update by the chunk kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`."""
     from prism.engine.kernels import memory
 
     K, V, n = u.key_dim, u.value_dim, u.substeps
     columns = _kernel_inputs(u)
     keys, values = widths(K, V, u.w.is_cuda)
-    given = None if state is None else _widen(state.float(), keys - K, values - V)
+    given = None if state is None else _pad(state.float(), keys - K, values - V)
     o, final, *_ = memory.memory(*columns, given, wants_gradients(*columns, given))
     return o[:, n - 1 :: n, :, :V], final[..., :K, :V]
 
 
 def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Decoding needs no gradient; where one is wanted, the chunk kernels have it."""
+    """An update by the decode kernel, which has no gradient: the chunk kernels compute it where one is wanted."""
     if wants_gradients(*u.tensors, state):
-        # Too many writes, and a gradient of the state alone, of which `step_refuses` was not told: the recurrence has it.
+        # `step_refuses` does not see the state. If that alone wants a gradient, with too many writes for the chunk kernels,
+        # the recurrence in torch computes it.
         return run_chunks(u, state) if chunks_refuse(u) is None else recurrent(u, state)
     from prism.engine.kernels import decode
 
@@ -80,11 +82,11 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _kernel_inputs(u: Update) -> tuple[Any, ...]:
-    """q, x, w, log_decay, erase_key, strength, documents, as `launch.KernelInputs` has them."""
+    """The fields of `launch.KernelInputs`: masked tokens are zero, heads are repeated, widths are padded."""
     n, H, dtype = u.substeps, u.heads, u.w.dtype
     per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
 
-    def lay(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
+    def laid_out(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
         if z is None:
             return None
         z = z.to(dtype)
@@ -92,12 +94,12 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
             z = torch.where(mask.reshape(*mask.shape, *[1] * (z.ndim - 2)), z, 0.0)
         return z if z.shape[2] == H else z.repeat_interleave(H // z.shape[2], 2)
 
-    q, g = lay(u.q, u.mask), lay(u.log_decay, u.mask, torch.float32)
-    x, w, b = lay(u.k, per_row), lay(u.w, per_row), None
-    strength = lay(u.erase_strength, per_row, torch.float32)
-    if u.erases and not _erases_first(u):  # the erase feeds a column of its own, which writes nothing else
-        b = lay(u.erase_key, per_row)
-        a = b if u.erase_write is None else lay(u.erase_write, per_row)
+    q, g = laid_out(u.q, u.mask), laid_out(u.log_decay, u.mask, torch.float32)
+    x, w, b = laid_out(u.k, per_row), laid_out(u.w, per_row), None
+    strength = laid_out(u.erase_strength, per_row, torch.float32)
+    if u.erases and not _erases_first(u):  # the erase gets its own column, which writes nothing else
+        b = laid_out(u.erase_key, per_row)
+        a = b if u.erase_write is None else laid_out(u.erase_write, per_row)
         x = torch.cat([a.unsqueeze(3), x], 3)
         w = torch.cat([torch.zeros_like(w[..., :1, :]), w], 3)
         if u.erase_write is None:
@@ -109,19 +111,19 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
     keys, values = widths(u.key_dim, u.value_dim, u.w.is_cuda)
     keys, values = keys - u.key_dim, values - u.value_dim
     return (
-        _widen(at_substep(q, n, n - 1), keys),
-        _widen(x, keys),
-        _widen(w, values),
+        _pad(at_substep(q, n, n - 1), keys),
+        _pad(x, keys),
+        _pad(w, values),
         None if g is None else at_substep(g, n, 0),
-        None if b is None else _widen(b, keys),
+        None if b is None else _pad(b, keys),
         strength,
         documents,
     )
 
 
 def _erases_first(u: Update) -> bool:
-    """Whether the erase is known to go along the first key written: said so, or seen to be the same memory. Where a gradient
-    is wanted seeing is not enough: a view may have been detached, or have hooks, or be asked for its own gradient."""
+    """Whether the erase is known to go along the first key written: declared, or seen to be the same memory. Where a gradient
+    is wanted the same memory is not enough: a view may be detached, have hooks, or be asked for its own gradient."""
     if u.erase_first:
         return True
     b = u.erase_key
@@ -133,7 +135,7 @@ def _erases_first(u: Update) -> bool:
     return b.data_ptr() == first.data_ptr() and b.stride() == first.stride() and b.shape == first.shape
 
 
-def _widen(z: Tensor, columns: int, values: int | None = None) -> Tensor:
-    """Zeros after the last dimension; with `values`, `columns` after the one before it."""
+def _pad(z: Tensor, columns: int, values: int | None = None) -> Tensor:
+    """Append `columns` zeros to the last dimension; with `values`, that many there and `columns` to the one before it."""
     padding = (0, columns) if values is None else (0, values, 0, columns)
     return F.pad(z, padding) if any(padding) else z
