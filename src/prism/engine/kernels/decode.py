@@ -6,6 +6,7 @@ in float32; q, k and the erase may have fewer heads than w (head h reads group h
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard, padded
-from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, contiguous_aligned, schema_of
+from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, schema_of
 
 
 @triton.jit
@@ -137,12 +138,13 @@ def _bytes(flags: Tensor | None) -> Tensor | None:
     return None if flags is None else flags.view(torch.int8)
 
 
-def _aligned(given: DecodeInputs) -> DecodeInputs:
+def _aligned(tensors: Sequence[Tensor | None]) -> DecodeInputs:
     """Contiguous and aligned tensors, except that the erase's keys may be evenly strided, as the first of k's are: decoding
     copies nothing."""
-    b = given.erase_key if _evenly_strided(given.erase_key) else contiguous_aligned(given.erase_key)
-    tensors = [*all_contiguous_aligned(*given[:4]), b, *all_contiguous_aligned(*given[5:])]
-    return DecodeInputs(*tensors)
+    b = tensors[4]
+    aligned = all_contiguous_aligned(*tensors[:4], None if _evenly_strided(b) else b, *tensors[5:])
+    aligned[4] = b if aligned[4] is None else aligned[4]
+    return DecodeInputs(*aligned)
 
 
 def _evenly_strided(b: Tensor | None) -> bool:
@@ -155,37 +157,34 @@ def _evenly_strided(b: Tensor | None) -> bool:
 def _step(*inputs: Any) -> tuple[Tensor, Tensor]:
     """`DecodeInputs` and n: the outputs and a new state. Has no backward."""
     *tensors, substeps = inputs
-    given = DecodeInputs(*tensors)
-    new = given.w.new_empty(_state_shape(given), dtype=torch.float32)
+    given = _aligned(tensors)
     with device_guard(given.w):
-        return _launch(_aligned(given), new, substeps), new
+        new = _new_state(given)
+        return _launch(given, new, substeps), new
 
 
 def _step_shapes(*inputs: Any) -> tuple[Tensor, Tensor]:
     given = DecodeInputs(*inputs[:-1])
-    return _output_like(given), given.w.new_empty(_state_shape(given), dtype=torch.float32)
+    return _new_output(given), _new_state(given)
 
 
 def _step_in_place(*inputs: Any) -> Tensor:
     """`step` that overwrites the state. Called by `engine.memory_`, which checks its arguments."""
-    *tensors, substeps = inputs
-    given = DecodeInputs(*tensors)
-    state = given.state
-    assert state is not None  # its schema says so
+    *tensors, state, substeps = inputs
     if state.dtype != torch.float32 or not state.is_contiguous():
         raise ValueError(f"state must be contiguous float32, got {state.dtype} with strides {list(state.stride())}")
+    given = _aligned([*tensors, state])
     with device_guard(given.w):
-        return _launch(_aligned(given), state, substeps)
+        return _launch(given, state, substeps)
 
 
-def _state_shape(given: DecodeInputs) -> tuple[int, ...]:
-    B, _, H, _, V = given.w.shape
-    return B, H, given.q.shape[3], V
+def _new_output(given: DecodeInputs) -> Tensor:
+    return given.w.new_empty(given.q.shape[0], given.q.shape[1], given.w.shape[2], given.w.shape[4])
 
 
-def _output_like(given: DecodeInputs) -> Tensor:
-    H, _, V = given.w.shape[2:]
-    return given.w.new_empty(*given.q.shape[:2], H, V)
+def _new_state(given: DecodeInputs) -> Tensor:
+    w = given.w
+    return w.new_empty(w.shape[0], w.shape[2], given.q.shape[3], w.shape[4], dtype=torch.float32)
 
 
 _INPUTS = f"{schema_of(DecodeInputs)}, int substeps"
@@ -195,4 +194,4 @@ step = Operator("prism::step", _step, _step_shapes, schema=f"({_INPUTS}) -> (Ten
 step_ = torch.library.custom_op(
     "prism::step_", _step_in_place, mutates_args=("state",), schema=f"({_IN_PLACE}) -> Tensor"
 )
-step_.register_fake(lambda *inputs: _output_like(DecodeInputs(*inputs[:-1])))
+step_.register_fake(lambda *inputs: _new_output(DecodeInputs(*inputs[:-1])))
