@@ -189,7 +189,7 @@ def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
 
 
 def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """The kernels beside the memory (PRISM's solver, a memory's columns, the short convolution), judged in the same way."""
+    """The kernels around the memory (PRISM's solver, a memory's columns, the short convolution), judged in the same way."""
     from prism.engine.fused import UNIT_EPS, Corrections, delta_columns, solve
     from prism.engine.kernels import columns, short_conv, solver
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,3 +116,10 @@ def test_the_serial_form_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     path = engine_of(InnerUpdate).paths["serial", "triton"]
     with pytest.warns(UserWarning, match="torch is used"):
         path.automatic(SimpleNamespace(q=on_gpu()))
+
+
+def test_the_versions_are_those_that_the_package_asks_for() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    oldest, newest = (".".join(map(str, version)) for version in available.TRITON)
+    assert f'gpu = ["triton>={oldest},<{newest};' in project
+    assert f'"torch>={".".join(map(str, available.TORCH))}' in project

@@ -79,7 +79,7 @@ def draw_columns(
     )
 
 
-def told(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinearity: bool) -> Columns:
+def columns_in_torch(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinearity: bool) -> Columns:
     mixed, beta, keys, expected, gains, betas, scale = tensors
     assert mixed is not None and beta is not None
     corrections = None
@@ -88,7 +88,7 @@ def told(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinea
     return delta_columns(mixed, beta, key_dim, corrections=corrections)
 
 
-def told_by_kernel(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinearity: bool) -> Columns:
+def columns_by_kernel(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinearity: bool) -> Columns:
     options = (key_dim, key_dim**-0.5, UNIT_EPS, solver == "gelu", nonlinearity)
     return Columns(*columns(*tensors, *options))
 
@@ -109,11 +109,11 @@ def test_columns(
     K, V = sizes
     tensors = draw_columns(T, H, K, V, later, *parts)
     exact = [z.requires_grad_() for z in tensors if z is not None]
-    expected = told(tensors, K, solver, nonlinearity)
+    expected = columns_in_torch(tensors, K, solver, nonlinearity)
     d_columns = [torch.randn_like(z) for z in expected]
     single = tuple(None if z is None else z.detach().float().requires_grad_() for z in tensors)
     with unwritten_memory_is_nan():
-        got = told_by_kernel(single, K, solver, nonlinearity)
+        got = columns_by_kernel(single, K, solver, nonlinearity)
         gradients = torch.autograd.grad(got, [z for z in single if z is not None], [z.float() for z in d_columns])
     wanted = [*expected, *torch.autograd.grad(expected, exact, d_columns)]
     for a, b in zip([*got, *gradients], wanted, strict=True):
@@ -123,12 +123,12 @@ def test_columns(
 def test_columns_in_half_precision_err_at_most_twice_what_torch_does() -> None:
     K = V = 32
     tensors = tuple(z.half() for z in draw_columns(40, 2, K, V, 2, True, True, True) if z is not None)
-    exact = told(tuple(z.double() for z in tensors), K, "closed", True)
+    exact = columns_in_torch(tuple(z.double() for z in tensors), K, "closed", True)
     for name in Columns._fields:
         reference = getattr(exact, name)
         ours, theirs = (
             (getattr(compute(tensors, K, "closed", True), name) - reference).norm()
-            for compute in (told_by_kernel, told)
+            for compute in (columns_by_kernel, columns_in_torch)
         )
         assert ours <= 2 * theirs, name
 
@@ -144,8 +144,8 @@ def test_columns_of_which_few_want_a_gradient(given: tuple[int, ...]) -> None:
     tensors = draw_columns(5, 2, 16, 20, 2, True, True, True)
     exact = [z for i, z in enumerate(tensors) if z is not None and z.requires_grad_(i in given).requires_grad]
     single = tuple(None if z is None else z.detach().float().requires_grad_(z.requires_grad) for z in tensors)
-    wanted = torch.autograd.grad(sum(z.sum() for z in told(tensors, 16, "gelu", True)), exact)
-    total = sum(z.sum() for z in told_by_kernel(single, 16, "gelu", True))
+    wanted = torch.autograd.grad(sum(z.sum() for z in columns_in_torch(tensors, 16, "gelu", True)), exact)
+    total = sum(z.sum() for z in columns_by_kernel(single, 16, "gelu", True))
     got = torch.autograd.grad(total, [z for z in single if z is not None and z.requires_grad])
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
@@ -155,7 +155,7 @@ def test_columns_that_nobody_used_have_no_gradient() -> None:
     mixed, beta, *_ = draw_columns(3, 1, 16, 16, 0, False, False, False)
     assert mixed is not None and beta is not None
     single = (mixed.float().requires_grad_(), beta.float().requires_grad_(), *[None] * 5)
-    (gradient,) = torch.autograd.grad(told_by_kernel(single, 16, "gelu", True).q.sum(), [single[0]])
+    (gradient,) = torch.autograd.grad(columns_by_kernel(single, 16, "gelu", True).q.sum(), [single[0]])
     assert gradient[..., :16].any() and not gradient[..., 16:].any(), "only q was used"
 
 

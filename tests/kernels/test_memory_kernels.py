@@ -137,14 +137,14 @@ def _update(leaves: dict[str, Tensor]) -> prism.Update:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [({"read": "before"}, "read"), ({"erase_on": "undecayed"}, "erase_on")],
 )
-def test_what_the_kernels_cannot_serve_is_said(change: dict[str, str], told: str) -> None:
+def test_what_the_kernels_cannot_serve_is_said(change: dict[str, str], reason: str) -> None:
     leaves, _ = problem(4)
     leaves.pop("state")
     update = prism.Update(**leaves, erase_key=leaves["k"][..., 0, :], **change)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reason):
         prism.memory(update, form="chunkwise", backend="triton")
 
 

@@ -73,7 +73,7 @@ def test_every_result_is_written(step: int, chunk: int) -> None:
         assert_same(leaves(70, K=2 * SMALLEST))
 
 
-def test_segments_side_by_side() -> None:
+def test_segments_in_parallel() -> None:
     """More segments than fill the chunks evenly, documents that end inside one, key blocks of their own."""
     x = leaves(90, H=1, G=1, K=2 * SMALLEST)
     reset = torch.zeros(1, 90, dtype=torch.bool)
@@ -197,9 +197,9 @@ def test_gradients_of_more_writes_than_the_kernels_have_are_left_to_torch() -> N
     x = leaves(1, L=5, dtype=torch.float32)
     with pytest.raises(ValueError, match="4 writes a token where gradients are wanted, not 5"):
         prism.memory(update(x), x["state"], "recurrent", "triton")
-    told = update({name: z.detach() for name, z in x.items()})
+    plain = update({name: z.detach() for name, z in x.items()})
     got, wanted = (
-        torch.autograd.grad(prism.memory(told, x["state"], "recurrent", backend)[0].sum(), x["state"])[0]
+        torch.autograd.grad(prism.memory(plain, x["state"], "recurrent", backend)[0].sum(), x["state"])[0]
         for backend in ("triton", "torch")
     )
     torch.testing.assert_close(got, wanted)
@@ -314,7 +314,7 @@ def test_automatic_choice_on_a_cpu_is_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "reason"),
     [
         ({"L": 5, "dtype": torch.float32}, "4 writes"),
         ({"K": 257, "L": 1, "dtype": torch.float32}, "256"),
@@ -324,8 +324,8 @@ def test_automatic_choice_on_a_cpu_is_torch() -> None:
         ),
     ],
 )
-def test_sizes_beyond_the_kernels_are_refused(sizes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_sizes_beyond_the_kernels_are_refused(sizes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         prism.memory(update(leaves(2, **sizes)), form="chunkwise", backend="triton")
 
 
@@ -340,7 +340,7 @@ def test_decay_per_channel_is_left_to_others() -> None:
 
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])
-def test_kernels_beside_the_memory_ask_for_the_gpu_that_the_memory_asks_for(
+def test_kernels_around_the_memory_need_the_same_gpu(
     capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -349,12 +349,12 @@ def test_kernels_beside_the_memory_ask_for_the_gpu_that_the_memory_asks_for(
 
 
 @pytest.mark.parametrize(("key_dim", "expected"), [(128, 8), (256, 1)])
-def test_segments_whose_maps_are_too_large_do_not_run_side_by_side(
+def test_segments_whose_maps_are_too_large_do_not_run_in_parallel(
     key_dim: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
-    told = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
-    run: Any = SimpleNamespace(u=told, how=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
+    inputs = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
+    run: Any = SimpleNamespace(u=inputs, how=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
     assert segments.segment_count(run) == expected
 
 
