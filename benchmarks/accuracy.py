@@ -19,7 +19,7 @@ from torch import Tensor
 
 import prism
 from low_precision import low_precision
-from prism.engine.kernels import paths
+from prism.engine import fused as operations
 from prism.engine.kernels.configurations import Configuration, forced
 
 Tensors = dict[str, Tensor]
@@ -189,11 +189,9 @@ def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
 
 
 def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """The kernels beside the memory (PRISM's solver, a memory's columns, the short convolution), judged in the same way."""
-    from prism.engine.kernels import ops_beside as ops
-    from prism.rules.columns import Corrections, columns
-    from prism.rules.parts import UNIT_EPS
-    from prism.rules.solver import solve
+    """The kernels around the memory (PRISM's solver, a memory's columns, the short convolution), judged in the same way."""
+    from prism.engine.fused import UNIT_EPS, Corrections, delta_columns, solve
+    from prism.engine.kernels import columns, short_conv, solver
 
     B, T, H, L, K, V = 2, 333, 2, 3, 128, 128
     generator = torch.Generator(device).manual_seed(1)
@@ -208,13 +206,13 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
             return scale.movedim(0, 1) * (beta.unsqueeze(-1) * solve(v - u, p, L, name))
 
         def kernel(*tensors: Tensor, name: str = name) -> Tensor:
-            return ops.solve(*tensors, name == "gelu", True)
+            return solver.solve(*tensors, name == "gelu", True)
 
         yield _judge(f"solver {name}", kernel, plain, [normal(B, T, H, V), *anchored])
 
     yield _judge(
         "solver gelu, no gains",
-        lambda v, u, beta, scale: ops.solve(v, u, None, beta, scale, True, True),
+        lambda v, u, beta, scale: solver.solve(v, u, None, beta, scale, True, True),
         lambda v, u, beta, scale: scale.movedim(0, 1) * (beta.unsqueeze(-1) * solve(v - u, None, L, "gelu")),
         [normal(B, T, H, V), anchored[0], *anchored[2:]],
     )
@@ -224,10 +222,10 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
 
     def in_torch(mixed: Tensor, beta: Tensor, keys: Tensor, *rest: Tensor) -> Tensor:
         with _no_kernels():
-            return flat(*columns(mixed, beta, K, corrections=Corrections(keys, *rest, "closed", True)))
+            return flat(*delta_columns(mixed, beta, K, corrections=Corrections(keys, *rest, "closed", True)))
 
     def fused(*tensors: Tensor) -> Tensor:
-        return flat(*ops.columns(*tensors, K, K**-0.5, UNIT_EPS, False, True))
+        return flat(*columns.columns(*tensors, K, K**-0.5, UNIT_EPS, False, True))
 
     rows = [normal(B, T, H * (2 * K + V)), normal(B, T, H).sigmoid(), normal(B, T, H, L, K)]
     yield _judge("columns", fused, in_torch, [*rows, *anchored])
@@ -240,7 +238,7 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
 
     yield _judge(
         "short convolution",
-        lambda x, weight, bias: ops.short_conv(x, weight, bias, None, None, True),
+        lambda x, weight, bias: short_conv.short_conv(x, weight, bias, None, None, True),
         convolve,
         [normal(B, T, 256), normal(4, 256), normal(256)],
     )
@@ -249,11 +247,11 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _no_kernels() -> Iterator[None]:
     """Definitions stay in torch."""
-    chosen, paths.INSTALLED = paths.INSTALLED, False
+    chosen, operations.use_kernel = operations.use_kernel, lambda x: False
     try:
         yield
     finally:
-        paths.INSTALLED = chosen
+        operations.use_kernel = chosen
 
 
 def _judge(

@@ -23,8 +23,8 @@ from rich.table import Table
 
 import accuracy
 import speed
+from prism.engine.kernels.available import INTERPRETED
 from prism.engine.kernels.configurations import MEASURED, architecture
-from prism.engine.kernels.paths import INTERPRETED
 from prism.reports.results import write_results
 
 PARTS = ("accuracy", "decode", "first-call", "speed")

@@ -12,8 +12,8 @@ from torch import Tensor
 import prism
 from candidates import compile_candidates_together
 from prism.engine import dispatch
+from prism.engine.fused import Columns
 from prism.rules import delta
-from prism.rules.columns import Columns
 
 
 @contextmanager
@@ -46,12 +46,12 @@ def fla_kernels(active: bool) -> Iterator[None]:
             use_qk_l2norm_in_kernel=True,
         )
 
-    ours, engine = delta.columns, dispatch.engine_of(prism.Update)
+    ours, engine = delta.delta_columns, dispatch.engine_of(prism.Update)
     path = dispatch.Path(torch.compiler.disable(run))
     dispatch.register(prism.Update, dispatch.Engine({("chunkwise", "fla"): path}, lambda update: "chunkwise"))
-    delta.columns = unscaled
+    delta.delta_columns = unscaled
     try:
         yield
     finally:
-        delta.columns = ours
+        delta.delta_columns = ours
         dispatch.register(prism.Update, engine)

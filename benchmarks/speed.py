@@ -195,7 +195,7 @@ def decode(batch: int, have: Ceilings, heads: int = 16, width: int = 128, writes
 
 FIRST_CALL = """
 import time, torch, prism
-from prism.engine.kernels import ops
+from prism.engine.kernels import memory
 import torch._dynamo  # what torch.library imports at the first call of any custom operator
 torch.zeros(1, device="cuda").cpu()
 def call(B, T, H):

@@ -19,23 +19,22 @@ import torch
 import accuracy
 import speed
 from prism.engine.kernels.configurations import Configuration, Tiling, architecture, configuration, forced
-from prism.engine.kernels.launch import Launch
-from prism.engine.kernels.told import Columns
+from prism.engine.kernels.launch import KernelInputs, Launch
 
 
-def time_kernels(u: Columns, d_o: torch.Tensor, chosen: Configuration, name: str) -> float:
+def time_kernels(u: KernelInputs, d_o: torch.Tensor, chosen: Configuration, name: str) -> float:
     """Milliseconds of one pass with everything before it done once; of all passes for `step`."""
     with forced(replace(chosen, segments=1)):
         run = Launch(u)
-        ready = run.prepare()
+        tables = run.prepare()
         o, d_w = run.empty(run.B, run.T, run.H, run.V), torch.empty_like(u.w)
         states = run.empty(run.B, run.H, run.chunks, run.V, run.K)
         fed, d_states = torch.empty_like(o), torch.empty_like(states)
         passes = {
             "prepare_warps": run.prepare,
-            "scan": lambda: run.scan(ready, None, 1, o=o, states=states, fed=fed),
-            "reverse": lambda: run.reverse(ready, d_o, None, 1, d_states, d_w),
-            "tokens": lambda: run.tokens(ready, states, fed, d_o, d_states, d_w, None, None),
+            "forward_scan": lambda: run.forward_scan(tables, None, 1, o=o, states=states, fed=fed),
+            "backward_scan": lambda: run.backward_scan(tables, d_o, None, 1, d_states, d_w),
+            "tokens": lambda: run.token_gradients(tables, states, fed, d_o, d_states, d_w, None, None),
         }
         for go in passes.values():
             go()
@@ -47,13 +46,18 @@ def time_kernels(u: Columns, d_o: torch.Tensor, chosen: Configuration, name: str
 def tune(width: int, writes: int, arguments: argparse.Namespace) -> Configuration:
     shape = speed.Shape(8, 4096, 16, width)
     q, k, w, g, beta, d_o = (x.detach() for x in speed.inputs(shape, writes))
-    u = Columns(q, k, w, g, None, beta, None)
+    u = KernelInputs(q, k, w, g, None, beta, None)
     best = configuration(width, width, writes, w.dtype, w.device)
     blocks = sorted({min(b, width) for b in arguments.blocks})
     tilings = [Tiling(*t) for t in product(blocks, arguments.warps, arguments.stages)]
     capped = [replace(t, registers=r or None) for t, r in product(tilings, arguments.registers)]
     candidates: dict[str, list[Any]] = {"step": [16, 32], "prepare_warps": [1, 2, 4]}
-    candidates |= {"scan": tilings, "reverse": tilings, "lookups": capped, "writes": capped}
+    candidates |= {
+        "forward_scan": tilings,
+        "backward_scan": tilings,
+        "backward_queries": capped,
+        "backward_writes": capped,
+    }
     for name, choices in candidates.items():
         times = {}
         for choice in choices:
@@ -77,7 +81,7 @@ def main() -> None:
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128], help="K = V")
     parser.add_argument("--writes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--blocks", nargs="+", type=int, default=[64, 128])
-    # Eight warps: Triton 3.6 makes an illegal access of `scan` with 4 columns; they were slower elsewhere.
+    # Eight warps: Triton 3.6 makes an illegal access of the forward scan with 4 columns; they were slower elsewhere.
     parser.add_argument("--warps", nargs="+", type=int, default=[4])
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument(

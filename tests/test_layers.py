@@ -79,7 +79,7 @@ def triton_imports(tree: Tree) -> list[str]:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
         names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
-        if "kernels" not in path.parent.name and not path.stem.endswith("kernels"):
+        if "kernels" not in path.parent.name:
             found += [module for name in names if name.split(".")[0] == "triton"]
     return found
 

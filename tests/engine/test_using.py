@@ -16,7 +16,8 @@ from torch import Tensor
 import prism
 from prism.engine import BACKENDS, FORMS, defaults, dispatch, using
 from prism.engine import dispatch as in_place
-from prism.engine.kernels import paths
+from prism.engine import fused as operations
+from prism.engine.kernels import available
 
 UPDATE = prism.Update(torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 1, 8), torch.randn(1, 5, 2, 1, 4))
 
@@ -137,13 +138,13 @@ class _OnGpu:
 def test_torch_turns_off_the_kernels_around_the_memory(
     backend: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paths, "INSTALLED", True)
-    monkeypatch.setattr(paths, "_outdated", lambda x: False)
+    monkeypatch.setattr(available, "PROBLEM", None)
+    monkeypatch.setattr(available, "outdated", lambda x: False)
     with using(backend=backend):
-        assert paths.fuses(_OnGpu()) is fused  # type: ignore[arg-type]
+        assert operations.use_kernel(_OnGpu()) is fused  # type: ignore[arg-type]
     seen: list[bool] = []
     mixer = prism.Mixer("gated_delta", 16, 2)
-    monkeypatch.setattr(mixer.rule, "output", lambda o, x, extra: seen.append(paths.fuses(_OnGpu())) or x)
+    monkeypatch.setattr(mixer.rule, "output", lambda o, x, extra: seen.append(operations.use_kernel(_OnGpu())) or x)
     if backend in ("auto", "torch"):
         mixer(torch.randn(1, 3, 16), backend=backend)
         assert seen == [fused]

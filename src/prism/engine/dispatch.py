@@ -15,7 +15,7 @@ from torch import Tensor
 
 from prism.engine.autocast import without_autocast
 from prism.engine.defaults import BACKENDS, FORMS, resolve
-from prism.engine.kernels import fla, paths
+from prism.engine.kernels import fla, serve
 from prism.engine.linear.block import parallel
 from prism.engine.linear.chunkwise import chunkwise
 from prism.engine.linear.recurrent import recurrent
@@ -139,11 +139,11 @@ register(
     Update,
     Engine(
         paths={
-            ("recurrent", "triton"): Path(paths.run_step, paths.step_refuses, paths.on_gpu),
+            ("recurrent", "triton"): Path(serve.run_step, serve.step_refuses, serve.on_gpu),
             ("recurrent", "torch"): Path(recurrent),
             ("parallel", "torch"): Path(parallel),
-            ("chunkwise", "triton"): Path(paths.run_chunks, paths.chunks_refuse, paths.on_gpu),
-            ("chunkwise", "fla"): Path(fla.run, fla.refuses, paths.on_gpu),
+            ("chunkwise", "triton"): Path(serve.run_chunks, serve.chunks_refuse, serve.on_gpu),
+            ("chunkwise", "fla"): Path(fla.run, fla.refuses, serve.on_gpu),
             ("chunkwise", "torch"): Path(chunkwise),
             ("scan", "torch"): Path(scan),
         },
@@ -198,9 +198,9 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     if wants_gradients(*update.tensors, state):
         raise ValueError("memory_ has no gradients: call it under torch.no_grad(), or call memory")
     if path_taken(engine_of(Update), update, *resolve("recurrent", backend))[1] == "triton":
-        from prism.engine.kernels import ops
+        from prism.engine.kernels import decode
 
-        return ops.step_(*update.tensors, update.reset, update.mask, state, update.substeps)
+        return decode.step_(*update.tensors, update.reset, update.mask, state, update.substeps)
     o, new = without_autocast(recurrent, update, state)
     state.copy_(new)
     return o

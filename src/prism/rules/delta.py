@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.rules.columns import Corrections, columns
+from prism.engine.fused import Corrections, delta_columns
 from prism.rules.parts import Carry, ShortConv, linears
 from prism.rules.parts.decays import SoftplusDecay
 from prism.rules.parts.norms import HeadNorm
@@ -78,7 +78,7 @@ class DeltaFamily(Rule):
         beta, log_decay = self.beta_and_decay(x)
         corrections, carried = self.corrections(x, carry, span)
         update = Update(
-            *columns(mixed, beta, self.key_dim, self.substeps, corrections),
+            *delta_columns(mixed, beta, self.key_dim, self.substeps, corrections),
             log_decay,
             erase_strength=beta,
             erase_first=True,

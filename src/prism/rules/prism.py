@@ -28,12 +28,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.rules.columns import Corrections
+from prism.engine.fused import SOLVERS, Corrections, solved_writes
 from prism.rules.delta import GatedDelta
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, linears, split_heads
 from prism.rules.parts.norms import HeadNorm
 from prism.rules.rule import RESIDUAL_PROXY, Paper, Rule, Span, construct, per_head, set_initial_weights
-from prism.rules.solver import RESIDUALS, SOLVERS, solved_writes
+
+RESIDUALS = ("anchored", "value")
 
 _PAPER = Paper("PRISM", "paper in its repository", "https://github.com/gpr-prism/prism")
 _FORGETTING = "per head, and along k₁"

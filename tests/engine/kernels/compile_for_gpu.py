@@ -38,7 +38,7 @@ class NoDriver:
 
 def compile_only() -> None:
     """Every launch in this process compiles instead."""
-    from prism.engine.kernels.programs import Program
+    from prism.engine.kernels.runtime import Program
 
     run = JITFunction.run
 
@@ -65,7 +65,8 @@ def both_ways(outputs: Sequence[Tensor]) -> None:
 
 
 def memory() -> None:
-    from prism.engine.kernels import ops
+    from prism.engine.kernels import decode
+    from prism.engine.kernels import memory as chunks
     from prism.engine.kernels.configurations import MEASURED, default, forced
 
     B, T, H, single = 1, 70, 2, torch.float32
@@ -88,7 +89,7 @@ def memory() -> None:
         how = MEASURED.get((K, V, J, "sm90")) or default(K, V, dtype)
         with forced(replace(how, segments=segments)):
             decay = leaf(B, T, H, dtype=single) if gates else None
-            both_ways(ops.memory(*tokens, decay, own, strength, numbers, state, True)[:2])
+            both_ways(chunks.memory(*tokens, decay, own, strength, numbers, state, True)[:2])
 
     one(128, 128, 2)
     one(64, 64, 1, segments=3)
@@ -97,31 +98,33 @@ def memory() -> None:
     one(32, 32, 1, dtype=single)
     token = [leaf(B, 1, H, *more).detach() for more in ((128,), (2, 128), (2, 128))]
     gate = leaf(B, 1, H, dtype=single).detach()
-    ops.step(*token, gate, token[0], gate, None, None, None, torch.zeros(B, H, 128, 128), 1)
-    ops.step(*token, gate, token[1][..., 0, :], None, token[0], None, None, torch.zeros(B, H, 128, 128), 1)
-    ops.step(*token, None, None, None, None, gate[..., 0] > 1, gate[..., 0] > 1, None, 1)
+    decode.step(*token, gate, token[0], gate, None, None, None, torch.zeros(B, H, 128, 128), 1)
+    decode.step(*token, gate, token[1][..., 0, :], None, token[0], None, None, torch.zeros(B, H, 128, 128), 1)
+    decode.step(*token, None, None, None, None, gate[..., 0] > 1, gate[..., 0] > 1, None, 1)
 
 
-def beside() -> None:
-    from prism.engine.kernels import ops_beside as ops
+def around_the_memory() -> None:
+    from prism.engine.kernels.columns import columns
+    from prism.engine.kernels.short_conv import short_conv
+    from prism.engine.kernels.solver import solve
 
     B, T, H, K, V, N = 1, 70, 2, 64, 36, 2
     mixed, beta, scale = leaf(B, T, H * (2 * K + V)), leaf(B, T, H), leaf(N, H, V, dtype=torch.float32)
     keys, u, p, betas = leaf(B, T, H, N, K), leaf(B, T, H, V), leaf(B, T, H, N, V), leaf(B, T, H, N)
-    both_ways(ops.columns(mixed, beta, None, None, None, None, None, K, 0.1, 1e-6, False, False))
-    both_ways(ops.columns(mixed, beta, keys, u, p, betas, scale, K, 0.1, 1e-6, False, True))
-    both_ways(ops.columns(mixed, beta, None, None, None, betas, scale, K, 0.1, 1e-6, True, True))
+    both_ways(columns(mixed, beta, None, None, None, None, None, K, 0.1, 1e-6, False, False))
+    both_ways(columns(mixed, beta, keys, u, p, betas, scale, K, 0.1, 1e-6, False, True))
+    both_ways(columns(mixed, beta, None, None, None, betas, scale, K, 0.1, 1e-6, True, True))
     for options in ((True, True), (True, False), (False, True), (False, False)):  # GELU or closed, non-linear or not
-        both_ways([ops.solve(u, None, None, betas, None, *options)])
-        both_ways([ops.solve(u, u, p, betas, scale, *options)])
+        both_ways([solve(u, None, None, betas, None, *options)])
+        both_ways([solve(u, u, p, betas, scale, *options)])
     x, weight, bias = leaf(B, T, 48), leaf(4, 48, dtype=torch.float32), leaf(48, dtype=torch.float32)
     documents, window = torch.zeros(B, T, dtype=torch.int32), torch.zeros(B, 3, 48, dtype=torch.bfloat16)
-    both_ways([ops.short_conv(x, weight, None, None, None, True)])
-    both_ways([ops.short_conv(x, weight, bias, window, documents, False)])
+    both_ways([short_conv(x, weight, None, None, None, True)])
+    both_ways([short_conv(x, weight, bias, window, documents, False)])
 
 
-def online() -> None:
-    from prism.engine.networks.online import online_mlp
+def networks() -> None:
+    from prism.engine.kernels.serial_mlp import serial_mlp
 
     B, T, H, D, M = 1, 5, 2, 64, 256
     single = torch.float32
@@ -130,11 +133,11 @@ def online() -> None:
     biases = leaf(B, H, 1, M, dtype=single), leaf(B, H, 1, D, dtype=single)
     norm = leaf(H, D, dtype=single), leaf(H, D, dtype=single)
     rate = leaf(B, T, H, dtype=single)
-    both_ways(online_mlp(*tokens, rate, *weights, *biases, *norm, True)[:5])
-    both_ways(online_mlp(*tokens, rate, *weights, None, None, None, None, True)[:3])
+    both_ways(serial_mlp(*tokens, rate, *weights, *biases, *norm, True)[:5])
+    both_ways(serial_mlp(*tokens, rate, *weights, None, None, None, None, True)[:3])
 
 
-GROUPS = {"memory": memory, "beside": beside, "online": online}
+GROUPS = {"memory": memory, "around": around_the_memory, "networks": networks}
 
 if __name__ == "__main__":
     compile_only()

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("triton", reason="Triton is for Linux")
 
 KERNELS = {
-    "memory": "prepare scan chain reverse lookups writes decay step",
-    "beside": "columns columns_backward solve solve_backward short_conv short_conv_weights short_conv_inputs",
-    "online": "forward backward",
+    "memory": "prepare forward_scan segment_chain backward_scan backward_queries backward_writes backward_decay step",
+    "around": "columns columns_backward solve solve_backward short_conv short_conv_weights short_conv_inputs",
+    "networks": "serial_mlp serial_mlp_backward",
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import prism
-from prism.engine.kernels import paths
+from prism.engine.kernels.available import widths
 from prism.rules.parts import l2_normalize
 from tests.engine.kernels.where import DEVICE, needs_kernels
 
@@ -137,14 +137,14 @@ def _update(leaves: dict[str, Tensor]) -> prism.Update:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [({"read": "before"}, "read"), ({"erase_on": "undecayed"}, "erase_on")],
 )
-def test_what_the_kernels_cannot_serve_is_said(change: dict[str, str], told: str) -> None:
+def test_what_the_kernels_cannot_serve_is_said(change: dict[str, str], reason: str) -> None:
     leaves, _ = problem(4)
     leaves.pop("state")
     update = prism.Update(**leaves, erase_key=leaves["k"][..., 0, :], **change)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reason):
         prism.memory(update, form="chunkwise", backend="triton")
 
 
@@ -203,4 +203,4 @@ def test_a_gate_that_forgets_everything_leaves_its_neighbours_alone() -> None:
     [((20, 36), (64, 64)), ((32, 32), (32, 32)), ((16, 8), (32, 32)), ((64, 256), (64, 256)), ((128, 24), (128, 64))],
 )
 def test_on_a_gpu_tiles_are_those_that_were_checked_there(given: tuple[int, int], expected: tuple[int, int]) -> None:
-    assert paths.widths(*given, on_gpu=True) == expected
+    assert widths(*given, on_gpu=True) == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import prism
-from prism.engine import memory_
+from prism.engine import fused, memory_
 from prism.engine.dispatch import choose_path, engine_of
-from prism.engine.kernels import paths
-from prism.engine.kernels.installed import at_least
+from prism.engine.kernels import available
 from prism.rules.parts import l2_normalize
 from tests.engine.kernels.where import DEVICE, STARTED, needs_kernels
 from tests.helpers import unwritten_memory_is_nan
@@ -25,9 +23,9 @@ from tests.helpers import unwritten_memory_is_nan
 pytestmark = needs_kernels
 
 if STARTED:
-    from prism.engine.kernels import launch, ops, segments
-    from prism.engine.kernels.compiled import Compiled, compiled
+    from prism.engine.kernels import decode, memory, segments
     from prism.engine.kernels.configurations import Configuration, Tiling, forced
+    from prism.engine.kernels.runtime import Compiled, compiled
 
 
 SMALLEST = 16 if DEVICE == "cpu" else 32
@@ -75,7 +73,7 @@ def test_every_result_is_written(step: int, chunk: int) -> None:
         assert_same(leaves(70, K=2 * SMALLEST))
 
 
-def test_segments_side_by_side() -> None:
+def test_segments_in_parallel() -> None:
     """More segments than fill the chunks evenly, documents that end inside one, key blocks of their own."""
     x = leaves(90, H=1, G=1, K=2 * SMALLEST)
     reset = torch.zeros(1, 90, dtype=torch.bool)
@@ -175,11 +173,11 @@ def test_there_are_no_forward_mode_gradients_and_no_zeros_in_their_place(form: s
 
 
 def test_a_tensor_with_a_tangent_keeps_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "have_tangents", lambda x: x.dual)
+    monkeypatch.setattr(fused, "have_tangents", lambda x: x.dual)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for dual in (False, True):
         x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32, dual=dual)
-        assert paths.fuses(x) is not dual
+        assert fused.use_kernel(x) is not dual
 
 
 def test_there_are_no_second_derivatives_and_no_wrong_ones_in_their_place() -> None:
@@ -199,9 +197,9 @@ def test_gradients_of_more_writes_than_the_kernels_have_are_left_to_torch() -> N
     x = leaves(1, L=5, dtype=torch.float32)
     with pytest.raises(ValueError, match="4 writes a token where gradients are wanted, not 5"):
         prism.memory(update(x), x["state"], "recurrent", "triton")
-    told = update({name: z.detach() for name, z in x.items()})
+    plain = update({name: z.detach() for name, z in x.items()})
     got, wanted = (
-        torch.autograd.grad(prism.memory(told, x["state"], "recurrent", backend)[0].sum(), x["state"])[0]
+        torch.autograd.grad(prism.memory(plain, x["state"], "recurrent", backend)[0].sum(), x["state"])[0]
         for backend in ("triton", "torch")
     )
     torch.testing.assert_close(got, wanted)
@@ -239,14 +237,14 @@ def test_memory_is_a_proper_operator() -> None:
     documents = torch.tensor([[0, 0, 1]], dtype=torch.int32)
     tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], documents, x["state"])
     with forced(tiles(16, 16)):
-        torch.library.opcheck(ops.memory.registered, (*tensors, True))
+        torch.library.opcheck(memory.memory.registered, (*tensors, True))
 
 
 def test_steps_are_proper_operators() -> None:
     x = {name: z.detach() for name, z in leaves(1, H=1, G=1, dtype=torch.float32).items()}
     tensors = (x["q"], x["k"], x["w"], x["log_decay"], x["k"][..., 0, :].clone(), x["erase_strength"], None, None, None)
-    torch.library.opcheck(ops.step.registered, (*tensors, x["state"], 1))
-    torch.library.opcheck(ops.step_, (*tensors, x["state"], 1))
+    torch.library.opcheck(decode.step.registered, (*tensors, x["state"], 1))
+    torch.library.opcheck(decode.step_, (*tensors, x["state"], 1))
 
 
 def test_step_in_place() -> None:
@@ -273,12 +271,12 @@ def test_the_erase_reads_its_keys_where_they_lie(monkeypatch: pytest.MonkeyPatch
     cases = [(k[..., 0, :], True), (k[..., 1, :], True), (torch.randn(K).expand(B, T, H, K), True), (turned, False)]
     cases += [(one.expand(B, T, H, K), False), (lone.as_strided(lone.shape, (K, 5, 7, 1)), True)]
     started = []
-    run = launch.step
-    monkeypatch.setattr(launch, "step", lambda given, *more: started.append(given) or run(given, *more))
+    run = decode._launch
+    monkeypatch.setattr(decode, "_launch", lambda given, *more: started.append(given) or run(given, *more))
     for b, in_place in cases:
         t = b.shape[1]
         given = q[:, :t], k[:, :t], w[:, :t], None, b, beta[:, :t], None, None, None, state, 1
-        o, end = ops.step(*given)
+        o, end = decode.step(*given)
         assert (started[-1][4].data_ptr() == b.data_ptr()) == in_place
         u = prism.Update(q[:, :t], k[:, :t], w[:, :t], erase_key=b.contiguous(), erase_strength=beta[:, :t])
         expected = prism.memory(u, state, "recurrent", "torch")
@@ -303,9 +301,9 @@ def test_compiled_whole() -> None:
 def test_fake_tensors_have_the_real_shapes() -> None:
     x = leaves(40, dtype=torch.float32)
     tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], None, None)
-    real = ops.memory(*tensors, True)
+    real = memory.memory(*tensors, True)
     with torch._subclasses.FakeTensorMode() as mode:
-        fake = ops.memory(*[None if z is None else mode.from_tensor(z) for z in tensors], True)
+        fake = memory.memory(*[None if z is None else mode.from_tensor(z) for z in tensors], True)
     assert [(z.shape, z.dtype) for z in fake] == [(z.shape, z.dtype) for z in real]
 
 
@@ -316,7 +314,7 @@ def test_automatic_choice_on_a_cpu_is_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "reason"),
     [
         ({"L": 5, "dtype": torch.float32}, "4 writes"),
         ({"K": 257, "L": 1, "dtype": torch.float32}, "256"),
@@ -326,31 +324,9 @@ def test_automatic_choice_on_a_cpu_is_torch() -> None:
         ),
     ],
 )
-def test_sizes_beyond_the_kernels_are_refused(sizes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_sizes_beyond_the_kernels_are_refused(sizes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         prism.memory(update(leaves(2, **sizes)), form="chunkwise", backend="triton")
-
-
-@pytest.mark.parametrize(
-    ("versions", "served"),
-    [
-        ({"triton": "3.6.0"}, True),
-        ({"pytorch-triton": "3.10.0+git1a2b"}, True),
-        ({"triton": "3.5.1"}, False),
-        ({}, False),
-    ],
-)
-def test_an_older_triton_is_none(versions: dict[str, str], served: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name not in versions:
-            raise metadata.PackageNotFoundError(name)
-        return versions[name]
-
-    monkeypatch.setattr(metadata, "version", version)
-    assert at_least((3, 6), "triton", "triton-windows", "pytorch-triton") is served
-    monkeypatch.setattr(paths, "INSTALLED", False)
-    with pytest.raises(ValueError, match="'triton' needs Triton"):
-        prism.memory(update(leaves(2, dtype=torch.float32)), backend="triton")
 
 
 def test_decay_per_channel_is_left_to_others() -> None:
@@ -364,22 +340,22 @@ def test_decay_per_channel_is_left_to_others() -> None:
 
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])
-def test_kernels_beside_the_memory_ask_for_the_gpu_that_the_memory_asks_for(
+def test_kernels_around_the_memory_need_the_same_gpu(
     capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
-    assert paths.fuses(tensor) is served
+    assert fused.use_kernel(tensor) is served
 
 
 @pytest.mark.parametrize(("key_dim", "expected"), [(128, 8), (256, 1)])
-def test_segments_whose_maps_are_too_large_do_not_run_side_by_side(
+def test_segments_whose_maps_are_too_large_do_not_run_in_parallel(
     key_dim: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
-    told = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
-    run: Any = SimpleNamespace(u=told, how=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
-    assert segments.side_by_side(run) == expected
+    inputs = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
+    run: Any = SimpleNamespace(u=inputs, how=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
+    assert segments.segment_count(run) == expected
 
 
 @pytest.mark.parametrize("initial", [True, False])
@@ -416,36 +392,36 @@ def test_no_other_length_batch_or_number_of_heads_compiles_anything(
             first = set(started)
             for T, ended in ((40, True), (520, False), (520, True)):
                 call(T, 1, ended)
-        assert started == first and "chain_kernel" in {name for name, *_ in first}
+        assert started == first and "segment_chain_kernel" in {name for name, *_ in first}
     finally:
         compiled.cache_clear()  # it believes that all was compiled
 
 
 def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(paths, "_bind", lambda device: None)
+    monkeypatch.setattr(available, "_bind", lambda device: None)
 
     def on(index: int) -> Any:
         return SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
 
-    assert isinstance(paths.home(torch.zeros(1, device="cpu")), nullcontext)
-    assert isinstance(paths.home(on(0)), nullcontext)
-    there = paths.home(on(1))
+    assert isinstance(available.device_guard(torch.zeros(1, device="cpu")), nullcontext)
+    assert isinstance(available.device_guard(on(0)), nullcontext)
+    there = available.device_guard(on(1))
     assert isinstance(there, torch.cuda.device) and there.idx == 1
 
 
 def test_every_thread_that_starts_kernels_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: begun.append((threading.get_ident(), device)))
-    monkeypatch.setattr(paths, "_bound", threading.local())
+    monkeypatch.setattr(available, "_bound", threading.local())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     there: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     for _ in range(2):
-        paths.home(there)
-    other = threading.Thread(target=paths.home, args=(there,))
+        available.device_guard(there)
+    other = threading.Thread(target=available.device_guard, args=(there,))
     other.start()
     other.join()
-    paths.home(SimpleNamespace(is_cuda=False, device=torch.device("cpu")))
+    available.device_guard(SimpleNamespace(is_cuda=False, device=torch.device("cpu")))
     assert [device for _, device in begun] == [there.device] * 2
     assert begun[0][0] == threading.get_ident() != begun[1][0]
 
@@ -455,7 +431,7 @@ def test_the_short_way_to_an_operator_gives_what_the_operator_gives() -> None:
     tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], None, x["state"])
     given = [z for z in tensors if z is not None]
     with forced(tiles(16, 32, segments=2)):
-        results = [call(*tensors, True)[:2] for call in (ops.memory, ops.memory.registered)]
+        results = [call(*tensors, True)[:2] for call in (memory.memory, memory.memory.registered)]
         direct, registered = ([*out, *torch.autograd.grad([z.sum() for z in out], given)] for out in results)
     assert type(results[0][0].grad_fn) is not type(results[1][0].grad_fn), "two ways"
     for a, b in zip(direct, registered, strict=True):
@@ -464,6 +440,6 @@ def test_the_short_way_to_an_operator_gives_what_the_operator_gives() -> None:
 
 def test_an_operator_without_a_gradient_says_so() -> None:
     u = update(leaves(1, dtype=torch.float32))
-    o, _ = ops.step(u.q, u.k, u.w, u.log_decay, u.k[..., 0, :], u.erase_strength, None, None, None, None, 1)
+    o, _ = decode.step(u.q, u.k, u.w, u.log_decay, u.k[..., 0, :], u.erase_strength, None, None, None, None, 1)
     with pytest.raises(RuntimeError, match="no autograd formula"):
         o.sum().backward()

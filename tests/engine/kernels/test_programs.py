@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
-from prism.engine.kernels import compiled, programs  # noqa: E402 (they import Triton)
+from prism.engine.kernels import compat, runtime  # noqa: E402 (they import Triton)
 from prism.engine.kernels.configurations import Tiling  # noqa: E402 (likewise)
 
 
@@ -52,7 +53,7 @@ class Kernel:
 
 def test_a_kernel_that_was_still_compiling_is_started_like_any_other() -> None:
     kernel = Kernel()
-    program = programs.Program(kernel, {}, Tiling(16))
+    program = runtime.Program(kernel, {}, Tiling(16))
     for _ in range(3):
         program.start(1)
     assert kernel.ready.starts == 2  # Triton started the first itself
@@ -80,9 +81,9 @@ def test_an_interrupted_compilation_can_be_repeated(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(triton, "AsyncCompileMode", StaysInItsMode)
-    monkeypatch.setattr(compiled, "INTERPRETED", False)
-    kind = compiled.Compiled({}, torch.device("cuda", 0))
-    program = programs.Program(Kernel(), {}, Tiling(16))
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    kind = runtime.Compiled({}, torch.device("cuda", 0))
+    program = runtime.Program(Kernel(), {}, Tiling(16))
 
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -92,3 +93,77 @@ def test_an_interrupted_compilation_can_be_repeated(monkeypatch: pytest.MonkeyPa
     assert not mode.get()
     kind.compile(lambda: program.start(1), True)
     assert program.compiled is program.kernel.ready and program.kernel.ready.starts == 0
+
+
+class Unknown:
+    """What a later Triton might return from a launch: no compiled kernel that can be started."""
+
+
+class LaterKernel(Kernel):
+    """A kernel without its private attributes."""
+
+    arg_names = None
+    warmup = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[dict[str, Any]] = []
+
+    @staticmethod
+    def fn(x: Any, C: Any, K: Any) -> None: ...
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> Unknown:
+            self.launches.append({"grid": grid, "arguments": arguments, **options})
+            return Unknown()
+
+        return launch
+
+
+def test_without_private_functions_kernels_are_started_the_public_way() -> None:
+    kernel = LaterKernel()
+    program = runtime.Program(kernel, {"K": 16, "C": 32, "OTHER": 1}, Tiling(16, 8, 2))
+    for _ in range(2):
+        program.start(3, "x")
+    assert program.values == (32, 16), "in the order of the signature"
+    wanted = {"grid": (3,), "arguments": ("x",), "C": 32, "K": 16, "num_warps": 8, "num_stages": 2}
+    assert kernel.launches == [wanted] * 2
+
+
+@pytest.mark.parametrize("missing", [(triton, "AsyncCompileMode"), (triton.runtime.jit.KernelInterface, "warmup")])
+def test_without_asynchronous_compilation_nothing_is_compiled_ahead(
+    missing: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    monkeypatch.delattr(*missing)
+    started = []
+    runtime.Compiled({}, torch.device("cuda", 0)).compile(lambda: started.append(1), True)
+    assert not started
+
+
+def test_a_copied_descriptor_is_the_one_that_the_constructor_builds() -> None:
+    x = torch.randn(2, 40, 3, 16)
+    template = compat.TensorDescriptor(torch.empty(16), [2, 40, 48], [40 * 48, 48, 1], [1, 16, 16])
+    copied, built = compat.copied_descriptor(template, x), compat.built_descriptor(template, x)
+    assert vars(copied).keys() == vars(built).keys()
+    assert all(getattr(copied, name) is getattr(built, name) for name in ("base", "shape", "strides", "block_shape"))
+    assert compat.descriptor_on is compat.copied_descriptor, "this Triton's descriptors are their fields"
+
+
+def test_descriptors_with_other_state_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Later(compat.TensorDescriptor):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.handle = self.base.data_ptr()
+
+    monkeypatch.setattr(compat, "TensorDescriptor", Later)
+    assert not compat._is_its_fields()
+    monkeypatch.setattr(compat, "TensorDescriptor", tuple)
+    assert not compat._is_its_fields()
+
+
+def test_triton_is_called_privately_in_one_file_alone() -> None:
+    folder = Path(runtime.__file__).parent
+    private = ("AsyncCompileMode", ".warmup(", "arg_names", ".result()", "__dict__.update", "triton.runtime")
+    users = [path.name for path in folder.glob("*.py") if any(name in path.read_text("utf-8") for name in private)]
+    assert users == ["compat.py"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import prism
+from prism.engine.kernels import available
 from prism.engine.networks import Averaged, InnerUpdate, Network
 
 ROOT = Path(__file__).parents[3]
@@ -96,7 +97,7 @@ def test_kernels_on_a_gpu() -> None:
 
 
 def test_without_a_gpu_the_kernels_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(available, "INTERPRETED", False)
     q = torch.zeros(1, 2, 1, 16)
     network = Network((torch.zeros(1, 16, 64), torch.zeros(1, 64, 16)))
     update = InnerUpdate(q, q, q, torch.zeros(1, 2, 1), network, Averaged(torch.ones(1)), 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prism.engine.kernels import paths
+from prism.engine.kernels import available
 
-STARTED = paths.INSTALLED and (paths.INTERPRETED or torch.cuda.is_available())
-DEVICE = "cuda" if STARTED and not paths.INTERPRETED else "cpu"
+STARTED = available.PROBLEM is None and (available.INTERPRETED or torch.cuda.is_available())
+DEVICE = "cuda" if STARTED and not available.INTERPRETED else "cpu"
 
 needs_kernels = pytest.mark.skipif(not STARTED, reason="needs Triton's interpreter or a GPU")

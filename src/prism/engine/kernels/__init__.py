@@ -1,20 +1,41 @@
-"""Triton kernels of the linear memory with one decay per head: chunks, gradients, the decode step, and what surrounds them.
+"""Triton kernels: the linear memory with one decay per head, and the operations around it.
 
-`ops` and `ops_beside` are the only doors: all else is imported by them, lazily, because `import prism` must not import Triton.
-
-The chunk form, in the shape all kernels share. A token has J *columns*: keys X_j written with values Y_j. With an erase,
-column 0 is the one it feeds: it looks up B (which is X_0 itself, unless `erase_write` was given) and writes what is left,
+**The chunk form** that all kernels of the memory share. A token has J *columns*: keys X_j, written with values Y_j. With an
+erase, column 0 is special. It looks up B (X_0 itself, unless the update has its own erase direction) and writes what is
+left:
 
     Y_0 = W_0 - β ⊙ R,     R = (B ⊙ e^G) S + Σ_j tril(B X_jᵀ ⊙ Γ, -1) Y_j,        Y_j = W_j for j > 0
         = T⁻¹ (W_0 - β ⊙ [(B ⊙ e^G) S + Σ_{j>0} tril(B X_jᵀ ⊙ Γ, -1) W_j]),       T = I + β ⊙ tril(B X_0ᵀ ⊙ Γ, -1)
     O  = (Q ⊙ e^G) S + Σ_j tril(Q X_jᵀ ⊙ Γ) Y_j
     S' = e^{G_C} S + Σ_j (X_j ⊙ e^{G_C - G})ᵀ Y_j
 
-so PRISM with L writes has J = L columns and the one triangular matrix T of Gated DeltaNet. Forward: `prepare.py` (gates, T⁻¹,
-the grams), `scan.py` (the state from chunk to chunk, outputs). Backward: `reverse.py` (dS from chunk to chunk), `lookups.py`
-and `writes.py` (every token's gradients from it), `decay.py`. Long sequences of few heads run as segments side by side that
-`chain.py` links. `decode.py` is one token. Beside the memory: `short_conv.py`, `solver.py` (PRISM's writes), and `columns.py`
-(all that a delta rule does between the two). On the host: `passes.py` and `segments.py` (which kernels when), `launch.py` and
-`launch_beside.py` (grids and scratch memory), `compiled.py` and `programs.py` (compiling and starting), `operator.py` (how
-torch gets there); `paths.py` and `fla.py` say what can be served.
+S is the state before a chunk and S' after it, G the log-decays summed inside the chunk, and Γ what is left of each column's
+write at each row. PRISM with L writes has J = L columns, and the same triangular matrix T as Gated DeltaNet.
+
+**One call.** `engine.dispatch` asks `serve.py` whether the kernels serve an update. `serve.py` turns the update into
+`KernelInputs` and calls the operator in `memory.py`, which runs the passes in order:
+
+    forward     prepare (T⁻¹ and the products inside each chunk), then a scan that carries the state from chunk to chunk
+    backward    a scan that carries the state's gradient back, then queries, writes and decays of all chunks in parallel
+
+A long sequence with few heads is cut into segments that run in parallel. Tile sizes come from a table of measured
+configurations; nothing is tuned at run time. The first call of a kind compiles all its kernels at once.
+
+| file | what it holds |
+|---|---|
+| available.py | whether kernels can run here: versions, device, tile widths |
+| serve.py | which updates are served, and how an `Update` becomes `KernelInputs` |
+| memory.py | the chunk operator: torch registration, order of the passes |
+| launch.py | `KernelInputs`, scratch memory and grids of each pass |
+| forward.py, backward_scan.py, backward_tokens.py, tiles.py | the kernels of these passes, and what they share |
+| segments.py | how a sequence is cut into segments, and the kernel that links them |
+| decode.py | one token at a time: kernel, launch, operator |
+| short_conv.py, solver.py, columns.py | operations around the memory (definitions: `engine/fused.py`), likewise whole |
+| serial_mlp.py | online gradient descent of a two-layer network, likewise whole |
+| configurations.py | measured tile sizes per shape and GPU |
+| runtime.py | compiling and starting kernels; `Operator`, the shortest path from torch to them |
+| compat.py | every private Triton call, with its fallback |
+| fla.py | decays per key channel, through flash-linear-attention |
+
+Modules with kernels import Triton. Others import them inside functions, because `import prism` must not import Triton.
 """

@@ -2,17 +2,39 @@
 
     q = K^-½ · unit(q̃)        k_1 = unit(k̃)        w_1 = β v        k_l = unit(k̃_l),  w_l = the solver's writes of v - u
 
-q̃, k̃ and v lie side by side in one row a token, as the convolution before leaves them, and so does their gradient. Written
-with torch, the norms, the scalings and the joining of first and later columns move each of these tensors several times.
-One program takes ROWS tokens of one head. The backward keeps the inputs alone.
+q̃, k̃ and v are stored in one row per token, as the convolution before writes them, and so is their gradient. In torch, the
+norms, the scalings and the concatenation of first and later columns move each of these tensors several times. One program
+takes ROWS tokens of one head. The backward saves the inputs alone. The definition in torch is `delta_columns` in
+`engine/fused.py`.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from prism.engine.kernels.solver import differentiate_solution, tokens_of_a_head, write_solution
+from prism.engine.kernels.available import device_guard, padded
+from prism.engine.kernels.runtime import (
+    Operator,
+    all_contiguous_aligned,
+    all_present,
+    gradient_like,
+    only_given,
+    schema_of,
+)
+from prism.engine.kernels.solver import (
+    Grid,
+    differentiate_solution,
+    empty_like,
+    grid,
+    scale_shares,
+    summed_shares,
+    tokens_of_a_head,
+    write_solution,
+)
 
 
 @triton.jit
@@ -154,3 +176,101 @@ def columns_backward_kernel(
             store(d_u + head[:, None] * V + v[None, :], -d_residual, wide)
         d_value += d_residual
     store(d_mixed + place, d_value, wide)
+
+
+class ColumnInputs(NamedTuple):
+    """What the kernels read: q̃, k̃ and v of a token in one row, β, and PRISM's N later writes."""
+
+    mixed: Tensor  # […, H·(K + K + V)]
+    beta: Tensor  # […, H]
+    keys: Tensor | None  # […, H, N, K]; None: along the first key
+    u: Tensor | None  # […, H, V]
+    p: Tensor | None  # […, H, N, V]
+    betas: Tensor | None  # […, H, N]
+    scale: Tensor | None  # γ, [N, H, V]
+
+
+GIVEN = len(ColumnInputs._fields)
+
+
+def _columns(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`ColumnInputs` and options → q `[…, H, K]`, k `[…, H, 1 + N, K]` and w `[…, H, 1 + N, V]`."""
+    given = ColumnInputs(*all_contiguous_aligned(*inputs[:GIVEN]))
+    q, k, w = _columns_shapes(*given, *inputs[GIVEN:])
+    where, numbers, constants = _layout(given, *inputs[GIVEN:])
+    with device_guard(given.mixed):
+        columns_kernel[(where.programs,)](*given, q, k, w, *numbers, **constants)
+    return q, k, w
+
+
+def _columns_shapes(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    given, key_dim = ColumnInputs(*inputs[:GIVEN]), inputs[GIVEN]
+    lead, J = given.beta.shape, 1 if given.betas is None else 1 + given.betas.shape[-1]
+    value_dim, new = given.mixed.shape[-1] // lead[-1] - 2 * key_dim, given.mixed.new_empty
+    return new(*lead, key_dim), new(*lead, J, key_dim), new(*lead, J, value_dim)
+
+
+def _columns_backward(d_q: Tensor, d_k: Tensor, d_w: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """The gradients of `ColumnInputs`."""
+    d_q, d_k, d_w, *tensors = all_contiguous_aligned(d_q, d_k, d_w, *inputs[:GIVEN])
+    given = ColumnInputs(*tensors)
+    where, numbers, constants = _layout(given, *inputs[GIVEN:])
+    grads = [empty_like(z) for z in given[:-1]]
+    shares = scale_shares(given.scale, where)
+    with device_guard(given.mixed):
+        columns_backward_kernel[(where.programs,)](*given, d_q, d_k, d_w, *grads, shares, *numbers, **constants)
+    return all_present((*grads, summed_shares(shares, given.scale)), given.mixed)
+
+
+def _columns_backward_shapes(d_q: Tensor, d_k: Tensor, d_w: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    given = ColumnInputs(*inputs[:GIVEN])
+    return tuple(gradient_like(z, given.mixed) for z in given)
+
+
+def _layout(
+    given: ColumnInputs, K: int, query_scale: float, eps: float, gelu: bool, nonlinear: bool
+) -> tuple[Grid, tuple[float, float, int, int], dict[str, Any]]:
+    """The grid, the numbers and the constants of a launch."""
+    H = given.beta.shape[-1]
+    tokens, V = given.beta.numel() // H, given.mixed.shape[-1] // H - 2 * K
+    narrow, wide = padded(K), padded(V)
+    where = grid(tokens, H, max(narrow, wide))
+    constants = {
+        "N": 0 if given.betas is None else given.betas.shape[-1],
+        "K": K,
+        "BK": narrow,
+        "V": V,
+        "BV": wide,
+        "ROWS": where.per_program,
+        "GELU": gelu,
+        "NONLINEAR": nonlinear,
+    }
+    return where, (query_scale, eps, tokens, H), constants
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:GIVEN])
+    ctx.options = inputs[GIVEN:]
+
+
+def _differentiate(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    given = ctx.saved_tensors
+    return *only_given(given, columns_backward(*d_outputs, *given, *ctx.options)), *[None] * len(ctx.options)
+
+
+_INPUTS = f"{schema_of(ColumnInputs)}, int key_dim, float query_scale, float eps, bool gelu, bool nonlinear"
+
+columns_backward = Operator(
+    "prism::columns_backward",
+    _columns_backward,
+    _columns_backward_shapes,
+    schema=f"(Tensor d_q, Tensor d_k, Tensor d_w, {_INPUTS}) -> ({', '.join(['Tensor'] * GIVEN)})",
+)
+columns = Operator(
+    "prism::columns",
+    _columns,
+    _columns_shapes,
+    _keep,
+    _differentiate,
+    schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor)",
+)

@@ -1,6 +1,6 @@
-"""How each kernel is cut up: measured per (K, V, columns, architecture), never searched for at run time.
+"""Tile sizes of each kernel: measured per (K, V, columns, architecture), never tuned at run time.
 
-A `Tiling` says how many value (or key) columns one program takes, how many warps it has and how many loads it keeps ahead.
+A `Tiling` says how many value (or key) channels one program takes, how many warps it has and how many loads it keeps ahead.
 `benchmarks/tune.py` measures tilings on the GPU at hand and prints rows for `MEASURED`; every row here has passed the
 float64 check of `benchmarks/gpu.py` on that architecture (a Triton version can compile one tiling wrongly and the next one
 right).
@@ -21,32 +21,36 @@ class Tiling:
     warps: int = 4
     stages: int = 1
     registers: int | None = None
-    """At most so many a thread: fewer let another program onto a multiprocessor, at the price of spilling some."""
+    """Registers per thread at most: fewer let another program onto a multiprocessor, at the price of spilling some."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The serial passes go in steps of `step` tokens, the parallel ones in chunks of `chunk` (a multiple).
+    """The two scans go in steps of `step` tokens, the parallel passes in chunks of `chunk` (a multiple).
 
-    The passes are cut along V; the two parallel ones (`lookups`, `writes`) also by `key_block` along K.
+    All passes are cut along V; `backward_queries` and `backward_writes` also by `key_block` along K.
     """
 
-    scan: Tiling
-    reverse: Tiling
-    lookups: Tiling
-    writes: Tiling
+    forward_scan: Tiling
+    backward_scan: Tiling
+    backward_queries: Tiling
+    backward_writes: Tiling
     step: int = 32
     chunk: int = 64
     key_block: int = 128
     prepare_warps: int = 1
     segments: int | None = None
-    """Segments of a sequence that run side by side; None: as many as fill the GPU."""
+    """Segments of a sequence that run in parallel; None: as many as fill the GPU."""
 
 
 _HOPPER = Configuration(
     Tiling(64, stages=2), Tiling(64, stages=3), Tiling(64, stages=2, registers=168), Tiling(64, stages=2)
 )
-_HOPPER_64 = replace(_HOPPER, lookups=Tiling(64, stages=2, registers=128), writes=Tiling(64, stages=2, registers=168))
+_HOPPER_64 = replace(
+    _HOPPER,
+    backward_queries=Tiling(64, stages=2, registers=128),
+    backward_writes=Tiling(64, stages=2, registers=168),
+)
 # Where the tiles of many columns leave room for too few programs on a multiprocessor: half as many tokens at a time.
 _SHORT, _SHORT_64 = replace(_HOPPER, step=16), replace(_HOPPER_64, step=16)
 
@@ -68,6 +72,7 @@ _forced: list[Configuration] = []
 def configuration(
     key_dim: int, value_dim: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> Configuration:
+    """The measured configuration for these sizes, or the default one."""
     if _forced:
         return _forced[-1]
     K, V, J = int(key_dim), int(value_dim), int(columns)  # widths are constants, also where shapes are symbols
@@ -76,6 +81,7 @@ def configuration(
 
 
 def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
+    """Small enough to compile and run for any sizes."""
     if dtype == torch.float32:  # no tensor cores: small tiles keep the unrolled products compilable
         small = Tiling(min(value_dim, 16), stages=2)
         return Configuration(small, small, small, small, step=16, chunk=32, key_block=min(key_dim, 32))
@@ -88,7 +94,7 @@ def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
 
 @contextmanager
 def forced(choice: Configuration) -> Iterator[None]:
-    """Every kernel inside uses `choice`: for tuning and for tests."""
+    """Use `choice` for every kernel inside: for tuning and for tests."""
     _forced.append(choice)
     try:
         yield

@@ -1,13 +1,21 @@
-"""Decoding: tokens one after the other, a state read once and written once, gates and all in one kernel.
+"""Decoding: tokens one after the other in one kernel, which reads the state once and writes it once.
 
-One program holds BV value columns of one head's state in registers. The arithmetic is that of `engine/recurrent.py`, in
-float32; q, k and the erase may have fewer heads than w (head h reads group h // (H // G)).
+One program holds BV value columns of one head's state in registers. The arithmetic is that of the recurrent form in torch,
+in float32; q, k and the erase may have fewer heads than w (head h reads group h // (H // G)).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from prism.engine.kernels.available import device_guard, padded
+from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, schema_of
 
 
 @triton.jit
@@ -90,3 +98,100 @@ def step_kernel(
         tl.store(o + (token * H + h) * V + vs, out.to(o.dtype.element_ty), mask=vs < V)
 
     tl.store(new_state + place, S, mask=inside)
+
+
+class DecodeInputs(NamedTuple):
+    """What the kernel reads: an `Update`'s tensors, with heads as the update has them, and the state."""
+
+    q: Tensor  # [B, T, G, K]
+    k: Tensor  # [B, T·n, G, L, K]
+    w: Tensor  # [B, T·n, H, L, V]
+    log_decay: Tensor | None  # [B, T, H]
+    erase_key: Tensor | None  # [B, T·n, G, K]
+    erase_strength: Tensor | None  # [B, T·n, H]
+    erase_write: Tensor | None  # [B, T·n, G, K]
+    reset: Tensor | None  # [B, T]
+    mask: Tensor | None  # [B, T]
+    state: Tensor | None  # [B, H, K, V]
+
+
+def _launch(given: DecodeInputs, new_state: Tensor, substeps: int) -> Tensor:
+    """Run the kernel. Fills `new_state`, which may be the state itself, and returns the outputs `[B, T, H, V]`."""
+    q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state = given
+    (B, T, _, K), (H, L, V) = q.shape, w.shape[2:]
+    groups = {
+        name: 1 if z is None else z.shape[2] for name, z in {"q": q, "k": k, "b": erase_key, "a": erase_write}.items()
+    }
+    # (A contiguous tensor may have any stride where its size is 1.)
+    apart = K if erase_key is None or erase_key.is_contiguous() else erase_key.stride(2)
+    o = w.new_empty(B, T, H, V)
+    block = min(padded(V), 32)
+    step_kernel[(-(-V // block) * B * H,)](
+        q, k, w, log_decay, erase_key, erase_strength, erase_write, _bytes(reset), _bytes(mask), state, new_state, o,
+        T=T, H=H, **{f"{name}_groups": count for name, count in groups.items()}, b_apart=apart,
+        SUBSTEPS=substeps, L=L, K=K, V=V, BK=padded(K), BV=block, num_warps=4,
+    )  # fmt: skip
+    return o
+
+
+def _bytes(flags: Tensor | None) -> Tensor | None:
+    return None if flags is None else flags.view(torch.int8)
+
+
+def _aligned(tensors: Sequence[Tensor | None]) -> DecodeInputs:
+    """Contiguous and aligned tensors, except that the erase's keys may be evenly strided, as the first of k's are: decoding
+    copies nothing."""
+    b = tensors[4]
+    aligned = all_contiguous_aligned(*tensors[:4], None if _evenly_strided(b) else b, *tensors[5:])
+    aligned[4] = b if aligned[4] is None else aligned[4]
+    return DecodeInputs(*aligned)
+
+
+def _evenly_strided(b: Tensor | None) -> bool:
+    if b is None or b.data_ptr() % 16 != 0:
+        return False
+    apart, (_, T, G, _) = b.stride(2), b.shape
+    return b.stride() == (T * G * apart, G * apart, apart, 1)
+
+
+def _step(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`DecodeInputs` and n: the outputs and a new state. Has no backward."""
+    *tensors, substeps = inputs
+    given = _aligned(tensors)
+    with device_guard(given.w):
+        new = _new_state(given)
+        return _launch(given, new, substeps), new
+
+
+def _step_shapes(*inputs: Any) -> tuple[Tensor, Tensor]:
+    given = DecodeInputs(*inputs[:-1])
+    return _new_output(given), _new_state(given)
+
+
+def _step_in_place(*inputs: Any) -> Tensor:
+    """`step` that overwrites the state. Called by `engine.memory_`, which checks its arguments."""
+    *tensors, state, substeps = inputs
+    if state.dtype != torch.float32 or not state.is_contiguous():
+        raise ValueError(f"state must be contiguous float32, got {state.dtype} with strides {list(state.stride())}")
+    given = _aligned([*tensors, state])
+    with device_guard(given.w):
+        return _launch(given, state, substeps)
+
+
+def _new_output(given: DecodeInputs) -> Tensor:
+    return given.w.new_empty(given.q.shape[0], given.q.shape[1], given.w.shape[2], given.w.shape[4])
+
+
+def _new_state(given: DecodeInputs) -> Tensor:
+    w = given.w
+    return w.new_empty(w.shape[0], w.shape[2], given.q.shape[3], w.shape[4], dtype=torch.float32)
+
+
+_INPUTS = f"{schema_of(DecodeInputs)}, int substeps"
+_IN_PLACE = _INPUTS.replace("Tensor? state", "Tensor(a!) state")
+
+step = Operator("prism::step", _step, _step_shapes, schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+step_ = torch.library.custom_op(
+    "prism::step_", _step_in_place, mutates_args=("state",), schema=f"({_IN_PLACE}) -> Tensor"
+)
+step_.register_fake(lambda *inputs: _new_output(DecodeInputs(*inputs[:-1])))

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.engine.kernels.installed import at_least
+from prism.engine.kernels.available import installed_version
 from prism.engine.update import Update
 
-INSTALLED = at_least((0, 6), "flash-linear-attention", "fla-core")
+INSTALLED = (installed_version("flash-linear-attention", "fla-core") or (0, 0)) >= (0, 6)
 
 WIDEST_KEY = 256
 

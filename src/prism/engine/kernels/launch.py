@@ -1,31 +1,99 @@
-"""From tensors to kernel launches: sizes, scratch memory and grids, a method a kernel."""
+"""Launches of the chunk memory's kernels: what they read, sizes, scratch memory and grids."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from prism.engine.kernels.chain import chain_kernel
-from prism.engine.kernels.compiled import compiled
-from prism.engine.kernels.configurations import Tiling
-from prism.engine.kernels.decay import decay_kernel
-from prism.engine.kernels.decode import step_kernel
-from prism.engine.kernels.lookups import lookups_kernel
-from prism.engine.kernels.paths import padded
-from prism.engine.kernels.prepare import prepare_kernel
-from prism.engine.kernels.programs import rows, tiles
-from prism.engine.kernels.reverse import reverse_kernel
-from prism.engine.kernels.scan import scan_kernel
-from prism.engine.kernels.told import Columns, Prepared
-from prism.engine.kernels.writes import writes_kernel
+from prism.engine.kernels.backward_scan import backward_decay_kernel, backward_scan_kernel
+from prism.engine.kernels.backward_tokens import backward_queries_kernel, backward_writes_kernel
+from prism.engine.kernels.configurations import Configuration, Tiling, configuration
+from prism.engine.kernels.forward import forward_scan_kernel, prepare_kernel
+from prism.engine.kernels.runtime import compiled, rows, tiles
+
+
+class KernelInputs(NamedTuple):
+    """What the chunk kernels read: J columns per token, contiguous, one dtype; gates in float32.
+
+    An erase looks up `erase_key` (None: column 0's own key) and feeds column 0 with `strength` (None: 1).
+    K and V are powers of two ≥ 16.
+    """
+
+    q: Tensor  # [B, T, H, K]
+    x: Tensor  # [B, T, H, J, K]
+    w: Tensor  # [B, T, H, J, V]
+    log_decay: Tensor | None  # [B, T, H]
+    erase_key: Tensor | None  # [B, T, H, K]
+    strength: Tensor | None  # [B, T, H]
+    documents: Tensor | None  # [B, T] int32, numbered from 0 (the incoming state's document)
+
+    @property
+    def erases(self) -> bool:
+        return self.strength is not None or self.erase_key is not None
+
+    @property
+    def configuration(self) -> Configuration:
+        return configuration(self.q.shape[3], self.w.shape[4], self.w.shape[3], self.w.dtype, self.w.device)
+
+
+class ChunkTables(NamedTuple):
+    """What the prepare kernel computes from the inputs alone. `padded` is T rounded up to whole chunks."""
+
+    cumulated: Tensor | None  # G, [B, H, padded]
+    strengths: Tensor | None  # β, [B, H, padded]
+    grams: Tensor  # [B, H, padded / step, J or 2J, step, step]
+    inverse: Tensor | None  # T⁻¹, [B, H, padded / step, step, step]
+    maps: Tensor | None = None  # by what each segment multiplies its incoming state, [segments, B, H, K, K]
+
+
+class TokenGradients(NamedTuple):
+    """Results of the backward passes over the tokens."""
+
+    d_q: Tensor
+    d_x: Tensor
+    d_erase_key: Tensor | None
+    d_strength: Tensor | None
+    d_log_decay: Tensor | None
+
+
+class TokenBuffers(NamedTuple):
+    """What those passes fill: results, and partial sums over `key_blocks` blocks of key channels."""
+
+    d_q: Tensor
+    d_x: Tensor
+    d_erase_key: Tensor | None
+    d_strength: Tensor | None  # [key_blocks, B, T, H]
+    d_cumulated: Tensor | None  # [sides + J, key_blocks, B, H, padded]
+    tails: Tensor | None  # [J, key_blocks, B, H, padded]
+    touched: Tensor | None  # ⟨dS', S⟩ of each chunk, [key_blocks, B, H, chunks]
+
+
+class KeyTiles(NamedTuple):
+    """Descriptors of tiles of `key_block` channels, for both of those passes."""
+
+    q: Any
+    x: Any
+    erase_key: Any
+    d_x: Any
+
+
+class ValueTiles(NamedTuple):
+    """Descriptors of tiles of BV channels."""
+
+    BV: int
+    w: Any
+    fed: Any
+    d_o: Any
+    d_w: Any
+    d_states: Any
 
 
 class Launch:
-    """The arguments that the kernels share, and one method a kernel."""
+    """The arguments that the kernels share, and one method per kernel."""
 
-    def __init__(self, u: Columns) -> None:
+    def __init__(self, u: KernelInputs) -> None:
         self.u = u
         self.how = u.configuration
         self.B, self.T, self.H, self.K = u.q.shape
@@ -34,6 +102,8 @@ class Launch:
         self.chunks = -(-self.T // self.chunk)
         self.padded = self.chunks * self.chunk
         self.heads = self.B * self.H
+        self.key_block = min(self.K, self.how.key_block)
+        self.key_blocks, self.sides = self.K // self.key_block, 2 if u.erases else 1
         self.sizes = (self.T, self.H, self.padded)
         known = (
             u.erases,
@@ -51,7 +121,7 @@ class Launch:
         """`count` programs; `constants` are those that a kernel does not share with the others."""
         self.compiled.program(kernel, how, constants).start(count, *arguments)
 
-    def prepare(self) -> Prepared:
+    def prepare(self) -> ChunkTables:
         u, C, K = self.u, self.step, self.K
         B, H, steps = self.B, self.H, self.padded // self.step
         exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
@@ -64,11 +134,11 @@ class Launch:
             rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K), u.log_decay, u.strength, u.documents, G, beta,
             tiles(grams, C, C), tiles(inverse, C, C), *self.sizes, C=C,
         )  # fmt: skip
-        return Prepared(G, beta, grams, inverse)
+        return ChunkTables(G, beta, grams, inverse)
 
-    def scan(
+    def forward_scan(
         self,
-        ready: Prepared,
+        tables: ChunkTables,
         initial: Tensor | None,
         segments: int,
         *,
@@ -78,14 +148,14 @@ class Launch:
         as_map: bool = False,
     ) -> Tensor:
         """The state after each segment, `[segments, B, H, K, V]`, or its map `[…, K, K]`. Fills o, states and fed."""
-        u, how, C, K = self.u, self.how.scan, self.step, self.K
+        u, how, C, K = self.u, self.how.forward_scan, self.step, self.K
         V = K if as_map else self.V
         block = min(how.block, V)
         final = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
         self.start(
-            scan_kernel, how, V // block * segments * self.heads,
+            forward_scan_kernel, how, V // block * segments * self.heads,
             rows(u.q, C, K), rows(u.x, C, K), rows(u.w, C, block), rows(u.erase_key, C, K),
-            ready.strengths, ready.cumulated, u.documents, tiles(ready.grams, C, C), tiles(ready.inverse, C, C),
+            tables.strengths, tables.cumulated, u.documents, tiles(tables.grams, C, C), tiles(tables.inverse, C, C),
             tiles(initial, K, block), rows(o, C, block), tiles(states, block, K), rows(fed, C, block),
             tiles(final, K, block), *self.sizes, self.per_segment(segments), segments,
             V=V, BV=block, C=C, INITIAL=initial is not None, MAP=as_map, READ=o is not None,
@@ -93,9 +163,9 @@ class Launch:
         )  # fmt: skip
         return final
 
-    def reverse(
+    def backward_scan(
         self,
-        ready: Prepared,
+        tables: ChunkTables,
         d_o: Tensor,
         d_final: Tensor | None,
         segments: int,
@@ -103,13 +173,13 @@ class Launch:
         d_w: Tensor | None = None,
     ) -> Tensor:
         """The gradient of the state before each segment. Fills d_states and column 0 of d_w."""
-        u, how, C, K, V = self.u, self.how.reverse, self.step, self.K, self.V
+        u, how, C, K, V = self.u, self.how.backward_scan, self.step, self.K, self.V
         block = min(how.block, V)
         d_initial = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
         self.start(
-            reverse_kernel, how, V // block * segments * self.heads,
+            backward_scan_kernel, how, V // block * segments * self.heads,
             rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K),
-            ready.strengths, ready.cumulated, u.documents, tiles(ready.grams, C, C), tiles(ready.inverse, C, C),
+            tables.strengths, tables.cumulated, u.documents, tiles(tables.grams, C, C), tiles(tables.inverse, C, C),
             rows(d_o, C, block), tiles(d_final, K, block), tiles(d_states, block, K), rows(d_w, C, block),
             tiles(d_initial, K, block), *self.sizes, self.per_segment(segments), segments,
             V=V, BV=block, C=C, FINAL=d_final is not None,
@@ -117,9 +187,9 @@ class Launch:
         )  # fmt: skip
         return d_initial
 
-    def tokens(
+    def token_gradients(
         self,
-        ready: Prepared,
+        tables: ChunkTables,
         states: Tensor,
         fed: Tensor | None,
         d_o: Tensor,
@@ -127,56 +197,85 @@ class Launch:
         d_w: Tensor,
         state: Tensor | None,
         d_final: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """dQ, dX, dB, dβ, dg; the writes' gradients join the first one's in `d_w`."""
-        u, C, V = self.u, self.chunk, self.V
-        d_q, d_x = torch.empty_like(u.q), torch.empty_like(u.x)
-        d_erase_key = None if u.erase_key is None else torch.empty_like(u.erase_key)
-        BK = min(self.K, self.how.key_block)
-        parts, sides = self.K // BK, 2 if u.erases else 1
-        gate = (parts, self.B, self.H, self.padded)
-        d_strength = d_cumulated = tails = touched = d_log_decay = None
-        if u.strength is not None:
-            d_strength = self.empty(parts, self.B, self.T, self.H, dtype=torch.float32)
-        if u.log_decay is not None:
-            d_cumulated = self.empty(sides + self.J, *gate, dtype=torch.float32)
-            tails = self.empty(self.J, *gate, dtype=torch.float32)
-            touched = self.empty(parts, self.B, self.H, self.chunks, dtype=torch.float32)
-        gates = (ready.strengths, ready.cumulated, u.documents)
-        queries, xs, d_xs, lookups = (rows(z, C, BK) for z in (u.q, u.x, d_x, u.erase_key))
-
-        how = self.how.lookups
-        BV = min(how.block, V)
-        ws, fs, d_os, d_ws = (rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
-        d_tiles = tiles(d_states, BV, BK)
-        self.start(
-            lookups_kernel, how, sides * parts * self.chunks * self.heads,
-            queries, xs, ws if fs is None else fs, ws, lookups, *gates, tiles(states, BV, BK), d_os, d_tiles, d_ws,
-            rows(d_q, C, BK), d_xs, rows(d_erase_key, C, BK), d_strength, d_cumulated, touched, *self.sizes,
-            V=V, BK=BK, BV=BV, C=C, STEP=self.step,
-        )  # fmt: skip
-        how = self.how.writes
-        if how.block != self.how.lookups.block:
-            BV = min(how.block, V)
-            ws, fs, d_os, d_ws = (rows(z, C, BV) for z in (u.w, fed, d_o, d_w))
-            d_tiles = tiles(d_states, BV, BK)
-        self.start(
-            writes_kernel, how, parts * self.J * self.chunks * self.heads,
-            queries, xs, fs, ws, lookups, *gates, d_os, d_tiles, d_ws, d_xs, d_cumulated, tails, *self.sizes,
-            V=V, BK=BK, BV=BV, C=C, STEP=self.step,
-        )  # fmt: skip
-        if touched is not None:
-            assert u.log_decay is not None
-            self.touch_ends(touched, states, d_states, state, d_final)
-            d_log_decay = torch.empty_like(u.log_decay)
-            self.start(
-                decay_kernel, Tiling(C, 1), self.chunks * self.heads,
-                ready.cumulated, u.documents, d_cumulated, tails, touched, d_log_decay, *self.sizes, self.heads,
-                SLABS=sides + self.J, BLOCKS=parts, C=C, STEP=self.step,
-            )  # fmt: skip
+    ) -> TokenGradients:
+        """The gradients that are parallel over chunks. Those of later writes join the first one's in `d_w`."""
+        buffers = self._buffers()
+        narrow = self._key_tiles(buffers.d_x)
+        wide = self._value_tiles(self.how.backward_queries, fed, d_o, d_states, d_w)
+        self._query_gradients(tables, states, narrow, wide, buffers)
+        if self.how.backward_writes.block != self.how.backward_queries.block:
+            wide = self._value_tiles(self.how.backward_writes, fed, d_o, d_states, d_w)
+        self._write_gradients(tables, narrow, wide, buffers)
+        d_strength, d_log_decay = buffers.d_strength, None
+        if buffers.touched is not None:
+            self.touch_ends(buffers.touched, states, d_states, state, d_final)
+            d_log_decay = self._decay_gradient(tables, buffers)
         if d_strength is not None:
-            d_strength = d_strength[0] if parts == 1 else d_strength.sum(0)
-        return d_q, d_x, d_erase_key, d_strength, d_log_decay
+            d_strength = d_strength[0] if self.key_blocks == 1 else d_strength.sum(0)
+        return TokenGradients(buffers.d_q, buffers.d_x, buffers.d_erase_key, d_strength, d_log_decay)
+
+    def _buffers(self) -> TokenBuffers:
+        u, blocks = self.u, self.key_blocks
+        d_strength = d_cumulated = tails = touched = None
+        if u.strength is not None:
+            d_strength = self.empty(blocks, self.B, self.T, self.H, dtype=torch.float32)
+        if u.log_decay is not None:
+            gate = (blocks, self.B, self.H, self.padded)
+            d_cumulated = self.empty(self.sides + self.J, *gate, dtype=torch.float32)
+            tails = self.empty(self.J, *gate, dtype=torch.float32)
+            touched = self.empty(blocks, self.B, self.H, self.chunks, dtype=torch.float32)
+        d_erase_key = None if u.erase_key is None else torch.empty_like(u.erase_key)
+        return TokenBuffers(
+            torch.empty_like(u.q), torch.empty_like(u.x), d_erase_key, d_strength, d_cumulated, tails, touched
+        )
+
+    def _key_tiles(self, d_x: Tensor) -> KeyTiles:
+        u, C, BK = self.u, self.chunk, self.key_block
+        return KeyTiles(rows(u.q, C, BK), rows(u.x, C, BK), rows(u.erase_key, C, BK), rows(d_x, C, BK))
+
+    def _value_tiles(self, how: Tiling, fed: Tensor | None, d_o: Tensor, d_states: Tensor, d_w: Tensor) -> ValueTiles:
+        C, BV = self.chunk, min(how.block, self.V)
+        return ValueTiles(
+            BV,
+            rows(self.u.w, C, BV),
+            rows(fed, C, BV),
+            rows(d_o, C, BV),
+            rows(d_w, C, BV),
+            tiles(d_states, BV, self.key_block),
+        )
+
+    def _query_gradients(
+        self, tables: ChunkTables, states: Tensor, narrow: KeyTiles, wide: ValueTiles, out: TokenBuffers
+    ) -> None:
+        C, BK = self.chunk, self.key_block
+        self.start(
+            backward_queries_kernel, self.how.backward_queries, self.sides * self.key_blocks * self.chunks * self.heads,
+            narrow.q, narrow.x, wide.w if wide.fed is None else wide.fed, wide.w, narrow.erase_key,
+            tables.strengths, tables.cumulated, self.u.documents,
+            tiles(states, wide.BV, BK), wide.d_o, wide.d_states, wide.d_w,
+            rows(out.d_q, C, BK), narrow.d_x, rows(out.d_erase_key, C, BK), out.d_strength, out.d_cumulated, out.touched,
+            *self.sizes, V=self.V, BK=BK, BV=wide.BV, C=C, STEP=self.step,
+        )  # fmt: skip
+
+    def _write_gradients(self, tables: ChunkTables, narrow: KeyTiles, wide: ValueTiles, out: TokenBuffers) -> None:
+        self.start(
+            backward_writes_kernel, self.how.backward_writes, self.key_blocks * self.J * self.chunks * self.heads,
+            narrow.q, narrow.x, wide.fed, wide.w, narrow.erase_key,
+            tables.strengths, tables.cumulated, self.u.documents,
+            wide.d_o, wide.d_states, wide.d_w, narrow.d_x, out.d_cumulated, out.tails,
+            *self.sizes, V=self.V, BK=self.key_block, BV=wide.BV, C=self.chunk, STEP=self.step,
+        )  # fmt: skip
+
+    def _decay_gradient(self, tables: ChunkTables, sums: TokenBuffers) -> Tensor:
+        assert self.u.log_decay is not None
+        d_log_decay = torch.empty_like(self.u.log_decay)
+        self.start(
+            backward_decay_kernel, Tiling(self.chunk, 1), self.chunks * self.heads,
+            tables.cumulated, self.u.documents, sums.d_cumulated, sums.tails, sums.touched, d_log_decay,
+            *self.sizes, self.heads,
+            SLABS=self.sides + self.J, BLOCKS=self.key_blocks, C=self.chunk, STEP=self.step,
+        )  # fmt: skip
+        return d_log_decay
 
     def touch_ends(
         self, touched: Tensor, states: Tensor, d_states: Tensor, state: Tensor | None, d_final: Tensor | None
@@ -194,37 +293,3 @@ class Launch:
     def per_segment(self, segments: int) -> int:
         """Steps in a segment: whole chunks, so that saved states are those at chunks' borders."""
         return -(-self.chunks // segments) * (self.chunk // self.step)
-
-    def chain(self, maps: Tensor, added: Tensor, given: Tensor | None, backward: bool) -> Tensor:
-        entering = torch.empty_like(added)
-        block = min(16, self.V)
-        self.start(
-            chain_kernel, Tiling(block, 8, 3), self.V // block * self.heads,
-            maps, added, given, entering, added.shape[0], self.heads,
-            V=self.V, BV=block, BACKWARD=backward, GIVEN=given is not None,
-        )  # fmt: skip
-        return entering
-
-
-def step(given: list[Tensor | None], new_state: Tensor, substeps: int) -> Tensor:
-    """The decode kernel on an `Update`'s tensors and a state; fills `new_state`, which may be that state."""
-    q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state = given
-    assert q is not None and k is not None and w is not None
-    (B, T, _, K), (H, L, V) = q.shape, w.shape[2:]
-    groups = {
-        name: 1 if z is None else z.shape[2] for name, z in {"q": q, "k": k, "b": erase_key, "a": erase_write}.items()
-    }
-    # (A contiguous tensor may have any stride where its size is 1.)
-    apart = K if erase_key is None or erase_key.is_contiguous() else erase_key.stride(2)
-    o = w.new_empty(B, T, H, V)
-    block = min(padded(V), 32)
-    step_kernel[(-(-V // block) * B * H,)](
-        q, k, w, log_decay, erase_key, erase_strength, erase_write, _bytes(reset), _bytes(mask), state, new_state, o,
-        T=T, H=H, **{f"{name}_groups": count for name, count in groups.items()}, b_apart=apart,
-        SUBSTEPS=substeps, L=L, K=K, V=V, BK=padded(K), BV=block, num_warps=4,
-    )  # fmt: skip
-    return o
-
-
-def _bytes(flags: Tensor | None) -> Tensor | None:
-    return None if flags is None else flags.view(torch.int8)

@@ -1,7 +1,8 @@
-"""Segments of a sequence that run side by side.
+"""Segments: a long sequence of few heads is cut into parts that run in parallel.
 
-A few heads leave most of a GPU idle. A long sequence of them is cut into segments: first each one's map (what it does to
-whatever state it is given) and its state from nothing, then the short chain between segments, then all segments at once.
+A few heads leave most of a GPU idle. A long sequence is therefore cut into segments: first each segment's map (what it does
+to its incoming state) and its final state from an empty one, then the short chain between segments, then all segments at
+once. `segment_chain_kernel` computes what enters each segment: S_{s+1} = M_s S_s + D_s, or backward with M_sᵀ.
 """
 
 from __future__ import annotations
@@ -9,31 +10,33 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from prism.engine.kernels.launch import Launch
-from prism.engine.kernels.programs import aside
-from prism.engine.kernels.told import Prepared
+from prism.engine.kernels.configurations import Tiling
+from prism.engine.kernels.launch import ChunkTables, Launch
+from prism.engine.kernels.runtime import side_stream
 
 WIDEST_MAP = 128
 """A segment's map is K × K in float32: one of 256 × 256 does not fit into a multiprocessor."""
 
 
-def side_by_side(run: Launch) -> int:
-    """As many as keep every multiprocessor busy with two programs, and none shorter than 8 chunks; one where that would be
-    fewer than 4, because every token is passed three times then, or where the chain cannot hold their maps."""
+def segment_count(run: Launch) -> int:
+    """Segments of a call: as many as keep every multiprocessor busy with two programs, none shorter than 8 chunks. One if that
+    gives fewer than 4, because every token is passed three times then, or if the chain cannot hold the maps."""
     if run.how.segments is not None:
         return min(run.how.segments, run.chunks)
     if not _cut(run):
         return 1
     wanted = 2 * _multiprocessors(run.u.w.device)
-    programs = run.heads * (run.V // min(run.how.scan.block, run.V))
+    programs = run.heads * (run.V // min(run.how.forward_scan.block, run.V))
     count = min(wanted // programs, run.chunks // 8)
     return count if count >= 4 else 1
 
 
-def kinds(run: Launch) -> tuple[int, ...]:
-    """What numbers of segments there are for compiled code, at any length: one, and several."""
+def segment_counts(run: Launch) -> tuple[int, ...]:
+    """The numbers of segments that compiled code can tell apart, at any length: one, and several."""
     if run.how.segments is not None:
         return (1,) if run.how.segments == 1 else (1, 2)
     return (1, 2) if _cut(run) else (1,)
@@ -45,30 +48,83 @@ def _cut(run: Launch) -> bool:
 
 
 def incoming(
-    run: Launch, ready: Prepared, initial: Tensor | None, segments: int
+    run: Launch, tables: ChunkTables, initial: Tensor | None, segments: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """The state that enters each segment, `[segments, B, H, K, V]`, and the segments' maps."""
     if segments == 1:
         return initial, None
-    with aside(run.u.w.device) as join:  # each of the two leaves a third of the chip to the other
-        maps = _maps(run, ready, segments)
-    added = run.scan(ready, None, segments)
+    with side_stream(run.u.w.device) as join:  # each of the two leaves a third of the chip to the other
+        maps = _maps(run, tables, segments)
+    added = run.forward_scan(tables, None, segments)
     join(maps)
-    return run.chain(maps, added, initial, backward=False), maps
+    return _chain(run, maps, added, initial, backward=False), maps
 
 
-def outgoing(run: Launch, ready: Prepared, d_o: Tensor, d_final: Tensor | None, segments: int) -> Tensor | None:
+def outgoing(run: Launch, tables: ChunkTables, d_o: Tensor, d_final: Tensor | None, segments: int) -> Tensor | None:
     """The gradient of the state that leaves each segment."""
     if segments == 1:
         return d_final
-    maps = _maps(run, ready, segments) if ready.maps is None else ready.maps
-    return run.chain(maps, run.reverse(ready, d_o, None, segments), d_final, backward=True)
+    maps = _maps(run, tables, segments) if tables.maps is None else tables.maps
+    return _chain(run, maps, run.backward_scan(tables, d_o, None, segments), d_final, backward=True)
 
 
-def _maps(run: Launch, ready: Prepared, segments: int) -> Tensor:
-    return run.scan(ready, None, segments, as_map=True)
+def _maps(run: Launch, tables: ChunkTables, segments: int) -> Tensor:
+    return run.forward_scan(tables, None, segments, as_map=True)
 
 
 @lru_cache(16)
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _chain(run: Launch, maps: Tensor, added: Tensor, given: Tensor | None, backward: bool) -> Tensor:
+    """What enters each segment, `[segments, B, H, K, V]`; backward: the gradient of what leaves it."""
+    entering = torch.empty_like(added)
+    block = min(16, run.V)
+    run.start(
+        segment_chain_kernel, Tiling(block, 8, 3), run.V // block * run.heads,
+        maps, added, given, entering, added.shape[0], run.heads,
+        V=run.V, BV=block, BACKWARD=backward, GIVEN=given is not None,
+    )  # fmt: skip
+    return entering
+
+
+@triton.jit(do_not_specialize=["segments", "heads"])
+def segment_chain_kernel(
+    maps,
+    added,
+    given,
+    entering,
+    segments,
+    heads,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    GIVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a head and BV value columns. `maps` `[segments, heads, K, K]`; `added`, `entering`
+    `[segments, heads, K, V]`; `given` `[heads, K, V]` enters the first segment (BACKWARD: leaves the last)."""
+    BLOCKS: tl.constexpr = V // BV
+    pid = tl.program_id(0)
+    head = pid // BLOCKS
+    ks = tl.arange(0, K)
+    vs = pid % BLOCKS * BV + tl.arange(0, BV)
+    square = ks[:, None] * K + ks[None, :]
+    # A map is a factor as it lies in memory: M S forward, and backward Sᵀ M, everything turned.
+    tile = ks[None, :] * V + vs[:, None] if BACKWARD else ks[:, None] * V + vs[None, :]
+    S = tl.zeros((BV, K) if BACKWARD else (K, BV), tl.float32)
+    if GIVEN:
+        S = tl.load(given + head.to(tl.int64) * (K * V) + tile)
+    for i in range(segments):
+        s = segments - 1 - i if BACKWARD else i
+        place = (s * heads + head).to(tl.int64)
+        tl.store(entering + place * (K * V) + tile, S)
+        if i + 1 < segments:
+            over = tl.load(maps + place * (K * K) + square)
+            given_on = tl.load(added + place * (K * V) + tile)
+            if BACKWARD:
+                S = given_on + tl.dot(S, over, input_precision=PRECISION)
+            else:
+                S = given_on + tl.dot(over, S, input_precision=PRECISION)

@@ -1,14 +1,26 @@
 """The short causal convolution of each channel, with its SiLU, in one pass: y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}).
 
-Taps that reach before the span read the window, if there is one; taps that reach into an earlier document see nothing.
-The backward finds the sum before SiLU again, writes its gradient dz and each program's share of the weights' gradient, and
-takes dx from dz in a second pass. Shares are added up by the caller, in a fixed order.
+Taps that reach before x read the window, if there is one; taps that reach into an earlier document read zeros. The backward
+computes the sum before SiLU again, writes its gradient dz and each program's share of the weights' gradient, and computes dx
+from dz in a second pass. Shares are added up on the host, in a fixed order. The definition in torch is `short_conv` in
+`engine/fused.py`.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from prism.engine.kernels.available import device_guard
+from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, gradient_like, present, schema_of
+
+# One warp holds whole rows of a tile: sums over tokens stay within a thread.
+TILE: dict[str, int] = {"ROWS": 4, "COLUMNS": 256, "num_warps": 1}
+SUM_TILE, SUM_REPEAT = {**TILE, "ROWS": 2}, 64
 
 
 @triton.jit
@@ -184,3 +196,86 @@ def short_conv_inputs_kernel(
         dx += tl.load(weight + (W - 1 - ahead) * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :] * dz
     place = (b * T + t)[:, None] * D + c[None, :]
     tl.store(d_x + place, dx.to(d_x.dtype.element_ty), mask=(t < T)[:, None] & (c < D)[None, :])
+
+
+class ConvInputs(NamedTuple):
+    """What the convolution reads."""
+
+    x: Tensor  # [B, T, D]
+    weight: Tensor  # [W, D]
+    bias: Tensor | None  # [D]
+    window: Tensor | None  # the tokens before x, [B, W - 1, D]; gets no gradient
+    documents: Tensor | None  # [B, T] int32
+
+
+GIVEN = len(ConvInputs._fields)
+
+
+def _short_conv(*inputs: Any) -> Tensor:
+    """`ConvInputs` and whether a SiLU follows → y `[B, T, D]`."""
+    given, silu = ConvInputs(*all_contiguous_aligned(*inputs[:GIVEN])), inputs[GIVEN]
+    x, y = given.x, torch.empty_like(given.x)
+    with device_guard(x):
+        short_conv_kernel[_grid(x)](*given, y, *x.shape[1:], W=given.weight.shape[0], SILU=silu, **TILE)
+    return y
+
+
+def _short_conv_shapes(*inputs: Any) -> Tensor:
+    return inputs[0].new_empty(inputs[0].shape)
+
+
+def _short_conv_backward(d_y: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias."""
+    d_y, *tensors = all_contiguous_aligned(d_y, *inputs[:GIVEN])
+    given, silu = ConvInputs(*tensors), inputs[GIVEN]
+    x, weight, bias = given[:3]
+    (B, T, D), W = x.shape, weight.shape[0]
+    programs = B * -(-T // (SUM_TILE["ROWS"] * SUM_REPEAT))
+    d_z, d_x = torch.empty_like(x), torch.empty_like(x)
+    shares = x.new_empty(programs, W + 1, D, dtype=torch.float32)
+    with device_guard(x):
+        short_conv_weights_kernel[(programs, -(-D // SUM_TILE["COLUMNS"]))](
+            *given, d_y, d_z, shares, T, D, W=W, SILU=silu, **SUM_TILE, REPEAT=SUM_REPEAT
+        )
+        short_conv_inputs_kernel[_grid(x)](d_z, weight, given.documents, d_x, T, D, W=W, **TILE)
+    d_bias = None if bias is None else shares[:, W].sum(0).to(bias.dtype)
+    return d_x, shares[:, :W].sum(0).to(weight.dtype), present(d_bias, weight)
+
+
+def _short_conv_backward_shapes(d_y: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, bias = inputs[:3]
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), gradient_like(bias, weight)
+
+
+def _grid(x: Tensor) -> tuple[int, int]:
+    B, T, D = x.shape
+    return B * -(-T // TILE["ROWS"]), -(-D // TILE["COLUMNS"])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.silu = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    given = ctx.saved_tensors
+    d_x, d_weight, d_bias = short_conv_backward(d_y, *given, ctx.silu)
+    return d_x, d_weight, None if given[2] is None else d_bias, None, None, None
+
+
+_INPUTS = f"{schema_of(ConvInputs)}, bool silu"
+
+short_conv_backward = Operator(
+    "prism::short_conv_backward",
+    _short_conv_backward,
+    _short_conv_backward_shapes,
+    schema=f"(Tensor d_y, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+)
+short_conv = Operator(
+    "prism::short_conv",
+    _short_conv,
+    _short_conv_shapes,
+    _keep,
+    _differentiate,
+    schema=f"({_INPUTS}) -> Tensor",
+)

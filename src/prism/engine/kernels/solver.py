@@ -3,14 +3,32 @@
     gelu     δ_l = GELU(p_l r_l),   r_{l+1} = r_l - δ_l                w_l = γ_l β_l δ_l,   r_1 = v - u
     closed   δ_l = σ(p_l) r_l,      r_{l+1} = r_l - δ_l
 
-One program takes ROWS tokens of one head. Nothing but the inputs is kept for the backward: the L residuals are found again.
-γ's gradient is summed over a program's tokens here and over programs by the caller, in a fixed order.
+One program takes ROWS tokens of one head. The backward saves the inputs alone and computes the L residuals again. γ's
+gradient is summed over each program's tokens in the kernel and over programs on the host, in a fixed order. The definition
+in torch is `solved_writes` in `engine/fused.py`.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from prism.engine.kernels.available import device_guard, padded
+from prism.engine.kernels.runtime import (
+    Operator,
+    all_contiguous_aligned,
+    all_present,
+    gradient_like,
+    only_given,
+    schema_of,
+)
+
+ELEMENTS = 2048
+"""What one program of the solver holds: tokens × channels."""
 
 
 @triton.jit
@@ -201,3 +219,108 @@ def solve_backward_kernel(
     tl.store(d_value + place, d_residual.to(d_value.dtype.element_ty), mask=inside)
     if u is not None:
         tl.store(d_u + place, (-d_residual).to(d_u.dtype.element_ty), mask=inside)
+
+
+class Grid(NamedTuple):
+    """A program takes some tokens of one head."""
+
+    per_program: int
+    per_head: int
+    programs: int
+
+
+def grid(tokens: int, heads: int, block: int) -> Grid:
+    """The grid for `tokens` × `heads` rows of `block` channels."""
+    per_program = max(1, ELEMENTS // block)
+    count = -(-tokens // per_program)
+    return Grid(per_program, count, count * heads)
+
+
+def empty_like(z: Tensor | None) -> Tensor | None:
+    """Memory for z's gradient."""
+    return None if z is None else torch.empty_like(z)
+
+
+def scale_shares(scale: Tensor | None, where: Grid) -> Tensor | None:
+    """Each program's part of γ's gradient."""
+    return None if scale is None else scale.new_empty(where.per_head, *scale.shape, dtype=torch.float32)
+
+
+def summed_shares(shares: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    """γ's gradient."""
+    return None if shares is None or scale is None else shares.sum(0).to(scale.dtype)
+
+
+class SolverInputs(NamedTuple):
+    """What the solver reads, for L writes."""
+
+    v: Tensor  # […, H, V]
+    u: Tensor | None  # […, H, V]
+    p: Tensor | None  # […, H, L, V]
+    beta: Tensor  # […, H, L]
+    scale: Tensor | None  # γ, [L, H, V]
+
+
+GIVEN = len(SolverInputs._fields)
+
+
+def _solve(*inputs: Any) -> Tensor:
+    """`SolverInputs`, gelu and nonlinear → the writes `[…, H, L, V]`."""
+    given = SolverInputs(*all_contiguous_aligned(*inputs[:GIVEN]))
+    where, sizes, constants = _layout(given, *inputs[GIVEN:])
+    w = given.v.new_empty(*given.beta.shape, given.v.shape[-1])
+    with device_guard(w):
+        solve_kernel[(where.programs,)](*given, w, *sizes, **constants)
+    return w
+
+
+def _solve_shapes(*inputs: Any) -> Tensor:
+    given = SolverInputs(*inputs[:GIVEN])
+    return given.v.new_empty(*given.beta.shape, given.v.shape[-1])
+
+
+def _solve_backward(d_w: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """The gradients of `SolverInputs`."""
+    d_w, *tensors = all_contiguous_aligned(d_w, *inputs[:GIVEN])
+    given = SolverInputs(*tensors)
+    where, sizes, constants = _layout(given, *inputs[GIVEN:])
+    grads = [empty_like(z) for z in given[:-1]]
+    shares = scale_shares(given.scale, where)
+    with device_guard(d_w):
+        solve_backward_kernel[(where.programs,)](*given, d_w, *grads, shares, *sizes, **constants)
+    return all_present((*grads, summed_shares(shares, given.scale)), given.v)
+
+
+def _solve_backward_shapes(d_w: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    given = SolverInputs(*inputs[:GIVEN])
+    return tuple(gradient_like(z, given.v) for z in given)
+
+
+def _layout(given: SolverInputs, gelu: bool, nonlinear: bool) -> tuple[Grid, tuple[int, int], dict[str, Any]]:
+    """The grid, the sizes and the constants of a launch."""
+    (H, V), L = given.v.shape[-2:], given.beta.shape[-1]
+    tokens, block = given.v.numel() // (H * V), padded(V)
+    where = grid(tokens, H, block)
+    constants = {"L": L, "V": V, "BV": block, "ROWS": where.per_program, "GELU": gelu, "NONLINEAR": nonlinear}
+    return where, (tokens, H), constants
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:GIVEN])
+    ctx.options = inputs[GIVEN:]
+
+
+def _differentiate(ctx: Any, d_w: Tensor) -> tuple[Tensor | None, ...]:
+    given = ctx.saved_tensors  # gradient checkpointing allows one read
+    return *only_given(given, solve_backward(d_w, *given, *ctx.options)), *[None] * len(ctx.options)
+
+
+_INPUTS = f"{schema_of(SolverInputs)}, bool gelu, bool nonlinear"
+
+solve_backward = Operator(
+    "prism::solve_backward",
+    _solve_backward,
+    _solve_backward_shapes,
+    schema=f"(Tensor d_w, {_INPUTS}) -> ({', '.join(['Tensor'] * GIVEN)})",
+)
+solve = Operator("prism::solve", _solve, _solve_shapes, _keep, _differentiate, schema=f"({_INPUTS}) -> Tensor")

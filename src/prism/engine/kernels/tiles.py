@@ -1,9 +1,9 @@
-"""What every chunk kernel shares: tiles through tensor descriptors, and what is left of a write.
+"""Device functions that all chunk kernels share: tiles through tensor descriptors, and how much of a write is left.
 
-Tokens' tensors are `[B, T, H · columns · width]` to a descriptor and a tile is C tokens of one column, so that rows beyond T
-read as zeros and are never written. Widths are powers of two ≥ 16 (`ops` pads). Gates are `[B, H, padded]` here, T padded to
-whole chunks; cumulated log-decays are in base 2 and start anew every STEP tokens, the chunks of the serial passes, which may
-be shorter than those of the parallel ones.
+Token tensors are `[B, T, H · columns · width]` to a descriptor, and a tile is C tokens of one column, so that rows beyond T
+read as zeros and are never written. Widths are powers of two ≥ 16 (`serve.py` pads them). Gates are `[B, H, padded]` here, T
+padded to whole chunks. Cumulated log-decays are in base 2 and restart every STEP tokens, the chunks of the scans, which may
+be shorter than those of the parallel passes.
 """
 
 from __future__ import annotations

@@ -19,12 +19,11 @@ Read network.py (f and its gradient), update.py (what a rule says), recurrent.py
 """
 
 from prism.engine.dispatch import Engine, Path, register
-from prism.engine.networks import online
 from prism.engine.networks.chunkwise import chunkwise
 from prism.engine.networks.network import Network
 from prism.engine.networks.recurrent import recurrent
+from prism.engine.networks.serial import kernel_is_automatic, kernel_refuses, serial, serial_by_kernel
 from prism.engine.networks.serial import refuses as serial_refuses
-from prism.engine.networks.serial import serial
 from prism.engine.networks.state import check_state
 from prism.engine.networks.update import Averaged, InnerUpdate, Momentum
 
@@ -41,7 +40,9 @@ register(
         paths={
             ("recurrent", "torch"): Path(recurrent),
             ("chunkwise", "torch"): Path(chunkwise),
-            ("serial", "triton"): Path(online.serial, lambda update: serial_refuses(update) or online.refuses(update)),
+            ("serial", "triton"): Path(
+                serial_by_kernel, lambda update: serial_refuses(update) or kernel_refuses(update), kernel_is_automatic
+            ),
             ("serial", "torch"): Path(serial, serial_refuses),
         },
         choose=_choose,

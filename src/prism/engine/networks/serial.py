@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prism.engine.kernels import available
 from prism.engine.networks.chunkwise import Coefficients, read, run, written
 from prism.engine.networks.layout import line_up
 from prism.engine.networks.network import Network, Weights, gelu, gelu_slope
@@ -24,6 +25,8 @@ from prism.engine.networks.state import Fast, Learned, initial, restart, tensors
 from prism.engine.networks.update import Averaged, InnerUpdate
 
 GROUP = 16
+LARGEST = 64 * 256
+"""Numbers in a weight matrix: two of them are held in the registers of one multiprocessor."""
 
 
 class Group(NamedTuple):
@@ -98,3 +101,48 @@ def gradients(
                     back = back - ((delta @ d[layer].transpose(-1, -2)) * past) @ x[layer]
                 delta = back * gelu_slope(before[layer - 1])
     return [torch.cat(rows, -2) for rows in inputs], [torch.cat(rows, -2) for rows in deltas]
+
+
+def kernel_refuses(u: InnerUpdate) -> str | None:
+    """Why the kernel cannot serve an update, in one clause, or None."""
+    if available.PROBLEM is not None:
+        return available.PROBLEM
+    if u.q.device.type != "cuda" and not available.INTERPRETED:
+        return f"needs a CUDA device, not {u.q.device.type!r}"
+    if u.state_dtype != torch.float32:
+        return "computes in float32, not float64"
+    if u.reset is not None:
+        return "takes one document a row, without reset"
+    sizes = [*u.network.weights[0].shape[1:], u.v.shape[-1]]
+    if u.network.depth != 2 or any(n < 16 or n & (n - 1) for n in sizes) or sizes[0] != sizes[2]:
+        return f"takes two layers of 2ⁿ ≥ 16 units, keys as long as values, not {sizes}"
+    if sizes[0] * sizes[1] > LARGEST:
+        return f"takes weight matrices of up to {LARGEST} numbers, not {sizes[0]}×{sizes[1]}"
+    return None
+
+
+def kernel_is_automatic(u: InnerUpdate) -> bool:
+    """`backend="auto"` tries the kernel first. Warns once on a GPU if the installed versions rule it out."""
+    available.warn_if_unavailable(u.q)
+    return True
+
+
+def serial_by_kernel(u: InnerUpdate, state: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """`serial` for a network of two layers, in one kernel per sequence (kernels/serial_mlp.py)."""
+    dtype, u = u.v.dtype, u.plain()
+    assert isinstance(u.learner, Averaged)
+    network, start = u.network, initial(u, state).learned.start
+    w1, w2, b1, b2 = start if network.biases is not None else (*start, None, None)
+    scale, shift = (None, None) if network.norm is None else (p.float() for p in network.norm)
+    rate = (2 * network.loss_scale) * u.learner.scale * u.rate
+    target = u.v - u.k if network.residual else u.v
+    tokens = u.q, u.k, target, rate
+    save = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (*tokens, w1, w2, b1, b2, scale, shift)
+    )
+    from prism.engine.kernels.serial_mlp import serial_mlp
+
+    z, *end = serial_mlp(*tokens, w1, w2, b1, b2, scale, shift, save)[:5]
+    o = network.answer(z.transpose(1, 2), u.q.transpose(1, 2)).transpose(1, 2)
+    learned = Learned(tuple(end[:2] if network.biases is None else end), None, None)
+    return u.finish(o, dtype), tensors(u, Fast(learned, None, ()))

@@ -14,27 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.compat import untouched
-from prism.engine.kernels import paths
+from prism.engine.fused import UNIT_EPS as UNIT_EPS
+from prism.engine.fused import history, short_conv
+from prism.engine.fused import l2_normalize as l2_normalize
 from prism.rules.rule import Carry, Span, set_initial_weights
 
 
 def at_least_float32(x: Tensor) -> Tensor:
     """Half precision becomes float32, anything else stays."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-UNIT_EPS = 1e-6
-
-
-def l2_normalize(x: Tensor, eps: float = UNIT_EPS) -> Tensor:
-    """x / sqrt(Σx² + eps) over the last dimension; in float32 for half precision."""
-    width = x.shape[-1]
-    # Torch has one kernel for x / sqrt(mean x² + eps); its weight √1/K is near enough in half precision if K is 2^n.
-    if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and width & (width - 1) == 0:
-        with torch.autocast("cuda", enabled=False):  # which would keep a float32 copy of x
-            return F.rms_norm(x, (width,), x.new_full((width,), width**-0.5), eps / width)
-    y = at_least_float32(x)
-    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
@@ -66,13 +54,6 @@ def with_normaliser(v: Tensor) -> Tensor:
     return torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
 
-def history(x: Tensor, window: Tensor | None, size: int) -> Tensor:
-    """`[B, size + T, …]`: what came before (zeros at the start of a sequence), then x."""
-    if window is None:
-        window = x.new_zeros(x.shape[0], size, *x.shape[2:])
-    return torch.cat([window.to(x.dtype), x], 1)
-
-
 class ShortConv(nn.Module):
     """Causal depthwise convolution over the last `size` tokens, then SiLU (unless `activation=False`).
 
@@ -94,31 +75,9 @@ class ShortConv(nn.Module):
         if self.weight is None:
             y = x if self.bias is None else x + self.bias.to(x.dtype)
             y = F.silu(y) if self.activation else y
-        elif paths.convolves(x, window):
-            from prism.engine.kernels import ops_beside
-
-            documents = None if span.documents is None else span.documents.int()
-            before = None if window is None else window.to(x.dtype)
-            y = ops_beside.short_conv(x, self.weight, self.bias, before, documents, self.activation)
         else:
-            y = self._convolve(x, window, span.documents)
+            y = short_conv(x, self.weight, self.bias, window, span.documents, self.activation)
         return y, self._window(x, window, span)
-
-    def _convolve(self, x: Tensor, window: Tensor | None, documents: Tensor | None) -> Tensor:
-        size, T = self.size, x.shape[1]
-        seen = history(x, window, size - 1)
-        # Under autocast x is bfloat16 and the weight float32: their product must not make the whole layer float32.
-        weight = self.weight.to(x.dtype)  # type: ignore[union-attr]  # there is one where size > 1
-        y = x * weight[-1]
-        for back in range(1, size):
-            past = seen[:, size - 1 - back : size - 1 - back + T]
-            if documents is not None:  # a tap that would reach into an earlier document sees nothing
-                age = F.pad(documents, (back, 0))[:, :T]
-                past = torch.where((age == documents).unsqueeze(-1), past, 0.0)
-            y = y + past * weight[-1 - back]
-        if self.bias is not None:
-            y = y + self.bias.to(x.dtype)
-        return F.silu(y) if self.activation else y
 
     def _window(self, x: Tensor, window: Tensor | None, span: Span) -> Tensor:
         count, T, documents = self.size - 1, x.shape[1], span.documents

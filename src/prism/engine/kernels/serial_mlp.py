@@ -1,20 +1,27 @@
-# mypy: ignore-errors
-# (kernels are Triton's language, which has no Python types)
-"""Online descent of a two-layer network in one kernel a sequence: weights stay in registers from the first token to the last.
+"""Online gradient descent of a two-layer network, one kernel per sequence: the serial form of TTT-MLP.
 
-A program runs one head of one sequence, token after token. W1 is `[D, M]` and W2 is kept turned, `[D, M]` too, so that every
-product with a vector is a sum over rows or columns of such a tile. The backward walks from the last token to the first. It
-does not store the weights of every token: a step is undone by adding back what it took, W_{t-1} = W_t + c (rank one), and
-where an equation wants W_{t-1} it gets W_t and a dot product more.
+A program runs one head of one sequence, token by token, with the weights in registers from the first token to the last. W1 is
+`[D, M]` and W2 is held transposed, `[D, M]` too, so that every product with a vector is a sum over rows or columns of such a
+tile. The backward goes from the last token to the first. It does not store every token's weights: a step is undone by adding
+back what it subtracted, W_{t-1} = W_t + c (rank one), and where an equation needs W_{t-1} it uses W_t and one more dot
+product.
 
-Tokens' tensors are `[B, T, H, D]`, what the forward leaves for the backward `[B, T, H, ·]`, weights `[B, H, D, M]`.
+Token tensors are `[B, T, H, D]`, what the forward saves for the backward `[B, T, H, ·]`, weights `[B, H, D, M]`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from prism.engine.kernels.available import device_guard
+
+WARPS = 8
+"""The fastest of 4 to 32 on an H200, forward and backward."""
 EPS = tl.constexpr(1e-6)
 
 
@@ -63,7 +70,7 @@ def _token(k, q, target, rate, at, d, D: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(
+def serial_mlp_kernel(
     q, k, target, rate, scale, shift,
     w1, b1, w2, b2,
     out, end_w1, end_b1, end_w2, end_b2,
@@ -116,7 +123,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def serial_mlp_backward_kernel(
     q, k, target, rate, scale, shift,
     w1, w2,
     saved_z1, saved_back, saved_z2, saved_asked,
@@ -218,3 +225,133 @@ def backward_kernel(
     if NORM:
         tl.store(d_scale + row * D + d, d_gain)
         tl.store(d_shift + row * D + d, d_offset)
+
+
+@torch.library.custom_op("prism::serial_mlp", mutates_args=())
+def serial_mlp(
+    q: Tensor,
+    k: Tensor,
+    target: Tensor,
+    rate: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    b1: Tensor | None,
+    b2: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """z `[B, T, H, D]`, the last W1, W2, b1, b2 (empty if there are none), and what the backward reads."""
+    made = _outputs(q, w1, w2, b1, b2, save)
+    z, end1, end2, end_b1, end_b2, *saved = made
+    w2_t = _transposed(w2)
+    end = torch.empty_like(w2_t)
+    B, T, H, D = q.shape
+    with device_guard(q):
+        serial_mlp_kernel[(B * H,)](
+            *[x.contiguous() for x in (q, k, target, rate)], scale, shift,
+            w1.contiguous(), b1, w2_t, b2, z, end1, end_b1, end, end_b2, *saved, T, H,
+            D=D, M=w1.shape[-1], NORM=scale is not None, BIAS=b1 is not None, SAVE=save, num_warps=WARPS,
+        )  # fmt: skip
+    end2.copy_(end.transpose(-1, -2))
+    return made
+
+
+@serial_mlp.register_fake
+def _(q, k, target, rate, w1, w2, b1, b2, scale, shift, save):
+    return _outputs(q, w1, w2, b1, b2, save)
+
+
+def _outputs(
+    q: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    hidden = (*q.shape[:3], w1.shape[-1]) if save else (0,)
+    return (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        w1.new_empty(w1.shape),
+        w2.new_empty(w2.shape),
+        q.new_empty((0,) if b1 is None else b1.shape),
+        q.new_empty((0,) if b2 is None else b2.shape),
+        q.new_empty(hidden),  # z1
+        q.new_empty(hidden),  # W2ᵀδ2
+        q.new_empty(q.shape if save else (0,)),  # z2
+        q.new_empty(hidden),  # z1 of the query
+    )
+
+
+@torch.library.custom_op("prism::serial_mlp_backward", mutates_args=())
+def serial_mlp_backward(
+    d_z: Tensor,
+    d_w1: Tensor,
+    d_w2: Tensor,
+    d_b1: Tensor | None,
+    d_b2: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    target: Tensor,
+    rate: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    z1: Tensor,
+    back: Tensor,
+    z2: Tensor,
+    asked: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, target, rate, the first W1, W2, b1, b2, and of scale and shift. `w1`, `w2`: the last weights."""
+    B, T, H, D = q.shape
+    tokens = [x.contiguous() for x in (q, k, target, rate)]
+    d_tokens = [torch.empty_like(x) for x in tokens]
+    first1, first2 = d_w1.clone(memory_format=torch.contiguous_format), _transposed(d_w2)
+    first_b1, first_b2 = (None if x is None else x.clone() for x in (d_b1, d_b2))
+    d_scale, d_shift = (None if scale is None else q.new_empty(B, H, D) for _ in range(2))
+    with device_guard(q):
+        serial_mlp_backward_kernel[(B * H,)](
+            *tokens, scale, shift, w1.clone(), _transposed(w2), z1, back, z2, asked, d_z.contiguous(),
+            first1, first_b1, first2, first_b2, *d_tokens, d_scale, d_shift, T, H,
+            D=D, M=w1.shape[-1], NORM=scale is not None, BIAS=d_b1 is not None, num_warps=WARPS,
+        )  # fmt: skip
+    none = q.new_empty(0)
+    return (
+        *d_tokens,
+        first1,
+        _transposed(first2),
+        none if first_b1 is None else first_b1,
+        none.clone() if first_b2 is None else first_b2,
+        none.clone() if d_scale is None else d_scale.sum(0),
+        none.clone() if d_shift is None else d_shift.sum(0),
+    )  # type: ignore[return-value]  # ten tensors: mypy cannot count the starred ones
+
+
+@serial_mlp_backward.register_fake
+def _(d_z, d_w1, d_w2, d_b1, d_b2, q, k, target, rate, w1, w2, scale, shift, *saved):
+    wanted = (q, k, target, rate, w1, w2, d_b1, d_b2, scale, shift)
+    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, target, rate, _, _, b1, _, scale, shift, save = inputs
+    _, w1, w2, _, _, *saved = output
+    ctx.save_for_backward(q, k, target, rate, w1, w2, scale, shift, *saved)
+    ctx.bias, ctx.saved = b1 is not None, save
+    ctx.mark_non_differentiable(*saved)
+
+
+def _differentiate(
+    ctx: Any, d_z: Tensor, d_w1: Tensor, d_w2: Tensor, d_b1: Tensor, d_b2: Tensor, *_: Tensor
+) -> tuple[Tensor | None, ...]:
+    if not ctx.saved:
+        raise RuntimeError("prism::serial_mlp was called with save=False: nothing was kept for a backward")
+    biases = (d_b1, d_b2) if ctx.bias else (None, None)
+    *grads, b1, b2, scale, shift = serial_mlp_backward(d_z, d_w1, d_w2, *biases, *ctx.saved_tensors)
+    optional = [x if x.numel() else None for x in (b1, b2, scale, shift)]
+    return (*grads, *optional, None)
+
+
+serial_mlp.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """A copy with the last two dimensions exchanged."""
+    return x.transpose(-1, -2).clone(memory_format=torch.contiguous_format)

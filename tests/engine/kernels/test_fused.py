@@ -1,4 +1,4 @@
-"""The kernels beside the memory: PRISM's solver, a delta rule's columns, the short convolution, each against its definition."""
+"""The kernels around the memory (solver, delta columns, short convolution), each against its torch definition in fused.py."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import prism
-from prism.engine.kernels import paths
-from prism.rules.columns import Columns, Corrections, columns
+from prism.engine import fused
+from prism.engine.fused import Columns, Corrections, delta_columns, solve, solved_writes
 from prism.rules.parts import UNIT_EPS, ShortConv
 from prism.rules.rule import Span
-from prism.rules.solver import solve, solved_writes
 from tests.engine.kernels.where import STARTED, needs_kernels
 from tests.helpers import assert_close, unwritten_memory_is_nan
 
 pytestmark = needs_kernels
 
 if STARTED:
-    from prism.engine.kernels import ops_beside
+    from prism.engine.kernels.columns import columns
+    from prism.engine.kernels.short_conv import short_conv
+    from prism.engine.kernels.solver import solve as solve_by_kernel
 
 
 @pytest.mark.parametrize("solver", ["gelu", "closed"])
@@ -39,7 +40,7 @@ def test_solver(solver: str, gain: bool, nonlinearity: bool, scaled: bool) -> No
     given = [z.requires_grad_() for z in (v, u, p, beta, scale) if z is not None]
     expected = solved_writes(v, u, p, beta, scale, solver, nonlinearity)
     with unwritten_memory_is_nan():
-        got = ops_beside.solve(v, u, p, beta, scale, solver == "gelu", nonlinearity)
+        got = solve_by_kernel(v, u, p, beta, scale, solver == "gelu", nonlinearity)
         d_w = torch.randn_like(got)
         gradients = torch.autograd.grad(got, given, d_w)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
@@ -51,9 +52,9 @@ def test_solver_is_a_proper_operator_and_means_the_rules_loop() -> None:
     v, u, p = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 2, 4)
     beta = torch.rand(1, 2, 1, 2)
     given = [z.requires_grad_() for z in (v, u, p, beta)]
-    torch.library.opcheck(ops_beside.solve.registered, (*given, None, True, True))
+    torch.library.opcheck(solve_by_kernel.registered, (*given, None, True, True))
     writes = beta.unsqueeze(-1) * solve(v - u, p, 2, "gelu")
-    torch.testing.assert_close(ops_beside.solve(*given, None, True, True), writes, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(solve_by_kernel(*given, None, True, True), writes, rtol=1e-5, atol=1e-6)
 
 
 def draw_columns(
@@ -78,18 +79,18 @@ def draw_columns(
     )
 
 
-def told(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinearity: bool) -> Columns:
+def columns_in_torch(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinearity: bool) -> Columns:
     mixed, beta, keys, expected, gains, betas, scale = tensors
     assert mixed is not None and beta is not None
     corrections = None
     if betas is not None and scale is not None:
         corrections = Corrections(keys, expected, gains, betas, scale, solver, nonlinearity)
-    return columns(mixed, beta, key_dim, corrections=corrections)
+    return delta_columns(mixed, beta, key_dim, corrections=corrections)
 
 
-def told_by_kernel(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinearity: bool) -> Columns:
+def columns_by_kernel(tensors: tuple[Tensor | None, ...], key_dim: int, solver: str, nonlinearity: bool) -> Columns:
     options = (key_dim, key_dim**-0.5, UNIT_EPS, solver == "gelu", nonlinearity)
-    return Columns(*ops_beside.columns(*tensors, *options))
+    return Columns(*columns(*tensors, *options))
 
 
 @settings(max_examples=24, deadline=None)
@@ -108,11 +109,11 @@ def test_columns(
     K, V = sizes
     tensors = draw_columns(T, H, K, V, later, *parts)
     exact = [z.requires_grad_() for z in tensors if z is not None]
-    expected = told(tensors, K, solver, nonlinearity)
+    expected = columns_in_torch(tensors, K, solver, nonlinearity)
     d_columns = [torch.randn_like(z) for z in expected]
     single = tuple(None if z is None else z.detach().float().requires_grad_() for z in tensors)
     with unwritten_memory_is_nan():
-        got = told_by_kernel(single, K, solver, nonlinearity)
+        got = columns_by_kernel(single, K, solver, nonlinearity)
         gradients = torch.autograd.grad(got, [z for z in single if z is not None], [z.float() for z in d_columns])
     wanted = [*expected, *torch.autograd.grad(expected, exact, d_columns)]
     for a, b in zip([*got, *gradients], wanted, strict=True):
@@ -122,12 +123,12 @@ def test_columns(
 def test_columns_in_half_precision_err_at_most_twice_what_torch_does() -> None:
     K = V = 32
     tensors = tuple(z.half() for z in draw_columns(40, 2, K, V, 2, True, True, True) if z is not None)
-    exact = told(tuple(z.double() for z in tensors), K, "closed", True)
+    exact = columns_in_torch(tuple(z.double() for z in tensors), K, "closed", True)
     for name in Columns._fields:
         reference = getattr(exact, name)
         ours, theirs = (
             (getattr(compute(tensors, K, "closed", True), name) - reference).norm()
-            for compute in (told_by_kernel, told)
+            for compute in (columns_by_kernel, columns_in_torch)
         )
         assert ours <= 2 * theirs, name
 
@@ -135,7 +136,7 @@ def test_columns_in_half_precision_err_at_most_twice_what_torch_does() -> None:
 def test_columns_are_a_proper_operator() -> None:
     tensors = draw_columns(3, 1, 4, 4, 1, True, True, True)
     given = tuple(None if z is None else z.float().requires_grad_() for z in tensors)
-    torch.library.opcheck(ops_beside.columns.registered, (*given, 4, 0.5, UNIT_EPS, True, True))
+    torch.library.opcheck(columns.registered, (*given, 4, 0.5, UNIT_EPS, True, True))
 
 
 @pytest.mark.parametrize("given", [(1,), (2,), (4,), (6,), (1, 6)])
@@ -143,8 +144,8 @@ def test_columns_of_which_few_want_a_gradient(given: tuple[int, ...]) -> None:
     tensors = draw_columns(5, 2, 16, 20, 2, True, True, True)
     exact = [z for i, z in enumerate(tensors) if z is not None and z.requires_grad_(i in given).requires_grad]
     single = tuple(None if z is None else z.detach().float().requires_grad_(z.requires_grad) for z in tensors)
-    wanted = torch.autograd.grad(sum(z.sum() for z in told(tensors, 16, "gelu", True)), exact)
-    total = sum(z.sum() for z in told_by_kernel(single, 16, "gelu", True))
+    wanted = torch.autograd.grad(sum(z.sum() for z in columns_in_torch(tensors, 16, "gelu", True)), exact)
+    total = sum(z.sum() for z in columns_by_kernel(single, 16, "gelu", True))
     got = torch.autograd.grad(total, [z for z in single if z is not None and z.requires_grad])
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
@@ -154,7 +155,7 @@ def test_columns_that_nobody_used_have_no_gradient() -> None:
     mixed, beta, *_ = draw_columns(3, 1, 16, 16, 0, False, False, False)
     assert mixed is not None and beta is not None
     single = (mixed.float().requires_grad_(), beta.float().requires_grad_(), *[None] * 5)
-    (gradient,) = torch.autograd.grad(told_by_kernel(single, 16, "gelu", True).q.sum(), [single[0]])
+    (gradient,) = torch.autograd.grad(columns_by_kernel(single, 16, "gelu", True).q.sum(), [single[0]])
     assert gradient[..., :16].any() and not gradient[..., 16:].any(), "only q was used"
 
 
@@ -176,7 +177,7 @@ def test_short_convolution(packed: bool, bias: bool, activation: bool, carried: 
     with unwritten_memory_is_nan():
         before = window.float() if carried else None
         documents = span.documents.int() if span.documents is not None else None
-        got = ops_beside.short_conv(single[0], single[1], single[2] if bias else None, before, documents, activation)
+        got = short_conv(single[0], single[1], single[2] if bias else None, before, documents, activation)
         gradients = torch.autograd.grad(got, single, d_y.float())
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(gradients, torch.autograd.grad(expected, given, d_y), strict=True):
@@ -185,15 +186,15 @@ def test_short_convolution(packed: bool, bias: bool, activation: bool, carried: 
 
 def test_short_convolution_is_a_proper_operator() -> None:
     x, weight = torch.randn(1, 3, 16, requires_grad=True), torch.randn(2, 16, requires_grad=True)
-    torch.library.opcheck(ops_beside.short_conv.registered, (x, weight, None, None, None, True))
+    torch.library.opcheck(short_conv.registered, (x, weight, None, None, None, True))
 
 
 def test_a_convolution_whose_window_wants_a_gradient_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=torch.device("cuda", 0))
     window = torch.zeros(1, 3, 3)
-    assert paths.convolves(on_gpu, window)
-    assert not paths.convolves(on_gpu, window.requires_grad_()), "the kernel has none for it"
+    assert fused.use_conv_kernel(on_gpu, window)
+    assert not fused.use_conv_kernel(on_gpu, window.requires_grad_()), "the kernel has none for it"
 
 
 @pytest.mark.parametrize("options", [{"preset": "lm"}, {"preset": "paper"}, {"preset": "lm", "steps": 1}])
@@ -209,9 +210,9 @@ def test_a_layer_on_these_kernels_is_the_layer_in_torch(
         y = checkpoint(lambda z: mixer(z)[0], leaf, use_reentrant=False) if again else mixer(leaf)[0]
         return [y, *torch.autograd.grad(y.square().sum(), [leaf, *mixer.parameters()])]
 
-    monkeypatch.setattr(paths, "fuses", lambda x: False)
+    monkeypatch.setattr(fused, "use_kernel", lambda x: False)
     expected = gradients(False)
-    monkeypatch.setattr(paths, "fuses", lambda x: True)
+    monkeypatch.setattr(fused, "use_kernel", lambda x: True)
     for again in (False, True):
         for got, wanted in zip(gradients(again), expected, strict=True):
             assert_close("layer", got, wanted, 1e-5)

@@ -1,10 +1,16 @@
-"""Backward, the serial half: the gradient of the state from the last chunk to the first, in registers.
+"""Backward passes over the chunks: the state's gradient from the last chunk to the first, and the gates' gradient.
+
+**Scan** (serial, the state's gradient in registers):
 
     dY_0 = N_0ᵀ dO + (X_0 ⊙ e^{G_C - G}) dS'        dU = T⁻ᵀ dY_0, the gradient of W_0        dR = -β ⊙ dU
     dS   = e^{G_C} dS' + (Q ⊙ e^G)ᵀ dO + (B ⊙ e^G)ᵀ dR
 
-dU is itself a result (the gradient of the first write); it and dS' every SAVED chunks are all that the parallel half needs.
-As in `scan.py`, everything that has a value column is held turned.
+dU is itself a result (the gradient of the first write). It and dS' every SAVED chunks are all that `backward_tokens.py`
+needs. As in `forward.py`, everything with a value column is held transposed.
+
+**Decay** (the last step): from the partial sums of all kernels to the gradient of each token's log-decay. Since
+G_i = Σ_{t ≤ i} g_t, dg_t collects dG_i of all rows i ≥ t of its chunk. What e^{G_C - G_j} multiplies also decays at every
+row t > j, and the decay of the incoming state involves all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ from prism.engine.kernels.tiles import borders, load_gate, load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded", "per_segment", "segments"])
-def reverse_kernel(
+def backward_scan_kernel(
     q,
     x,
     erase_key,
@@ -95,3 +101,42 @@ def reverse_kernel(
                 store_rows(d_w, b, t, h * (J * V) + first_column, tl.trans(wanted), C, BV)
 
     d_initial.store([matrix, first_column], tl.trans(dS))
+
+
+@triton.jit(do_not_specialize=["T", "H", "padded", "heads"])
+def backward_decay_kernel(
+    cumulated,
+    documents,
+    d_cumulated,
+    tails,
+    touched,
+    d_log_decay,
+    T,
+    H,
+    padded,
+    heads,
+    J: tl.constexpr,
+    SLABS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    C: tl.constexpr,
+    STEP: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """One chunk and head. Partial sums, added up in a fixed order: `d_cumulated` `[SLABS, K/BK, B, H, padded]` (queries, the
+    erase if there is one, columns), `tails` `[J, K/BK, B, H, padded]`, `touched` `[K/BK, B, H, chunks]`."""
+    chunks = padded // C
+    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    b, h, t = bh // H, bh % H, n * C
+    i = tl.arange(0, C)
+    _, _, carried = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, True, DOCUMENTS)
+    rows = tl.zeros((C,), tl.float32)
+    tail = tl.zeros((C,), tl.float32)
+    whole = 0.0
+    for s in tl.static_range(SLABS * BLOCKS):
+        rows += tl.load(d_cumulated + (s * heads + bh).to(tl.int64) * padded + t + i)
+    for s in tl.static_range(J * BLOCKS):
+        tail += tl.load(tails + (s * heads + bh).to(tl.int64) * padded + t + i)
+    for s in tl.static_range(BLOCKS):
+        whole += tl.load(touched + (s * heads + bh) * chunks + n)
+    dg = tl.cumsum(rows, 0, reverse=True) + tl.cumsum(tail, 0) - tail + whole * carried
+    tl.store(d_log_decay + (b.to(tl.int64) * T + t + i) * H + h, dg, mask=t + i < T)

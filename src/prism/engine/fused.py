@@ -1,0 +1,199 @@
+"""Operations around the memory that have a Triton kernel: the torch definition of each, and the choice between the two.
+
+    short_conv      y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}), each channel by itself
+    delta_columns   q = K^-½ · unit(q̃),   k_1 = unit(k̃),   w_1 = β v;   PRISM's later writes   k_l = unit(k̃_l),   w_l
+    solved_writes   w_l = γ_l β_l δ_l, PRISM's solver, which takes a residual r_1 = v - u down in L steps:
+
+        gelu     δ_l = GELU(p_l ⊙ r_l),   r_{l+1} = r_l - δ_l
+        closed   δ_l = P_l ⊙ r_l,         r_{l+1} = r_l - δ_l,   P = σ(p)     =>   δ_l = P_l ⊙ Π_{j<l}(1 - P_j) ⊙ r
+
+Rules call these and never a kernel. On a GPU one kernel computes each of them, with the same results. Kernels are imported
+when they first run, so that `import prism` does not import Triton.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prism.engine.defaults import resolve
+from prism.engine.kernels import available
+from prism.engine.update import have_tangents
+
+UNIT_EPS = 1e-6
+SOLVERS = ("gelu", "closed")
+
+
+class Corrections(NamedTuple):
+    """PRISM's N = L - 1 writes after a token's first one, as `delta_columns` takes them."""
+
+    keys: Tensor | None  # [B, T, H, N, K]; None: all along the first key
+    expected: Tensor | None  # [B, T, H, V], subtracted from v to get the residual; None: the residual is v
+    gains: Tensor | None  # [B, T, H, N, V]
+    beta: Tensor  # [B, T, H, N]
+    scale: Tensor  # [N, H, V]
+    solver: str
+    nonlinearity: bool
+
+
+class Columns(NamedTuple):
+    """What a delta rule reads and writes. The n sub-steps of a token are n rows of k and w."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T·n, H, L, K]
+    w: Tensor  # [B, T·n, H, L, V]
+
+
+def use_kernel(x: Tensor) -> bool:
+    """Whether the kernels around the memory serve a tensor, and may: `using(backend="torch")` turns them off."""
+    if not x.is_cuda or x.dtype == torch.float64 or resolve()[1] == "torch":
+        return False
+    available.warn_if_unavailable(x)
+    return available.PROBLEM is None and not available.outdated(x) and not have_tangents(x)
+
+
+def use_conv_kernel(x: Tensor, window: Tensor | None) -> bool:
+    """Whether the convolution's kernel serves a call. It has no gradient for the window."""
+    return use_kernel(x) and (window is None or not window.requires_grad or not torch.is_grad_enabled())
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    window: Tensor | None = None,
+    documents: Tensor | None = None,
+    activation: bool = True,
+) -> Tensor:
+    """Causal depthwise convolution over the last W tokens, then SiLU if `activation`.
+
+    Args:
+        x: `[B, T, D]`.
+        weight: `[W, D]`, the current token's tap last.
+        bias: `[D]`.
+        window: the W - 1 tokens before x, `[B, W - 1, D]`; None: zeros.
+        documents: each token's document number `[B, T]`. Taps do not reach into an earlier document.
+    """
+    if use_conv_kernel(x, window):
+        from prism.engine.kernels import short_conv as kernel
+
+        numbers = None if documents is None else documents.int()
+        before = None if window is None else window.to(x.dtype)
+        return kernel.short_conv(x, weight, bias, before, numbers, activation)
+    size, T = weight.shape[0], x.shape[1]
+    seen = history(x, window, size - 1)
+    # Under autocast x is bfloat16 and the weight float32: their product must not make the whole layer float32.
+    weight = weight.to(x.dtype)
+    y = x * weight[-1]
+    for back in range(1, size):
+        past = seen[:, size - 1 - back : size - 1 - back + T]
+        if documents is not None:
+            age = F.pad(documents, (back, 0))[:, :T]
+            past = torch.where((age == documents).unsqueeze(-1), past, 0.0)
+        y = y + past * weight[-1 - back]
+    if bias is not None:
+        y = y + bias.to(x.dtype)
+    return F.silu(y) if activation else y
+
+
+def history(x: Tensor, window: Tensor | None, size: int) -> Tensor:
+    """`[B, size + T, …]`: the tokens before x (zeros at the start of a sequence), then x."""
+    if window is None:
+        window = x.new_zeros(x.shape[0], size, *x.shape[2:])
+    return torch.cat([window.to(x.dtype), x], 1)
+
+
+def delta_columns(
+    mixed: Tensor, beta: Tensor, key_dim: int, substeps: int = 1, corrections: Corrections | None = None
+) -> Columns:
+    """From a delta rule's projections to the columns that its memory reads.
+
+    Args:
+        mixed: `[B, T, H·K + n·H·K + n·H·V]`: q̃, k̃ and v.
+        beta: β `[B, T·n, H]`.
+        substeps: n.
+        corrections: PRISM's later writes.
+    """
+    if substeps == 1 and use_kernel(mixed):
+        return _columns_by_kernel(mixed, beta, key_dim, corrections)
+    heads = beta.shape[-1]
+    keys = heads * key_dim
+    q, k, v = mixed.split([keys, substeps * keys, mixed.shape[-1] - (1 + substeps) * keys], -1)
+
+    def rows(z: Tensor) -> Tensor:  # [B, T, n·H·D] -> [B, T·n, H, D]
+        return z.unflatten(-1, (substeps, heads, -1)).flatten(1, 2)
+
+    q = l2_normalize(q.unflatten(-1, (heads, -1))) * key_dim**-0.5
+    k, v = l2_normalize(rows(k)).unsqueeze(3), rows(v)
+    w = (beta.unsqueeze(-1) * v).unsqueeze(3)
+    if corrections is None:
+        return Columns(q, k, w)
+    c = corrections
+    later = k.expand(-1, -1, -1, c.beta.shape[-1], -1) if c.keys is None else l2_normalize(c.keys)
+    writes = solved_writes(v, c.expected, c.gains, c.beta, c.scale, c.solver, c.nonlinearity)
+    return Columns(q, torch.cat([k, later], 3), torch.cat([w, writes], 3))
+
+
+def _columns_by_kernel(mixed: Tensor, beta: Tensor, key_dim: int, c: Corrections | None) -> Columns:
+    from prism.engine.kernels import columns as kernel
+
+    given = (None,) * 5 if c is None else (c.keys, c.expected, c.gains, c.beta, c.scale)
+    gelu, nonlinear = (False, False) if c is None else (c.solver == "gelu", c.nonlinearity)
+    return Columns(*kernel.columns(mixed, beta, *given, key_dim, key_dim**-0.5, UNIT_EPS, gelu, nonlinear))
+
+
+def l2_normalize(x: Tensor, eps: float = UNIT_EPS) -> Tensor:
+    """x / sqrt(Σx² + eps) over the last dimension; in float32 for half precision."""
+    width, half = x.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
+    # Torch has one kernel for x / sqrt(mean x² + eps); its weight √1/K is near enough in half precision if K is 2^n.
+    if x.is_cuda and half and width & (width - 1) == 0:
+        with torch.autocast("cuda", enabled=False):  # which would keep a float32 copy of x
+            return F.rms_norm(x, (width,), x.new_full((width,), width**-0.5), eps / width)
+    y = x.float() if half else x
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def solved_writes(
+    v: Tensor,
+    u: Tensor | None,
+    p: Tensor | None,
+    beta: Tensor,
+    scale: Tensor | None,
+    solver: str,
+    nonlinearity: bool = True,
+) -> Tensor:
+    """PRISM's writes w_l = γ_l ⊙ β_l δ_l, `[…, H, L, V]`, of the residual v - u.
+
+    Args:
+        v, u: `[…, H, V]`; u None: the residual is v.
+        p: the gains `[…, H, L, V]`; None: no gains.
+        beta: β `[…, H, L]`.
+        scale: γ `[L, H, V]`; None: 1.
+        solver: `"gelu"` or `"closed"`.
+        nonlinearity: False leaves out the GELU, or the closed form's sigmoid.
+    """
+    if use_kernel(v):
+        from prism.engine.kernels import solver as kernel
+
+        return kernel.solve(v, u, p, beta, scale, solver == "gelu", nonlinearity)
+    r = v if u is None else v - u
+    w = beta.unsqueeze(-1) * solve(r, p, beta.shape[-1], solver, nonlinearity)
+    return w if scale is None else scale.movedim(0, 1).to(w.dtype) * w
+
+
+def solve(r: Tensor, p: Tensor | None, steps: int, solver: str, nonlinearity: bool = True) -> Tensor:
+    """The solver's corrections in torch: r `[…, V]`, p `[…, L, V]` (None: no gains) → δ `[…, L, V]`."""
+    gains: tuple[Tensor | float, ...]
+    if solver == "gelu":
+        gains = (1.0,) * steps if p is None else p.unbind(-2)
+    else:
+        gains = (0.5,) * steps if p is None else (p.sigmoid() if nonlinearity else p).unbind(-2)
+    corrections = []
+    for gain in gains:
+        delta = F.gelu(gain * r) if solver == "gelu" and nonlinearity else gain * r
+        corrections.append(delta)
+        r = r - delta
+    return torch.stack(corrections, -2)

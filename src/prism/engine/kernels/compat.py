@@ -1,0 +1,80 @@
+"""Every call into Triton's private interface, each with a fallback to its public one.
+
+These calls are known to work with the versions that `available.py` admits. Where a version lacks one of them, kernels are
+started as `kernel[grid](…)` and descriptors are built by their constructor: slower on the host, with the same results.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def argument_names(kernel: Any) -> Sequence[str]:
+    """A kernel's argument names in the order of its signature."""
+    names = getattr(kernel, "arg_names", None)
+    return list(inspect.signature(kernel.fn).parameters) if names is None else names
+
+
+def compiles_ahead() -> bool:
+    """Whether kernels can be compiled before they are started. Otherwise each is compiled at its first start."""
+    return hasattr(triton, "AsyncCompileMode") and hasattr(triton.JITFunction, "warmup")
+
+
+def asynchronous(threads: Executor) -> AbstractContextManager[Any]:
+    """A context in which `compile_ahead` returns at once and compiles on `threads`."""
+    return triton.AsyncCompileMode(threads)
+
+
+def compile_ahead(kernel: Any, count: int, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Compile a kernel for these arguments without starting it. `startable` waits for the result."""
+    return kernel.warmup(*arguments, grid=(count,), **options)
+
+
+def startable(kernel: Any) -> Any:
+    """A compiled kernel that `kernel[grid](*arguments, *constants)` starts without a look at its arguments, or None.
+
+    None where Triton returned nothing of the kind: the interpreter compiles nothing. A kernel that another thread or an
+    interrupted call is still compiling is waited for.
+    """
+    if hasattr(kernel, "result"):
+        kernel = kernel.result()
+    return kernel if hasattr(kernel, "__getitem__") else None
+
+
+def build_launcher(compiled: Any) -> None:
+    """Build the host's side of a launch now, which takes a C compiler half a second; otherwise the first start does."""
+    getattr(compiled, "run", None)
+
+
+def _is_its_fields() -> bool:
+    """Whether a descriptor has no state but its dataclass fields, so that copying those copies the descriptor."""
+    fields = getattr(TensorDescriptor, "__dataclass_fields__", {})
+    if "base" not in fields:
+        return False
+    example = TensorDescriptor(torch.empty(16, device="cpu"), [1, 16], [16, 1], [1, 16])
+    return getattr(example, "__dict__", {}).keys() == fields.keys()
+
+
+def copied_descriptor(template: TensorDescriptor, z: Tensor) -> TensorDescriptor:
+    """The template on a tensor's memory, without checking it again: there are dozens of these to a call."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(template.__dict__)
+    descriptor.base = z
+    return descriptor
+
+
+def built_descriptor(template: TensorDescriptor, z: Tensor) -> TensorDescriptor:
+    """The same through the constructor."""
+    return TensorDescriptor(z, template.shape, template.strides, template.block_shape)
+
+
+descriptor_on = copied_descriptor if _is_its_fields() else built_descriptor

@@ -1,0 +1,222 @@
+"""Forward passes of the chunk memory: what each chunk needs, then the state from chunk to chunk.
+
+**Prepare** (parallel): what depends on the inputs alone, which is the cumulated gates, T⁻¹, and how much each row sees of
+each column's write. These are C × C matrices of short chunks, a few dozen bytes per token; everything larger is cheaper to
+recompute than to send through memory. T⁻¹ is computed by forward substitution throughout: inside blocks of 16 rows one row
+after the other, then one block row after the other as matrix products. (An inverse by repeated squaring over the chunk is
+wrong by orders of magnitude when keys are correlated.)
+
+**Scan** (serial over chunks): the state stays in registers, and outputs are written on the way. One program runs one segment
+of one head and BV value columns. Nothing leaves the chip except the outputs and, for training, the state every SAVED chunks
+and Y_0. With `MAP` the same code carries the columns of the identity instead of a state and writes nothing: at the end of a
+segment it holds the matrix by which the segment multiplies its incoming state, so that segments can run in parallel.
+
+In the scan, everything with a value column is held transposed (Sᵀ `[BV, K]`, Oᵀ and Yᵀ `[BV, C]`): each product's left
+factor is then already in registers, its right factor is a tile as it was loaded, and a chunk may be shorter than the 64
+rows of a tensor core.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from prism.engine.kernels.tiles import borders, left_of_writes, load_gate, load_rows, off_diagonal, store_rows
+
+
+@triton.jit(do_not_specialize=["T", "H", "padded"])
+def prepare_kernel(
+    q,
+    x,
+    erase_key,
+    log_decay,
+    strength,
+    documents,
+    cumulated,
+    strengths,
+    grams,
+    inverse,
+    T,
+    H,
+    padded,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    ERASE: tl.constexpr,
+    TIED: tl.constexpr,
+    STRENGTH: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One chunk and head. Gates `[B, T, H]` become `[B, H, padded]`: G_i = Σ_{j ≤ i} g_j inside each chunk, summed in
+    float64, in base 2; and β. `inverse` `[B, H, chunks, C, C]` is T⁻¹; `grams` `[B, H, chunks, 2J or J, C, C]` holds
+    N_jᵀ = X_j Qᵀ ⊙ Γᵀ for every column, then -β ⊙ M_jᵀ = -β ⊙ X_j Bᵀ ⊙ Γᵀ (strict)."""
+    chunks = padded // C
+    bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
+    b, h = bh // H, bh % H
+    t = n * C
+    i = tl.arange(0, C)
+    given = (b.to(tl.int64) * T + t + i) * H + h
+    G = tl.zeros((C,), tl.float32)
+    if DECAY:
+        g = tl.load(log_decay + given, mask=t + i < T, other=0.0)
+        # e^-128 is 0 in float32 already; in a sum, anything larger would swallow the gates of the tokens around it.
+        g = tl.where(g < -128.0, -128.0, g).to(tl.float64)
+        G = (tl.cumsum(g, 0) * 1.4426950408889634).to(cumulated.dtype.element_ty)
+        tl.store(cumulated + bh.to(tl.int64) * padded + t + i, G)
+    GRAMS: tl.constexpr = 2 * J if ERASE else J
+    place = (bh * chunks + n) * GRAMS
+    if ERASE:
+        key = load_rows(x, b, t, h * (J * K), C, K)
+        lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
+        lower = tl.dot(lookup, tl.trans(key), input_precision=PRECISION)
+        lower *= left_of_writes(G, documents, b, t, T, C, DECAY, DOCUMENTS, False)
+        beta = tl.full((C,), 1.0, tl.float32)
+        if STRENGTH:
+            beta = tl.load(strength + given, mask=t + i < T, other=0.0)
+            tl.store(strengths + bh.to(tl.int64) * padded + t + i, beta)
+        solved = invert_unit_lower(off_diagonal(lower * beta[:, None], C), C, PRECISION)
+        inverse.store([(bh * chunks + n) * C, 0], solved.to(inverse.dtype))
+    turned = left_of_writes(G, documents, b, t, T, C, DECAY, DOCUMENTS, True)
+    asked = load_rows(q, b, t, h * K, C, K)
+    for j in tl.static_range(J):
+        keys = load_rows(x, b, t, (h * J + j) * K, C, K)
+        gram = tl.dot(keys, tl.trans(asked), input_precision=PRECISION)
+        grams.store([(place + j) * C, 0], (gram * turned).to(grams.dtype))
+        if ERASE:
+            gram = tl.dot(keys, tl.trans(lookup), input_precision=PRECISION)
+            seen = off_diagonal(gram * turned * -beta[None, :], C)
+            grams.store([(place + J + j) * C, 0], seen.to(grams.dtype))
+
+
+@triton.jit
+def invert_unit_lower(lower, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + lower)⁻¹ for a strictly lower triangular `[C, C]`."""
+    BLOCKS: tl.constexpr = C // 16
+    # The diagonal blocks [BLOCKS, 16, 16], all inverted at once.
+    block_row = tl.arange(0, BLOCKS)[:, None, None, None]
+    block_column = tl.arange(0, BLOCKS)[None, None, :, None]
+    tiles = tl.reshape(lower, (BLOCKS, 16, BLOCKS, 16))
+    blocks = tl.sum(tl.where(block_row == block_column, tiles, 0.0), 2)
+    r = tl.arange(0, 16)
+    unit = tl.where(r[None, :, None] == r[None, None, :], 1.0, 0.0)
+    solved = tl.zeros((BLOCKS, 16, 16), tl.float32) + unit
+    for i in range(1, 16):
+        coefficients = tl.sum(tl.where(r[None, :, None] == i, blocks, 0.0), 1)  # row i of every block
+        known = tl.sum(coefficients[:, :, None] * solved, 1)
+        solved -= tl.where(r[None, :, None] == i, known[:, None, :], 0.0)
+    if BLOCKS == 1:
+        return tl.reshape(solved, (C, C))
+    diagonal = tl.reshape(tl.where(block_row == block_column, solved[:, :, None, :], 0.0), (C, C))
+    below = tl.reshape(tl.where(block_row == block_column, 0.0, tiles), (C, C))
+    step = tl.dot(diagonal, below, input_precision=PRECISION)
+    result = diagonal
+    for _ in tl.static_range(1, BLOCKS):  # one more block row is exact after each
+        result = diagonal - tl.dot(step, result, input_precision=PRECISION)
+    return result
+
+
+@triton.jit(do_not_specialize=["T", "H", "padded", "per_segment", "segments"])
+def forward_scan_kernel(
+    q,
+    x,
+    w,
+    erase_key,
+    strengths,
+    cumulated,
+    documents,
+    grams,
+    inverse,
+    initial,
+    o,
+    states,
+    fed,
+    final,
+    T,
+    H,
+    padded,
+    per_segment,
+    segments,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    ERASE: tl.constexpr,
+    TIED: tl.constexpr,
+    STRENGTH: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    INITIAL: tl.constexpr,
+    MAP: tl.constexpr,
+    READ: tl.constexpr,
+    SAVED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`initial`, `final` `[segments, B, H, K, V]`; `states` `[B, H, padded / (SAVED · C), V, K]`; `fed` (Y_0)
+    `[B, T, H, V]`. `per_segment` chunks are a multiple of SAVED; SAVED = 0 saves nothing."""
+    BLOCKS: tl.constexpr = V // BV
+    GRAMS: tl.constexpr = 2 * J if ERASE else J
+    pid = tl.program_id(0)
+    first_column = (pid % BLOCKS) * BV
+    segment = (pid // BLOCKS) % segments
+    bh = pid // (BLOCKS * segments)
+    b, h = bh // H, bh % H
+    heads = tl.num_programs(0) // (BLOCKS * segments)
+    chunks = padded // C
+    matrix = (segment * heads + bh) * K
+
+    S = tl.zeros((BV, K), tl.float32)
+    if MAP:
+        S = tl.where(tl.arange(0, K)[None, :] == first_column + tl.arange(0, BV)[:, None], 1.0, 0.0)
+    if INITIAL:
+        S = tl.trans(initial.load([matrix, first_column]))
+
+    for n in range(segment * per_segment, tl.minimum(chunks, (segment + 1) * per_segment)):
+        t = n * C
+        chunk = bh * chunks + n
+        from_start, to_end, carried = borders(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS)
+        incoming = S.to(x.dtype)
+        if SAVED:  # noqa: SIM102 (one is known when compiling, the other is not)
+            if n % SAVED == 0:
+                states.store([chunk // SAVED * V + first_column, 0], incoming)
+        S = S * carried
+        if READ:
+            asked = load_rows(q, b, t, h * K, C, K)
+            out = tl.dot(incoming, tl.trans(asked), input_precision=PRECISION) * from_start[None, :]
+        if ERASE:
+            key = load_rows(x, b, t, h * (J * K), C, K)
+            lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
+            if STRENGTH:
+                from_start *= load_gate(strengths, bh, t, padded, C)
+            wanted = tl.dot(incoming, tl.trans(lookup), input_precision=PRECISION) * -from_start[None, :]
+
+        # Writes that no erase feeds: extra columns of the same products.
+        if not MAP:
+            for j in tl.static_range(1 if ERASE else 0, J):
+                keys = load_rows(x, b, t, (h * J + j) * K, C, K)
+                values = tl.trans(load_rows(w, b, t, (h * J + j) * V + first_column, C, BV))
+                if ERASE:
+                    seen = grams.load([(chunk * GRAMS + J + j) * C, 0])
+                    wanted = tl.dot(values, seen, wanted, input_precision=PRECISION)
+                if READ:
+                    out = tl.dot(values, grams.load([(chunk * GRAMS + j) * C, 0]), out, input_precision=PRECISION)
+                left = (values.to(tl.float32) * to_end[None, :]).to(x.dtype)
+                S = tl.dot(left, keys, S, input_precision=PRECISION)
+
+        if ERASE:
+            if not MAP:
+                wanted += tl.trans(load_rows(w, b, t, h * (J * V) + first_column, C, BV)).to(tl.float32)
+            solve = inverse.load([chunk * C, 0])
+            written = tl.dot(wanted.to(x.dtype), tl.trans(solve), input_precision=PRECISION)
+            S = tl.dot((written * to_end[None, :]).to(x.dtype), key, S, input_precision=PRECISION)
+            if READ:
+                gram = grams.load([chunk * GRAMS * C, 0])
+                out = tl.dot(written.to(x.dtype), gram, out, input_precision=PRECISION)
+            if SAVED:
+                store_rows(fed, b, t, h * V + first_column, tl.trans(written), C, BV)
+        if READ:
+            store_rows(o, b, t, h * V + first_column, tl.trans(out), C, BV)
+
+    final.store([matrix, first_column], tl.trans(S))

@@ -1,0 +1,210 @@
+"""The chunk memory: the torch operator `prism::memory`, and which kernels run in which order.
+
+Operators take and return flat tensors. Their order is written down once: `KernelInputs`, then the state, then `Saved`.
+Tensors that an operator does not need are None as inputs and empty as outputs. `save` says whether a backward will follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from prism.engine.kernels.available import device_guard
+from prism.engine.kernels.launch import ChunkTables, KernelInputs, Launch
+from prism.engine.kernels.runtime import (
+    Operator,
+    all_contiguous_aligned,
+    all_present,
+    contiguous_aligned,
+    gradient_like,
+    only_given,
+    schema_of,
+)
+from prism.engine.kernels.segments import incoming, outgoing, segment_count, segment_counts
+
+
+class Saved(NamedTuple):
+    """What the forward saves for the backward, empty where there is none (see `ChunkTables` for the last four)."""
+
+    states: Tensor  # before each chunk, [B, H, chunks, V, K]
+    fed: Tensor  # Y_0, [B, T, H, V]
+    cumulated: Tensor
+    strengths: Tensor
+    grams: Tensor
+    inverse: Tensor
+
+
+def forward(
+    u: KernelInputs, state: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, ChunkTables]:
+    """The outputs, the final state, and for the backward: each chunk's state, Y_0 and what was prepared."""
+    run = Launch(u)
+    run.compiled.compile(lambda: _rehearse(u, state, save, segment_counts(run)), save, state is not None)
+    return _forward(run, state, save, segment_count(run))
+
+
+def _forward(
+    run: Launch, state: Tensor | None, save: bool, segments: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, ChunkTables]:
+    o = run.empty(run.B, run.T, run.H, run.V)
+    states = run.empty(run.B, run.H, run.chunks, run.V, run.K) if save else None
+    fed = torch.empty_like(o) if save and run.u.erases else None
+    tables = run.prepare()
+    initial, maps = incoming(run, tables, state, segments)
+    final = run.forward_scan(tables, initial, segments, o=o, states=states, fed=fed)[-1]
+    final = final.detach()  # a view among an autograd function's results could never be written to
+    return o, final, states, fed, tables._replace(maps=maps)
+
+
+def backward(
+    u: KernelInputs,
+    tables: ChunkTables,
+    state: Tensor | None,
+    states: Tensor,
+    fed: Tensor | None,
+    d_o: Tensor,
+    d_final: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """The gradients of q, x, w, log_decay, erase_key, strength and the state."""
+    run = Launch(u)
+    return _backward(run, tables, state, states, fed, d_o, d_final, segment_count(run))
+
+
+def _backward(
+    run: Launch,
+    tables: ChunkTables,
+    state: Tensor | None,
+    states: Tensor,
+    fed: Tensor | None,
+    d_o: Tensor,
+    d_final: Tensor | None,
+    segments: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    d_states, d_w = torch.empty_like(states), torch.empty_like(run.u.w)
+    leaving = outgoing(run, tables, d_o, d_final, segments)
+    d_initial = run.backward_scan(tables, d_o, leaving, segments, d_states, d_w)[0]
+    d_q, d_x, d_erase_key, d_strength, d_log_decay = run.token_gradients(
+        tables, states, fed, d_o, d_states, d_w, state, d_final
+    )
+    return d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_initial
+
+
+def _rehearse(u: KernelInputs, state: Tensor | None, save: bool, numbers_of_segments: tuple[int, ...]) -> None:
+    """Start everything that a call with these arguments starts at any length, on one token of one head: lengths and heads are
+    not compiled in."""
+
+    one: list[Any] = [None if z is None else z.new_empty([1] * min(z.ndim, 3) + [*z.shape[3:]]) for z in u]
+    run = Launch(KernelInputs(*one))
+    entering = None if state is None else state[:1, :1]
+    for segments in numbers_of_segments:
+        o, final, states, fed, tables = _forward(run, entering, save, segments)
+        if states is not None:
+            for d_final in (None, final):
+                _backward(run, tables, entering, states, fed, o, d_final, segments)
+
+
+GIVEN = len(KernelInputs._fields)
+_INPUTS = f"{schema_of(KernelInputs)}, Tensor? state"
+
+
+def _memory(*inputs: Any) -> tuple[Tensor, ...]:
+    """`KernelInputs`, the state and `save` → o `[B, T, H, V]`, the final state `[B, H, K, V]`, and `Saved`."""
+    return _memory_and_maps(*inputs)[0]
+
+
+def _memory_and_maps(*inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None]]:
+    """`memory`'s outputs, and the segments' maps. An operator cannot return those: their number depends on the device and on
+    how much there is to do, which compiled code must not be bound to. Its backward computes them again."""
+    *given, state, save = inputs
+    u = KernelInputs(*all_contiguous_aligned(*given))
+    with device_guard(u.w):
+        o, final, states, fed, tables = forward(u, contiguous_aligned(state), save)
+    saved = (states, fed, *tables[:4]) if save else (None,) * len(Saved._fields)
+    return (o, final, *all_present(saved, u.w)), (tables.maps,)
+
+
+def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
+    *given, _, save = inputs
+    u = KernelInputs(*given)
+    (B, T, H, K), (J, V) = u.q.shape, u.w.shape[3:]
+    step, chunk = u.configuration.step, u.configuration.chunk
+    N = (T + chunk - 1) // chunk
+    steps = N * (chunk // step)
+    exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
+
+    def made(needed: bool, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return u.w.new_empty(shape, dtype=dtype) if save and needed else u.w.new_empty(0)
+
+    saved = Saved(
+        states=made(True, B, H, N, V, K),
+        fed=made(u.erases, B, T, H, V),
+        cumulated=made(u.log_decay is not None, B, H, N * chunk, dtype=exact),
+        strengths=made(u.strength is not None, B, H, N * chunk, dtype=torch.float32),
+        grams=made(True, B, H, steps, 2 * J if u.erases else J, step, step),
+        inverse=made(u.erases, B, H, steps, step, step),
+    )
+    return u.w.new_empty(B, T, H, V), u.w.new_empty(B, H, K, V, dtype=torch.float32), *saved
+
+
+def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) -> tuple[Tensor, ...]:
+    """The gradients of `KernelInputs` without the documents, and of the state."""
+    u = KernelInputs(*all_contiguous_aligned(*rest[:GIVEN]))
+    with device_guard(u.w):
+        # Saved tensors too: a hook on them may bring them back with other strides.
+        d_o, d_final, state, *kept, maps = all_contiguous_aligned(d_o, d_final, *rest[GIVEN:])
+        saved = Saved(*kept)
+        tables = ChunkTables(
+            None if u.log_decay is None else saved.cumulated,
+            None if u.strength is None else saved.strengths,
+            saved.grams,
+            saved.inverse if u.erases else None,
+            maps,
+        )
+        grads = backward(u, tables, state, saved.states, saved.fed if u.erases else None, d_o, d_final)
+    return all_present(grads, u.w)
+
+
+def _memory_backward_shapes(d_o: Tensor, d_final: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    u = KernelInputs(*rest[:GIVEN])
+    B, _, H, K = u.q.shape
+    d_state = u.w.new_empty(B, H, K, u.w.shape[4], dtype=torch.float32)
+    return *(gradient_like(z, u.w) for z in u[:-1]), d_state
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], maps: Tensor | None = None) -> None:
+    *given, save = inputs
+    ctx.save_for_backward(*given, *output[2:], maps)
+    ctx.has_state, ctx.saved_states = given[-1] is not None, save
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2:])
+
+
+def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if not ctx.saved_states:
+        raise RuntimeError("prism::memory was called with save=False: nothing was saved for a backward")
+    kept = ctx.saved_tensors  # gradient checkpointing allows one read
+    if d_o is None:
+        if d_final is None:
+            return (None,) * (GIVEN + 2)
+        d_o = torch.zeros_like(KernelInputs(*kept[:GIVEN]).w[..., 0, :])
+    *grads, d_state = memory_backward(d_o, d_final, *kept)
+    return *only_given(kept[: GIVEN - 1], grads), None, d_state if ctx.has_state else None, None
+
+
+memory_backward = Operator(
+    "prism::memory_backward",
+    _memory_backward,
+    _memory_backward_shapes,
+    schema=f"(Tensor d_o, Tensor? d_final, {_INPUTS}, {schema_of(Saved)}, Tensor? maps) -> ({', '.join(['Tensor'] * GIVEN)})",
+)
+memory = Operator(
+    "prism::memory",
+    _memory,
+    _memory_shapes,
+    _keep,
+    _differentiate,
+    run_for_gradient=_memory_and_maps,
+    schema=f"({_INPUTS}, bool save) -> (Tensor, Tensor, {', '.join(['Tensor'] * len(Saved._fields))})",
+)

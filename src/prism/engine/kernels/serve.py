@@ -1,0 +1,141 @@
+"""From an `Update` to the kernels: which updates they serve, and their inputs. Imports Triton only when they run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prism.engine.kernels import available
+from prism.engine.kernels.available import INTERPRETED, outdated, widths
+from prism.engine.linear.recurrent import recurrent
+from prism.engine.linear.steps import at_substep
+from prism.engine.update import Update, wants_gradients
+
+WIDEST_KEY, WIDEST_VALUE, MOST_WRITES = 256, 512, 4
+
+
+def on_gpu(u: Update) -> bool:
+    """Whether `backend="auto"` tries the kernels: on a GPU. Warns once if the installed versions rule them out."""
+    available.warn_if_unavailable(u.w)
+    return u.w.is_cuda
+
+
+def step_refuses(u: Update) -> str | None:
+    """Why the decode kernel cannot serve an update, or None."""
+    if available.PROBLEM is not None:
+        return available.PROBLEM
+    if not u.w.is_cuda and not (INTERPRETED and u.w.device.type == "cpu"):
+        return (
+            f"needs a CUDA device, not {u.w.device.type} (on a CPU, TRITON_INTERPRET=1 runs it in Triton's interpreter)"
+        )
+    if outdated(u.w):
+        return "needs a GPU of compute capability 8.0 or newer"
+    if not u.w.is_cuda and u.w.dtype == torch.bfloat16:
+        return "has no bfloat16 on a CPU: Triton's interpreter multiplies matrices of it wrongly"
+    if u.per_channel:
+        return "has no decay per key channel"
+    if u.read != "after":
+        return f"has no read={u.read!r}"
+    if u.erases and u.erase_on != "decayed":
+        return f"has no erase_on={u.erase_on!r}"
+    if u.state_dtype == torch.float64:
+        return "has no float64"
+    if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
+        return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
+    if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # the chunk kernels compute those
+        return f"serves up to {MOST_WRITES} writes a token where gradients are wanted, not {u.writes}"
+    return None
+
+
+def chunks_refuse(u: Update) -> str | None:
+    """Why the chunk kernels cannot serve an update, or None."""
+    if u.writes > MOST_WRITES:
+        return f"serves up to {MOST_WRITES} writes a token, not {u.writes}"
+    return step_refuses(u)
+
+
+def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """An update by the chunk kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`."""
+    from prism.engine.kernels import memory
+
+    K, V, n = u.key_dim, u.value_dim, u.substeps
+    columns = _kernel_inputs(u)
+    keys, values = widths(K, V, u.w.is_cuda)
+    given = None if state is None else _pad(state.float(), keys - K, values - V)
+    o, final, *_ = memory.memory(*columns, given, wants_gradients(*columns, given))
+    return o[:, n - 1 :: n, :, :V], final[..., :K, :V]
+
+
+def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """An update by the decode kernel, which has no gradient: the chunk kernels compute it where one is wanted."""
+    if wants_gradients(*u.tensors, state):
+        # `step_refuses` does not see the state. If that alone wants a gradient, with too many writes for the chunk kernels,
+        # the recurrence in torch computes it.
+        return run_chunks(u, state) if chunks_refuse(u) is None else recurrent(u, state)
+    from prism.engine.kernels import decode
+
+    given = None if state is None else state.float()
+    return decode.step(*u.tensors, u.reset, u.mask, given, u.substeps)
+
+
+def _kernel_inputs(u: Update) -> tuple[Any, ...]:
+    """The fields of `launch.KernelInputs`: masked tokens are zero, heads are repeated, widths are padded."""
+    n, H, dtype = u.substeps, u.heads, u.w.dtype
+    per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
+
+    def laid_out(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
+        if z is None:
+            return None
+        z = z.to(dtype)
+        if mask is not None:  # `where`, because NaN · 0 is NaN
+            z = torch.where(mask.reshape(*mask.shape, *[1] * (z.ndim - 2)), z, 0.0)
+        return z if z.shape[2] == H else z.repeat_interleave(H // z.shape[2], 2)
+
+    q, g = laid_out(u.q, u.mask), laid_out(u.log_decay, u.mask, torch.float32)
+    x, w, b = laid_out(u.k, per_row), laid_out(u.w, per_row), None
+    strength = laid_out(u.erase_strength, per_row, torch.float32)
+    if u.erases and not _erases_first(u):  # the erase gets its own column, which writes nothing else
+        b = laid_out(u.erase_key, per_row)
+        a = b if u.erase_write is None else laid_out(u.erase_write, per_row)
+        x = torch.cat([a.unsqueeze(3), x], 3)
+        w = torch.cat([torch.zeros_like(w[..., :1, :]), w], 3)
+        if u.erase_write is None:
+            b = None
+    documents = None
+    if u.reset is not None:
+        reset = u.reset if u.mask is None else u.reset & u.mask
+        documents = at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
+    keys, values = widths(u.key_dim, u.value_dim, u.w.is_cuda)
+    keys, values = keys - u.key_dim, values - u.value_dim
+    return (
+        _pad(at_substep(q, n, n - 1), keys),
+        _pad(x, keys),
+        _pad(w, values),
+        None if g is None else at_substep(g, n, 0),
+        None if b is None else _pad(b, keys),
+        strength,
+        documents,
+    )
+
+
+def _erases_first(u: Update) -> bool:
+    """Whether the erase is known to go along the first key written: declared, or seen to be the same memory. Where a gradient
+    is wanted the same memory is not enough: a view may be detached, have hooks, or be asked for its own gradient."""
+    if u.erase_first:
+        return True
+    b = u.erase_key
+    if b is None or u.erase_write is not None or torch.compiler.is_compiling():
+        return False
+    if wants_gradients(b, u.k):
+        return False
+    first = u.k[..., 0, :]
+    return b.data_ptr() == first.data_ptr() and b.stride() == first.stride() and b.shape == first.shape
+
+
+def _pad(z: Tensor, columns: int, values: int | None = None) -> Tensor:
+    """Append `columns` zeros to the last dimension; with `values`, that many there and `columns` to the one before it."""
+    padding = (0, columns) if values is None else (0, values, 0, columns)
+    return F.pad(z, padding) if any(padding) else z
