@@ -55,6 +55,9 @@ class Segment(NamedTuple):
     carry: Tensor  # [m, 1, 1]
 
 
+Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
+"""A segment's T⁻¹ `[m, C, C]`, -R `[m, C, V]`, P `[m, K, K]` (None without an erase) and incoming states `[m, K, V]`."""
+
 Again = Callable[[Steps, Tensor, int, int], tuple[Tensor, Tensor]]
 
 FIELDS = ("q", "k", "w", "log_decay", "erase_write", "erase_key")
@@ -69,7 +72,7 @@ def head_chunks(steps: Steps, S: Tensor, chunk: int, segment: int, again: Again)
         empty: dict[str, Any] = dict.fromkeys((*FIELDS, "reset"))  # tensors are autograd's to keep
         o, S = _HeadChunks.apply(*fields, steps.reset, S, kind, replace(steps, **empty), again)
     else:
-        o, S, _ = _forward(fields, steps.reset, S, kind, keep=False)
+        o, S, _ = forward(fields, steps.reset, S, kind, keep=False)
     return o, S
 
 
@@ -77,7 +80,7 @@ class _HeadChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *fields, reset, S, kind, bare, again = arguments
-        o, end, kept = _forward(tuple(fields), reset, S, kind, keep=True)
+        o, end, kept = forward(tuple(fields), reset, S, kind, keep=True)
         ctx.kind, ctx.bare, ctx.again = kind, bare, again
         ctx.save_for_backward(*fields, reset, S, *[x for each in kept for x in each])
         return o, end
@@ -91,7 +94,7 @@ class _HeadChunks(torch.autograd.Function):
             steps = replace(ctx.bare, reset=reset)
             return (*without_autocast(_differentiably, ctx.again, steps, fields, S, dO, dS, ctx.kind), None, None, None)
         kept = [flat[i : i + 4] for i in range(0, len(flat), 4)]
-        return (*without_autocast(_backward, tuple(fields), reset, kept, dO, dS, ctx.kind), None, None, None)
+        return (*without_autocast(backward, tuple(fields), reset, kept, dO, dS, ctx.kind), None, None, None)
 
 
 def _differentiably(
@@ -107,12 +110,15 @@ def _differentiably(
     return (*gradients, None, d_S)
 
 
-def _forward(fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: bool) -> tuple[Tensor, Tensor, list]:
+def forward(
+    fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: bool
+) -> tuple[Tensor, Tensor, list[Kept]]:
+    """The outputs, the memory after the last row, and with `keep` what `backward` needs of each segment."""
     values = fields[2]
     B, rows, H, L, V = values.shape
     erases = fields[4] is not None
     o = values.new_empty(B, rows, H, V)
-    kept = []
+    kept: list[Kept] = []
     for start in range(0, rows, kind.segment):
         length = min(kind.segment, rows - start)
         s = _segment(fields, reset, start, length, kind)
@@ -140,9 +146,10 @@ def _forward(fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: b
     return o, S, kept
 
 
-def _backward(
-    fields: tuple, reset: Tensor | None, kept: list, dO: Tensor, dS: Tensor, kind: Kind
+def backward(
+    fields: tuple, reset: Tensor | None, kept: list[Kept], dO: Tensor, dS: Tensor, kind: Kind
 ) -> tuple[Tensor | None, ...]:
+    """The gradients of the fields, of the reset (none) and of the incoming memory."""
     rows, L = fields[0].shape[1], fields[2].shape[-2]
     d_q, d_k, d_w, d_g, d_a, d_b = (None if x is None else torch.empty_like(x) for x in fields)
     assert d_q is not None and d_k is not None and d_w is not None
@@ -223,7 +230,7 @@ def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind:
     q, k, w, g, a, b = fields
     B, _, H, K = q.shape
     L, V = w.shape[-2:]
-    C = min(kind.chunk, length)
+    C = min(kind.chunk, q.shape[1])
     m = -(-length // C) * B * H
     extra = 0 if a is None else C
 
