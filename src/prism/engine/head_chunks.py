@@ -238,11 +238,9 @@ def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind:
     _lay_into(z[:, extra:], q, start, length)
     _lay_into(x[:, extra:], k, start, length)
     _lay_into(y[:, extra:], w, start, length)
-    looks = [(kind.read_before, kind.read_before)]  # (strict, before)
     if a is not None:
         _lay_into(z[:, :C], b, start, length)
         _lay_into(x[:, :C], a, start, length)
-        looks.insert(0, (True, kind.look_before))
 
     log_decay = q.new_zeros(m, C)
     if g is not None:
@@ -253,16 +251,23 @@ def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind:
         _lay_into(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
         documents = Documents(begins)
     decay = HeadDecay(log_decay, documents)
-    one = q.new_ones(())
-    return Segment(
-        z,
-        x,
-        y,
-        torch.stack([decay.weights(strict, before) for strict, before in looks], 1).unsqueeze(-2),
-        torch.cat([decay.from_start(one, before) for _, before in looks], 1),
-        decay.to_end(one),
-        decay.carry().unsqueeze(-1),
-    )
+    gamma, left = _looks(decay, kind, erases=a is not None)
+    return Segment(z, x, y, gamma.unsqueeze(-2), left, decay.to_end(q.new_ones(())), decay.carry().unsqueeze(-1))
+
+
+def _looks(decay: HeadDecay, kind: Kind, erases: bool) -> tuple[Tensor, Tensor]:
+    """Γ `[m, z, C, C]` and e^G `[m, z·C, 1]` as the erase keys (if any) and the queries see them."""
+    before = kind.read_before
+    one = decay.inclusive.new_ones((), dtype=decay.dtype)
+    gamma, left = decay.weights(strict=before, before=before), decay.from_start(one, before)
+    if not erases:
+        return gamma.unsqueeze(1), left
+    if kind.look_before == before:  # the same weights, without the token itself: exponentials are dear
+        both = gamma.unsqueeze(1).repeat(1, 2, 1, 1)
+        both[:, 0].diagonal(dim1=-2, dim2=-1).zero_()
+        return both, left.repeat(1, 2, 1)
+    look = kind.look_before
+    return torch.stack([decay.weights(True, look), gamma], 1), torch.cat([decay.from_start(one, look), left], 1)
 
 
 def _inverse(s: Segment) -> Tensor:
