@@ -167,7 +167,7 @@ def backward(
 
         d_y = MN[:, -C:].mT @ d_o
         d_in = z_start[:, -C:].mT @ d_o
-        if inverse is not None:
+        if inverse is not None and minus_R is not None:
             s.y[:, :C] = minus_R
             d_in -= z_start[:, :C].mT @ (inverse.mT @ d_y[:, :C])
         outgoing, dS = _chain_back(P, s.carry, d_in, dS)

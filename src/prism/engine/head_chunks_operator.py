@@ -51,7 +51,8 @@ def _operator(
 
 
 @_operator.register_fake
-def _(q, k, w, log_decay, erase_write, erase_key, reset, state, chunk, segment, look_before, read_before, save):
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    q, _, w, _, erase_write, *_, chunk, _, _, _, save = inputs
     B, rows, H, K = q.shape
     V = w.shape[-1]
     C = min(chunk, rows)
@@ -109,8 +110,9 @@ def _backward_operator(
 
 
 @_backward_operator.register_fake
-def _(d_o, d_end, q, k, w, log_decay, erase_write, erase_key, *rest):
-    fields = (q, k, w, log_decay, erase_write, erase_key)
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    _, d_end, *fields = inputs[: 2 + len(FIELDS)]
+    w = fields[2]
     return (*(w.new_empty(0) if x is None else x.new_empty(x.shape) for x in fields), d_end.new_empty(d_end.shape))
 
 
