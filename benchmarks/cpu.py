@@ -3,7 +3,9 @@
     python benchmarks/cpu.py                # T = 2048, 8192, 32768; weak and strong decay; writes benchmarks/results/cpu.json
 
 Batch 1, 8 heads of 64 × 64, float32. Both run in one process, taking turns; figures are the minimum of 7. Peak memory is
-what a call adds to what was resident before it, measured in a process of its own. Run it on an idle machine.
+what a call adds to what was resident before it, measured in a process of its own. The rows "one core busy" run two threads
+on two cores, one of which another process keeps busy all the time; their figures are the median of 15. Run it on an idle
+machine.
 """
 
 from __future__ import annotations
@@ -11,20 +13,26 @@ from __future__ import annotations
 import argparse
 import inspect
 import multiprocessing
+import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import prism
-from common import fastest
+from common import fastest, typical
 from prism.reports.results import write_results
 from prism.rules.parts import l2_normalize
 
 HEADS, KEY, VALUE, WRITES = 8, 64, 64, 2
 DECAYS = {"weak": 0.02, "strong": 5.0}
+BUSY_TOKENS, BUSY_REPEATS = 2048, 15
 
 
 def inputs(tokens: int, decay: float, writes: int) -> dict[str, Tensor]:
@@ -66,24 +74,86 @@ def peer(tokens: int, decay: float) -> Callable[[], None]:
     return run
 
 
-def _peak(tokens: int, queue: multiprocessing.Queue) -> None:
+def _peak(tokens: int, answer: Connection) -> None:
     run, warm_up = ours(tokens, DECAYS["weak"]), ours(64, DECAYS["weak"])
     warm_up()
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak that imports left behind
     run()
     status = Path("/proc/self/status").read_text().splitlines()
-    queue.put(int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024 - before)
+    answer.send(int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024 - before)
 
 
 def peak_bytes(tokens: int) -> int:
+    return in_own_process(_peak, tokens)
+
+
+def in_own_process(target: Callable[..., None], *arguments: Any) -> Any:
+    """What `target(*arguments, answer)` sends."""
     context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=_peak, args=(tokens, queue))
+    answer, send = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(*arguments, send))
     process.start()
-    result = queue.get()
-    process.join()
-    return result
+    send.close()  # so that `recv` ends if the process does
+    try:
+        return answer.recv()
+    finally:
+        process.join()
+
+
+def _spin(core: int, started: Event) -> None:
+    parent = os.getppid()
+    os.sched_setaffinity(0, {core})
+    started.set()
+    while os.getppid() == parent:  # ends with the benchmark, however that ends
+        pass
+
+
+@contextmanager
+def kept_busy(core: int) -> Iterator[None]:
+    """Another process computes on this core all the time."""
+    context = multiprocessing.get_context("spawn")
+    started = context.Event()
+    process = context.Process(target=_spin, args=(core, started), daemon=True)
+    process.start()
+    try:
+        if not started.wait(timeout=120):
+            raise RuntimeError("the process that keeps a core busy did not start within two minutes")
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _beside_busy_core(tokens: int, decay: float, repeats: int, answer: Connection) -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, set(cores))  # before torch's first parallel region: its threads inherit it
+    torch.set_num_threads(2)
+    candidates = {
+        "prism_rank2": ours(tokens, decay),
+        "prism_rank1": ours(tokens, decay, 1),
+        "transformers_rank1": peer(tokens, decay),
+    }
+    with kept_busy(cores[-1]):
+        answer.send(typical(candidates, repeats))
+
+
+def busy_rows(labels: list[str], repeats: int) -> list[dict[str, Any]]:
+    if len(os.sched_getaffinity(0)) < 2:
+        print("one core busy: left out, this process may use one core only")
+        return []
+    rows = []
+    for label in labels:
+        seconds = in_own_process(_beside_busy_core, BUSY_TOKENS, DECAYS[label], repeats)
+        rows.append(row(label, BUSY_TOKENS, seconds, "one core busy"))
+    return rows
+
+
+def row(label: str, tokens: int, seconds: dict[str, float], condition: str) -> dict[str, Any]:
+    ratio = seconds["prism_rank2"] / seconds.get("transformers_rank1", float("nan"))
+    rounded = {name: round(value, 4) for name, value in seconds.items()}
+    print(f"{label:>6} decay  T={tokens:<6} {condition:<13}", rounded, f"ratio {ratio:.3f}")
+    return {"decay": label, "tokens": tokens, "seconds": seconds, "rank2_over_peer_rank1": ratio}
 
 
 def main() -> None:
@@ -91,27 +161,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
     parser.add_argument("--quick", action="store_true", help="T = 2048 and 8192, weak decay only; nothing is written")
+    parser.add_argument("--busy", action="store_true", help="only the rows with one core kept busy; nothing is written")
     arguments = parser.parse_args()
 
+    labels = list(DECAYS)[: 1 if arguments.quick else None]
     rows = []
-    for label, decay in list(DECAYS.items())[: 1 if arguments.quick else None]:
+    for label in [] if arguments.busy else labels:
+        decay = DECAYS[label]
         for tokens in (2048, 8192) if arguments.quick else (2048, 8192, 32768):
             candidates = {"prism_rank2": ours(tokens, decay)}
             if tokens <= 8192:  # the peer grows faster than linearly: minutes at 32768
                 candidates |= {"prism_rank1": ours(tokens, decay, 1), "transformers_rank1": peer(tokens, decay)}
-            seconds = fastest(candidates, arguments.repeats)
-            ratio = seconds["prism_rank2"] / seconds.get("transformers_rank1", float("nan"))
-            rows.append({"decay": label, "tokens": tokens, "seconds": seconds, "rank2_over_peer_rank1": ratio})
-            print(
-                f"{label:>6} decay  T={tokens:<6}", {k: round(v, 4) for k, v in seconds.items()}, f"ratio {ratio:.3f}"
-            )
-    if arguments.quick:
+            rows.append(row(label, tokens, fastest(candidates, arguments.repeats), "idle"))
+    busy = busy_rows(labels, BUSY_REPEATS)
+    if arguments.quick or arguments.busy:
         return
     growth = rows[2]["seconds"]["prism_rank2"] / rows[1]["seconds"]["prism_rank2"]
     memory = {tokens: peak_bytes(tokens) for tokens in (8192, 32768)}
     print({tokens: f"{size / 2**20:.0f} MiB" for tokens, size in memory.items()})
     print(f"time 32768 / 8192: {growth:.2f}    peak memory 32768 / 8192: {memory[32768] / memory[8192]:.2f}")
-    results = {"timings": rows, "time_growth": growth, "peak_bytes": memory}
+    results = {"timings": rows, "one_core_busy": busy, "time_growth": growth, "peak_bytes": memory}
     print("written to", write_results(arguments.output, results, command="python benchmarks/cpu.py"))
 
 

@@ -2,7 +2,8 @@
 
 Within a segment of 512 tokens all chunks find their affine maps at once; segments follow one another, so that the
 temporaries stay in cache and memory stays linear in T. One decay per head, or none, takes the path with the written-out
-backward (head_chunks.py); a decay per channel goes through the block equations and autograd.
+backward (head_chunks.py, in compiled code on the CPU through head_chunks_operator.py); a decay per channel goes through
+the block equations and autograd.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from torch import Tensor
 from prism.engine import compat
 from prism.engine.linear.block import Rows, affine, blocks, unblocks
 from prism.engine.linear.head_chunks import head_chunks
+from prism.engine.linear.head_chunks_operator import head_chunks_operator
 from prism.engine.linear.steps import Steps, resolve
 from prism.engine.update import Update
 
 SEGMENT = 512
+
+# An exported program is to run where this library is not installed, so export traces the equations. New in torch 2.7.
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = None) -> tuple[Tensor, Tensor]:
@@ -34,6 +39,8 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
     transformed = compat.have_tangents(*inputs) or compat.transforms_active(*inputs)
     if update.per_channel or transformed:
         o, S = _in_blocks(steps, S, chunk, size)
+    elif torch.compiler.is_compiling() and not _is_exporting() and S.device.type == "cpu":
+        o, S = head_chunks_operator(steps, S, chunk, size)
     else:
         o, S = head_chunks(steps, S, chunk, size, again=_in_blocks)
     return steps.read(o), S

@@ -35,9 +35,13 @@ from prism.engine.linear.steps import Steps
 #
 # Forward substitution, never repeated squaring: with correlated keys (I - L)(I + L²)(I + L⁴)… is wrong by orders of
 # magnitude
-# in float32. Rows one by one inside 16×16 diagonal blocks, all blocks of all matrices together; then neighbouring
-# blocks are
-# joined, [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [-C⁻¹ B A⁻¹, C⁻¹]]. LAPACK would take the matrices one after the other.
+# in float32. LAPACK substitutes inside 16×16 diagonal blocks; then neighbouring blocks are joined for all matrices at
+# once,
+# [[A, 0], [B, C]]⁻¹ = [[A⁻¹, 0], [-C⁻¹ B A⁻¹, C⁻¹]].
+#
+# Why 16: up to this size MKL solves on the calling thread. From 32 on it starts all threads for every single matrix,
+# and
+# each start waits for the slowest of them, milliseconds where another process holds a core.
 
 _BLOCK = 16
 
@@ -61,14 +65,8 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def _substitute(blocks: Tensor) -> Tensor:
-    """Forward substitution: row i of the inverse is e_i minus what the rows above it contribute."""
-    rows = [torch.zeros_like(blocks[..., 0, :]) for _ in range(blocks.shape[-1])]
-    for i, row in enumerate(rows):
-        row[..., i] = 1
-        if i:
-            above = torch.stack(rows[:i], -2)[..., :i]
-            row[..., :i] = -(blocks[..., i, :i].unsqueeze(-2) @ above).squeeze(-2)
-    return torch.stack(rows, -2)
+    identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
+    return torch.linalg.solve_triangular(blocks, identity.expand_as(blocks), upper=False, unitriangular=True)
 
 
 def _diagonal_blocks(matrix: Tensor, size: int) -> Tensor:
@@ -100,6 +98,9 @@ class Segment(NamedTuple):
     carry: Tensor  # [m, 1, 1]
 
 
+Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
+"""A segment's T⁻¹ `[m, C, C]`, -R `[m, C, V]`, P `[m, K, K]` (None without an erase) and incoming states `[m, K, V]`."""
+
 Again = Callable[[Steps, Tensor, int, int], tuple[Tensor, Tensor]]
 
 FIELDS = ("q", "k", "w", "log_decay", "erase_write", "erase_key")
@@ -116,7 +117,7 @@ def head_chunks(steps: Steps, S: Tensor, chunk: int, segment: int, again: Again)
         empty: dict[str, Any] = dict.fromkeys((*FIELDS, "reset"))  # tensors are autograd's to keep
         o, S = _HeadChunks.apply(*fields, steps.reset, S, kind, replace(steps, **empty), again)
     else:
-        o, S, _ = _forward(fields, steps.reset, S, kind, keep=False)
+        o, S, _ = forward(fields, steps.reset, S, kind, keep=False)
     return o, S
 
 
@@ -129,7 +130,7 @@ class _HeadChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *fields, reset, S, kind, bare, again = arguments
-        o, end, kept = _forward(tuple(fields), reset, S, kind, keep=True)
+        o, end, kept = forward(tuple(fields), reset, S, kind, keep=True)
         ctx.kind, ctx.bare, ctx.again = kind, bare, again
         ctx.save_for_backward(*fields, reset, S, *[x for each in kept for x in each])
         return o, end
@@ -143,7 +144,7 @@ class _HeadChunks(torch.autograd.Function):
             steps = replace(ctx.bare, reset=reset)
             return (*without_autocast(_differentiably, ctx.again, steps, fields, S, dO, dS, ctx.kind), None, None, None)
         kept = [flat[i : i + 4] for i in range(0, len(flat), 4)]
-        return (*without_autocast(_backward, tuple(fields), reset, kept, dO, dS, ctx.kind), None, None, None)
+        return (*without_autocast(backward, tuple(fields), reset, kept, dO, dS, ctx.kind), None, None, None)
 
 
 def _differentiably(
@@ -159,12 +160,15 @@ def _differentiably(
     return (*gradients, None, d_S)
 
 
-def _forward(fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: bool) -> tuple[Tensor, Tensor, list]:
+def forward(
+    fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: bool
+) -> tuple[Tensor, Tensor, list[Kept]]:
+    """The outputs, the memory after the last row, and with `keep` what `backward` needs of each segment."""
     values = fields[2]
     B, rows, H, L, V = values.shape
     erases = fields[4] is not None
     o = values.new_empty(B, rows, H, V)
-    kept = []
+    kept: list[Kept] = []
     for start in range(0, rows, kind.segment):
         length = min(kind.segment, rows - start)
         s = _segment(fields, reset, start, length, kind)
@@ -192,9 +196,10 @@ def _forward(fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: b
     return o, S, kept
 
 
-def _backward(
-    fields: tuple, reset: Tensor | None, kept: list, dO: Tensor, dS: Tensor, kind: Kind
+def backward(
+    fields: tuple, reset: Tensor | None, kept: list[Kept], dO: Tensor, dS: Tensor, kind: Kind
 ) -> tuple[Tensor | None, ...]:
+    """The gradients of the fields, of the reset (none) and of the incoming memory."""
     rows, L = fields[0].shape[1], fields[2].shape[-2]
     d_q, d_k, d_w, d_g, d_a, d_b = (None if x is None else torch.empty_like(x) for x in fields)
     assert d_q is not None and d_k is not None and d_w is not None
@@ -212,7 +217,7 @@ def _backward(
 
         d_y = MN[:, -C:].mT @ d_o
         d_in = z_start[:, -C:].mT @ d_o
-        if inverse is not None:
+        if inverse is not None and minus_R is not None:
             s.y[:, :C] = minus_R
             d_in -= z_start[:, :C].mT @ (inverse.mT @ d_y[:, :C])
         outgoing, dS = _chain_back(P, s.carry, d_in, dS)
@@ -275,7 +280,7 @@ def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind:
     q, k, w, g, a, b = fields
     B, _, H, K = q.shape
     L, V = w.shape[-2:]
-    C = min(kind.chunk, length)
+    C = min(kind.chunk, q.shape[1])
     m = -(-length // C) * B * H
     extra = 0 if a is None else C
 
@@ -283,11 +288,9 @@ def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind:
     _lay_into(z[:, extra:], q, start, length)
     _lay_into(x[:, extra:], k, start, length)
     _lay_into(y[:, extra:], w, start, length)
-    looks = [(kind.read_before, kind.read_before)]  # (strict, before)
     if a is not None:
         _lay_into(z[:, :C], b, start, length)
         _lay_into(x[:, :C], a, start, length)
-        looks.insert(0, (True, kind.look_before))
 
     log_decay = q.new_zeros(m, C)
     if g is not None:
@@ -298,16 +301,23 @@ def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind:
         _lay_into(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
         documents = Documents(begins)
     decay = HeadDecay(log_decay, documents)
-    one = q.new_ones(())
-    return Segment(
-        z,
-        x,
-        y,
-        torch.stack([decay.weights(strict, before) for strict, before in looks], 1).unsqueeze(-2),
-        torch.cat([decay.from_start(one, before) for _, before in looks], 1),
-        decay.to_end(one),
-        decay.carry().unsqueeze(-1),
-    )
+    gamma, left = _looks(decay, kind, erases=a is not None)
+    return Segment(z, x, y, gamma.unsqueeze(-2), left, decay.to_end(q.new_ones(())), decay.carry().unsqueeze(-1))
+
+
+def _looks(decay: HeadDecay, kind: Kind, erases: bool) -> tuple[Tensor, Tensor]:
+    """Γ `[m, z, C, C]` and e^G `[m, z·C, 1]` as the erase keys (if any) and the queries see them."""
+    before = kind.read_before
+    one = decay.inclusive.new_ones((), dtype=decay.dtype)
+    gamma, left = decay.weights(strict=before, before=before), decay.from_start(one, before)
+    if not erases:
+        return gamma.unsqueeze(1), left
+    if kind.look_before == before:  # the same weights, without the token itself: exponentials are dear
+        both = gamma.unsqueeze(1).repeat(1, 2, 1, 1)
+        both[:, 0].diagonal(dim1=-2, dim2=-1).zero_()
+        return both, left.repeat(1, 2, 1)
+    look = kind.look_before
+    return torch.stack([decay.weights(True, look), gamma], 1), torch.cat([decay.from_start(one, look), left], 1)
 
 
 def _inverse(s: Segment) -> Tensor:

@@ -1,0 +1,91 @@
+"""Compiled code on the CPU runs the chunk form as one operator, with the results of eager code and for every length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import prism
+from prism.engine.linear.head_chunks import FIELDS, Kind, head_chunks
+from prism.engine.linear.head_chunks_operator import _operator, head_chunks_operator
+from prism.engine.linear.steps import Steps
+from tests.helpers import examples
+
+
+def random_steps(tokens: int, erases: bool, decays: bool, resets: bool, seed: int = 0) -> tuple[Steps, Tensor]:
+    torch.manual_seed(seed)
+    shape = (2, tokens, 2)
+    keys = torch.nn.functional.normalize(torch.randn(3, *shape, 8, dtype=torch.float64), dim=-1)
+    steps = Steps(
+        q=keys[0],
+        k=torch.stack([keys[1], keys[2]], 3),
+        w=torch.randn(*shape, 2, 4, dtype=torch.float64),
+        log_decay=-torch.rand(*shape, dtype=torch.float64) if decays else None,
+        erase_key=keys[1] if erases else None,
+        erase_write=keys[1] * torch.rand(*shape, 1, dtype=torch.float64) if erases else None,
+        reset=torch.rand(2, tokens) < 0.05 if resets else None,
+        erase_decayed=bool(seed % 2),
+        read_after=bool(seed % 3),
+        substeps=1,
+        out_dtype=torch.float64,
+    )
+    for name in FIELDS:
+        if getattr(steps, name) is not None:
+            object.__setattr__(steps, name, getattr(steps, name).detach().requires_grad_())
+    return steps, torch.randn(2, 2, 8, 4, dtype=torch.float64, requires_grad=True)
+
+
+@given(
+    tokens=st.integers(1, 80), erases=st.booleans(), decays=st.booleans(), resets=st.booleans(), seed=st.integers(0, 5)
+)
+@examples(25)
+def test_the_operator_gives_what_eager_code_gives(
+    tokens: int, erases: bool, decays: bool, resets: bool, seed: int
+) -> None:
+    """Segments of 32 rows in chunks of 8: several segments, and last chunks cut short."""
+    steps, S = random_steps(tokens, erases, decays, resets, seed)
+    leaves = [S, *(x for name in FIELDS if (x := getattr(steps, name)) is not None)]
+    results = []
+    for run in (
+        lambda: head_chunks(steps, S, 8, 32, again=lambda *_: pytest.fail("not asked for")),
+        lambda: head_chunks_operator(steps, S, 8, 32),
+    ):
+        o, end = run()
+        results.append((o, end, *torch.autograd.grad(o.sin().sum() + end.cos().sum(), leaves)))
+    for eager, operator in zip(*results, strict=True):
+        torch.testing.assert_close(operator, eager, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("erases", [True, False])
+def test_torch_accepts_the_operator(erases: bool) -> None:
+    """Schema, shapes without data, autograd and tracing with unknown sizes."""
+    steps, S = random_steps(37, erases, True, True)
+    fields = [getattr(steps, name) for name in FIELDS]
+    torch.library.opcheck(_operator, (*fields, steps.reset, S, *Kind(8, 32, False, False), True))
+
+
+def test_compiled_code_holds_one_operator_a_layer_and_serves_other_lengths() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    mixer = prism.Mixer("prism", 16, 2)
+    compiled = torch.compile(mixer, backend=counter, fullgraph=True, dynamic=True)
+    compiled(torch.randn(1, 70, 16))
+    compilations = counter.frame_count
+    for tokens in (530, 97):  # two segments, and one
+        x = torch.randn(1, tokens, 16)
+        torch.testing.assert_close(compiled(x)[0], mixer(x)[0], rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == compilations
+    names = [str(node.target) for node in counter.graphs[-1].graph.nodes if node.op == "call_function"]
+    assert sum("prism.head_chunks" in name for name in names) == 1
+
+
+def test_an_operator_that_kept_nothing_refuses_a_backward_pass() -> None:
+    steps, S = random_steps(9, True, True, False)
+    fields = [getattr(steps, name) for name in FIELDS]
+    o, *_ = _operator(*fields, None, S, *Kind(8, 32, False, False), False)
+    with pytest.raises(RuntimeError, match="save=False"):
+        o.sum().backward()
