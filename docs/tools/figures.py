@@ -23,12 +23,12 @@ BLUES, PEERS = ("#b3cde8", "#4c72b0", "#1f3a63"), ("#dd8452", "#c9b29b")
 
 def ranks(figure: dict[str, Any], axes: Any) -> None:
     """Bars per shape, relative to the peer, which is the line at 1."""
-    peer, names = figure["rows"][figure["relative_to"]], list(figure["rows"])
+    names = list(figure["rows"])
     colors = dict(zip(names, (*BLUES, *PEERS), strict=True))
     width = 0.8 / len(names)
     for place, name in enumerate(names):
-        ratios = [None if ms is None else ms / one for ms, one in zip(figure["rows"][name], peer, strict=True)]
-        shown = [(shape + (place - 2) * width, ratio) for shape, ratio in enumerate(ratios) if ratio is not None]
+        ratios = enumerate(figure["rows"][name])
+        shown = [(shape + (place - 2) * width, ratio) for shape, ratio in ratios if ratio is not None]
         bars = axes.bar(*zip(*shown, strict=True), width=0.92 * width, color=colors[name], label=name)
         axes.bar_label(bars, [f"{ratio:.2f}" for _, ratio in shown], fontsize=7, padding=1)
     axes.axhline(1, color="#555", lw=0.8, ls=":")
