@@ -1,6 +1,6 @@
 """Install the wheel, then the sdist, into an empty environment and run the README's first Python example there.
 
-    python scripts/check_dist.py dist          # after `python -m hatchling build`; needs a package index or its cache
+python scripts/check_dist.py dist          # after `python -m hatchling build`; needs a package index or its cache
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def main() -> None:
         python = Path(empty) / "venv" / "bin" / "python"
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         pip += ["--constraint", ROOT / "constraints.txt"]
-        for archive, how in ((only(folder, "*.whl"), []), (only(folder, "*.tar.gz"), ["--force-reinstall", "--no-deps"])):
+        for archive, how in (
+            (only(folder, "*.whl"), []),
+            (only(folder, "*.tar.gz"), ["--force-reinstall", "--no-deps"]),
+        ):
             subprocess.run([*pip, *how, archive], check=True)
             # Isolated (-I) and from another folder: the source tree must not be what is imported.
             subprocess.run([python, "-I", "-c", example], check=True, cwd=empty)

@@ -1,6 +1,6 @@
 """Fail if the built site loads anything from another host, or shows an equation as source text.
 
-    python docs/tools/check_site.py build/site
+python docs/tools/check_site.py build/site
 """
 
 from __future__ import annotations

@@ -69,7 +69,12 @@ def cpu(figure: dict[str, Any], axes: Any) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
-DRAW: dict[str, Callable[[dict[str, Any], Any], None]] = {"ranks": ranks, "kernels": kernels, "state": state, "cpu": cpu}
+DRAW: dict[str, Callable[[dict[str, Any], Any], None]] = {
+    "ranks": ranks,
+    "kernels": kernels,
+    "state": state,
+    "cpu": cpu,
+}
 
 
 def main() -> None:

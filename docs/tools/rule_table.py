@@ -78,9 +78,7 @@ def _engine_and_update(name: str, **options: Any) -> tuple[Any, Any]:
 def _on_gpu(update: Any) -> Any:
     """The same update with bfloat16 tensors that have a shape and a device, but no memory."""
     with FakeTensorMode():
-        values = {
-            field.name: _fake(getattr(update, field.name)) for field in dataclasses.fields(update) if field.init
-        }
+        values = {field.name: _fake(getattr(update, field.name)) for field in dataclasses.fields(update) if field.init}
     first = values.pop("erase_first", False)
     copy = type(update)(**values)
     if first:  # set afterwards: taking the first key of a pretended tensor needs a GPU
