@@ -4,6 +4,7 @@ python examples/swap_a_rule.py --rules linear gated_delta prism "prism*3+softmax
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,7 @@ parser.add_argument("--rules", nargs="+", default=["linear", "mamba2", "gated_de
 parser.add_argument("--steps", type=int, default=30, help="optimizer steps for each")
 arguments = parser.parse_args()
 
-text = open(__file__, encoding="utf-8").read()
+text = Path(__file__).read_text(encoding="utf-8")
 tokens = torch.tensor([list(text.encode())])[:, :1024].view(4, -1)  # this very file, as bytes
 
 for layers in arguments.rules:

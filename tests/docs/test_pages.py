@@ -60,8 +60,7 @@ def commands(text: str) -> list[str]:
     found = []
     for _, block in _SHELL.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
-            for part in re.split(r"\s*[|>&]\s+", re.sub(r"\s#.*", "", line)):
-                found.append(part.strip())
+            found += [part.strip() for part in re.split(r"\s*[|>&]\s+", re.sub(r"\s#.*", "", line))]
     return [*filter(None, found), *(match.strip() for match in _INLINE.findall(text.replace("\n", " ")))]
 
 
