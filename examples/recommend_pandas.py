@@ -32,8 +32,10 @@ events = pd.DataFrame(
 
 recommender = Recommender.fit(
     events,
+    user="customer",  # the names of your columns
+    item="product",
+    time="when",
     epochs=arguments.epochs,
-    data={"user": "customer", "item": "product", "time": "when"},  # the names of your columns
     model={"hidden_size": 32},
 )
 print("c0 did  ", list(events[events["customer"] == "c0"]["product"]))
