@@ -15,7 +15,7 @@ parser.add_argument("--users", type=int, default=300)
 parser.add_argument("--epochs", type=int, default=5)
 arguments = parser.parse_args()
 
-# Everyone walks through the catalogue in steps of their own; one event in ten is random.
+# Everyone walks through the catalogue in their own steps; one event in ten is random.
 random, items, length = np.random.default_rng(0), 40, 12
 walk = random.integers(items, size=(arguments.users, 1)) + random.integers(1, 4, (arguments.users, 1)) * np.arange(
     length

@@ -1,4 +1,4 @@
-"""Train a Mixer in a plain torch loop: recall the token seen `DELAY` steps ago.
+"""Train a Mixer in a plain torch loop: recall the token seen two steps ago.
 
 python examples/training_loop.py --rule prism --steps 200
 """
@@ -19,24 +19,16 @@ arguments = parser.parse_args()
 torch.manual_seed(0)
 VOCABULARY, WIDTH, TOKENS, DELAY = 16, 64, 48, 2
 
-
-class Model(nn.Module):
-    def __init__(self, rule: str) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.mixer = prism.Mixer(rule, width=WIDTH, heads=2)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        y, _ = self.mixer(self.embed(tokens))  # [B, T, width]; the state is not needed here
-        return self.head(y)
-
-
-model = Model(arguments.rule)
+embed = nn.Embedding(VOCABULARY, WIDTH)
+mixer = prism.Mixer(arguments.rule, width=WIDTH, heads=2)
+head = nn.Linear(WIDTH, VOCABULARY)
+model = nn.ModuleList([embed, mixer, head])
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
 for step in range(1, arguments.steps + 1):
     tokens = torch.randint(VOCABULARY, (32, TOKENS))
-    logits = model(tokens)[:, DELAY:]
+    y, _ = mixer(embed(tokens))  # [B, T, width]; the state is not needed here
+    logits = head(y)[:, DELAY:]
     loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, :-DELAY].flatten())
     optimizer.zero_grad()
     loss.backward()

@@ -50,8 +50,10 @@ def kernels(figure: dict[str, Any], axes: Any) -> None:
 
 
 def state(figure: dict[str, Any], axes: Any) -> None:
-    for (name, sizes), color in zip(figure["rows"].items(), (BLUES[1], BLUES[0], "#55a868", PEERS[0]), strict=True):
+    """A line per model, with its last value."""
+    for (name, sizes), color in zip(figure["rows"].items(), (BLUES[1], "#55a868", PEERS[0]), strict=True):
         axes.plot(figure["contexts"], sizes, "o-", ms=4, color=color, label=name)
+        axes.annotate(f"{sizes[-1]:,} MiB", (figure["contexts"][-1], sizes[-1]), (0, 6), textcoords="offset points")
     axes.set(xscale="log", yscale="log", xlabel="context", ylabel="MiB per row", title="State kept for decoding")
     axes.set_xticks(figure["contexts"], [f"{n // 1024}K" for n in figure["contexts"]], minor=False)
     axes.minorticks_off()
