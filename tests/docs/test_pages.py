@@ -139,6 +139,17 @@ def test_a_file_that_a_page_names_exists(page: Path) -> None:
     assert not [path for path in gone if not path.startswith("benchmarks/results/")]
 
 
+def _source_names() -> set[str]:
+    folders = ("src", "benchmarks", "scripts", "examples", "tests", "docs")
+    return {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_module_that_a_page_names_exists(page: Path) -> None:
+    """Where the folder is clear from the text, as in a table of files."""
+    assert set(re.findall(r"`(\w+\.py)`", page.read_text(encoding="utf-8"))) <= _source_names()
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=name)
 def test_links_of_the_front_pages_lead_somewhere(page: Path) -> None:
     """The site's build checks those between pages."""
