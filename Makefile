@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export PRISM_OUTPUT ?= runs
 
-.PHONY: setup demo test lint typecheck unit test-slow test-gpu bench bench-gpu clean
+.PHONY: setup demo test lint typecheck unit test-slow test-gpu bench bench-gpu docs dist clean
 
 setup: $(VENV)/ready
 
@@ -55,6 +55,19 @@ bench-gpu: $(VENV)/ready
 	$(BIN)/python benchmarks/throughput.py --models $(NETWORKS) --contexts 2048 --tokens 32768 --graph --decode \
 		--output benchmarks/results/throughput-networks.json
 	$(BIN)/python benchmarks/tables.py
+
+# The documentation site, in build/site. Only the set-up needs a network: the build loads nothing, and so do the pages.
+docs: $(VENV)/base
+	$(PIP) --group docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+	$(BIN)/python docs/tools/check_site.py build/site
+
+# A wheel and an sdist, each installed into an empty environment, where the README's first example must run.
+dist: $(VENV)/base
+	$(PIP) hatchling
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(BIN)/python scripts/check_dist.py dist
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,93 @@
+"""Draw pictures of published figures: `docs/figures.json` holds the numbers, with the command that measured them.
+
+    python docs/tools/figures.py            # docs/images/{ranks,kernels,state,cpu}.png
+
+Pictures that need the raw results of a benchmark are drawn by `benchmarks/tables.py` and `benchmarks/recommendation_page.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).parents[1]
+BLUES, PEERS = ("#b3cde8", "#4c72b0", "#1f3a63"), ("#dd8452", "#c9b29b")
+
+
+def ranks(figure: dict[str, Any], axes: Any) -> None:
+    """Bars per shape, relative to the peer, which is the line at 1."""
+    names = list(figure["rows"])
+    colors = dict(zip(names, (*BLUES, *PEERS), strict=True))
+    width = 0.8 / len(names)
+    for place, name in enumerate(names):
+        ratios = enumerate(figure["rows"][name])
+        shown = [(shape + (place - 2) * width, ratio) for shape, ratio in ratios if ratio is not None]
+        bars = axes.bar(*zip(*shown, strict=True), width=0.92 * width, color=colors[name], label=name)
+        axes.bar_label(bars, [f"{ratio:.2f}" for _, ratio in shown], fontsize=7, padding=1)
+    axes.axhline(1, color="#555", lw=0.8, ls=":")
+    axes.set_xticks(range(len(figure["shapes"])), figure["shapes"])
+    axes.set(xlabel="(batch, tokens, heads, head size)", ylabel="time, flash-linear-attention's rank 1 = 1")
+    axes.set_title("Forward and backward of one memory: lower is faster")
+    axes.legend(fontsize=8, frameon=False)
+
+
+def kernels(figure: dict[str, Any], axes: Any) -> None:
+    """Two bars a pass: its floor and its time."""
+    for place, (floor, measured) in enumerate(figure["rows"].values()):
+        axes.barh(place + 0.2, measured, height=0.38, color=BLUES[1], label=None if place else "measured")
+        axes.barh(place - 0.2, floor, height=0.38, color=PEERS[1], label=None if place else "floor")
+    axes.set_yticks(range(len(figure["rows"])), list(figure["rows"]))
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds", title="Each pass and the least time its bytes and operations take")
+    axes.legend(fontsize=8, frameon=False)
+
+
+def state(figure: dict[str, Any], axes: Any) -> None:
+    """A line per model, with its last value."""
+    for (name, sizes), color in zip(figure["rows"].items(), (BLUES[1], "#55a868", PEERS[0]), strict=True):
+        axes.plot(figure["contexts"], sizes, "o-", ms=4, color=color, label=name)
+        axes.annotate(f"{sizes[-1]:,} MiB", (figure["contexts"][-1], sizes[-1]), (0, 6), textcoords="offset points")
+    axes.set(xscale="log", yscale="log", xlabel="context", ylabel="MiB per row", title="State kept for decoding")
+    axes.set_xticks(figure["contexts"], [f"{n // 1024}K" for n in figure["contexts"]], minor=False)
+    axes.minorticks_off()
+    axes.legend(fontsize=8, frameon=False)
+
+
+def cpu(figure: dict[str, Any], axes: Any) -> None:
+    for place, ((name, times), color) in enumerate(
+        zip(figure["rows"].items(), (BLUES[1], BLUES[0], PEERS[0]), strict=True)
+    ):
+        bars = axes.bar([n + (place - 1) * 0.27 for n in range(len(times))], times, 0.25, color=color, label=name)
+        axes.bar_label(bars, [f"{ms:,}" for ms in times], fontsize=8, padding=1)
+    axes.set_xticks(range(len(figure["tokens"])), [f"{n:,} tokens" for n in figure["tokens"]])
+    axes.set(ylabel="milliseconds", title="Forward and backward on 2 CPU cores")
+    axes.legend(fontsize=8, frameon=False)
+
+
+DRAW: dict[str, Callable[[dict[str, Any], Any], None]] = {
+    "ranks": ranks,
+    "kernels": kernels,
+    "state": state,
+    "cpu": cpu,
+}
+
+
+def main() -> None:
+    figures = json.loads((DOCS / "figures.json").read_text(encoding="utf-8"))
+    for name, draw in DRAW.items():
+        picture, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
+        draw(figures[name], axes)
+        axes.spines[["top", "right"]].set_visible(False)
+        picture.savefig(DOCS / "images" / f"{name}.png", dpi=144, metadata={"Software": None})
+        plt.close(picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""From a pandas DataFrame to recommendations, and to user states that follow new events.
+
+python examples/recommend_pandas.py --users 300 --epochs 5
+"""
+
+import argparse
+
+import numpy as np
+import pandas as pd
+
+from prism import Recommender
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--users", type=int, default=300)
+parser.add_argument("--epochs", type=int, default=5)
+arguments = parser.parse_args()
+
+# Everyone walks through the catalogue in their own steps; one event in ten is random.
+random, items, length = np.random.default_rng(0), 40, 12
+walk = random.integers(items, size=(arguments.users, 1)) + random.integers(1, 4, (arguments.users, 1)) * np.arange(
+    length
+)
+noise = random.random(walk.shape) < 0.1
+walk = np.where(noise, random.integers(items, size=walk.shape), walk % items)
+events = pd.DataFrame(
+    {
+        "customer": np.repeat([f"c{n}" for n in range(arguments.users)], length),
+        "product": [f"p{n}" for n in walk.ravel()],
+        "when": np.tile(np.arange(length), arguments.users),
+    }
+)
+
+recommender = Recommender.fit(
+    events,
+    user="customer",  # the names of your columns
+    item="product",
+    time="when",
+    epochs=arguments.epochs,
+    model={"hidden_size": 32},
+)
+print("c0 did  ", list(events[events["customer"] == "c0"]["product"]))
+print("c0 next ", recommender.recommend(users=["c0"], k=5).items[0])
+
+# A user nobody has seen: a history, or a state that one event at a time keeps up to date.
+print("2, 4, 6 ", recommender.recommend(sequences=[["p2", "p4", "p6"]], k=5).items[0])
+states = recommender.start(1)
+for item in ("p2", "p4", "p6"):
+    states = recommender.observe(states, [item])
+print("streamed", recommender.recommend(states, k=5, exclude=[["p2", "p4", "p6"]]).items[0])
+print(f"a user's state takes {states.nbytes:,} bytes, whatever the history")

@@ -1,0 +1,55 @@
+"""Install the wheel, then the sdist, into an empty environment and run the README's first Python example there.
+
+python scripts/check_dist.py dist          # after `python -m hatchling build`; needs a package index or its cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def first_example(page: str) -> str:
+    """The first Python block of a Markdown page."""
+    found = re.search(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise ValueError("README.md has no Python block")
+    return found[1]
+
+
+def only(folder: Path, pattern: str) -> Path:
+    """The one file of a pattern, so that a left-over of another version is not tested by mistake."""
+    found = list(folder.glob(pattern))
+    if len(found) != 1:
+        raise ValueError(f"{folder} holds {len(found)} files {pattern}, expected one: empty it and build again")
+    return found[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the wheel and the sdist are")
+    folder = parser.parse_args().folder.resolve()
+    example = first_example((ROOT / "README.md").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as empty:
+        venv.create(Path(empty) / "venv", with_pip=True)
+        python = Path(empty) / "venv" / "bin" / "python"
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip += ["--constraint", ROOT / "constraints.txt"]
+        for archive, how in (
+            (only(folder, "*.whl"), []),
+            (only(folder, "*.tar.gz"), ["--force-reinstall", "--no-deps"]),
+        ):
+            subprocess.run([*pip, *how, archive], check=True)
+            # Isolated (-I) and from another folder: the source tree must not be what is imported.
+            subprocess.run([python, "-I", "-c", example], check=True, cwd=empty)
+            print(f"{archive.name}: installed into an empty environment, and the README's example ran")
+
+
+if __name__ == "__main__":
+    main()

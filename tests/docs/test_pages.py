@@ -1,0 +1,204 @@
+"""What pages say about the project is true: commands, flags, files, versions, the table of rules, and lines fit."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import prism
+from prism.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+WIDTH = 100
+_GENERATED = {"docs/rules.md"}  # its rows are what the registry says
+_SHELL = re.compile(r"^( *)```sh\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+_INLINE = re.compile(r"`((?:prism|python|make|torchrun) [^`]+)`")
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def tool(stem: str) -> ModuleType:
+    """A module of docs/tools, which is no package."""
+    spec = importlib.util.spec_from_file_location(stem, ROOT / "docs" / "tools" / f"{stem}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def long_lines(text: str) -> list[str]:
+    """Lines over the width, except a link that has no shorter form."""
+    lines = [line for line in text.splitlines() if len(line) > WIDTH]
+    return [line for line in lines if not re.fullmatch(r"\S*\s?\[?\S*https?://\S+", line)]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if name(p) not in _GENERATED], ids=name)
+def test_lines_fit(page: Path) -> None:
+    assert not long_lines(page.read_text(encoding="utf-8"))
+
+
+def test_a_long_line_is_found() -> None:
+    assert long_lines("x" * WIDTH) == []
+    assert long_lines("ok\n" + "word " * 30) == ["word " * 30]
+    assert long_lines("[1]: https://example.org/" + "x" * 100) == []
+
+
+def commands(text: str) -> list[str]:
+    """Command lines of a page: shell blocks (continued lines joined, comments dropped) and inline code."""
+    found = []
+    for _, block in _SHELL.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            found += [part.strip() for part in re.split(r"\s*[|>&]\s+", re.sub(r"\s#.*", "", line))]
+    return [*filter(None, found), *(match.strip() for match in _INLINE.findall(text.replace("\n", " ")))]
+
+
+ALL = sorted({(name(page), line) for page in PAGES for line in commands(page.read_text(encoding="utf-8"))})
+
+
+@cache
+def flags(command: str) -> frozenset[str]:
+    """The flags of `prism COMMAND`, read off its help."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        main([*command.split(), "--help"])
+    return frozenset(re.findall(r"--[a-z][\w.-]*", out.getvalue()))
+
+
+def check_prism(words: list[str]) -> None:
+    if not words or words[0].startswith(("-", "…", "COMMAND")):
+        return
+    command = next((c for n in (2, 1) if (c := " ".join(words[:n])) in COMMANDS), None)
+    assert command is not None or any(c.split()[0] == words[0] for c in COMMANDS), f"no command prism {words[0]}"
+    if command is not None:
+        used = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help"}
+        assert used <= flags(command), f"prism {command} has no {', '.join(sorted(used - flags(command)))}"
+
+
+def check_python(words: list[str]) -> None:
+    if not words or not words[0].endswith(".py"):
+        return
+    script = ROOT / words[0]
+    assert script.is_file(), f"there is no {words[0]}"
+    source = script.read_text(encoding="utf-8")
+    for flag in (word.split("=")[0] for word in words if word.startswith("--")):
+        assert f'"{flag}"' in source, f"{words[0]} has no {flag}"
+
+
+def check_make(words: list[str]) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for word in words:
+        assert word in targets, f"the Makefile has no target {word}"
+
+
+CHECKS = {"prism": check_prism, "python": check_python, "make": check_make}
+
+
+def check(line: str) -> None:
+    words = shlex.split(line.replace("…", "x"))
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    if "-m" in words and words[words.index("-m") + 1] == "prism":  # torchrun … -m prism train lm
+        words = words[words.index("-m") + 1 :]
+    if words and words[0] in CHECKS:
+        CHECKS[words[0]](words[1:])
+
+
+@pytest.mark.parametrize(("page", "line"), ALL)
+def test_a_command_that_a_page_shows_exists(page: str, line: str) -> None:
+    check(line)
+
+
+@pytest.mark.parametrize(
+    "line", ["prism trane lm", "prism train lm --nosuch 1", "python benchmarks/no.py", "make nosuch"]
+)
+def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    with pytest.raises(AssertionError):
+        check(line)
+
+
+_FILE = re.compile(r"`((?:src/prism|docs|tests|scripts|benchmarks|examples|engine|rules)/[\w./-]*)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_file_that_a_page_names_exists(page: Path) -> None:
+    named = set(_FILE.findall(page.read_text(encoding="utf-8")))
+    gone = [path for path in named if not (ROOT / path).exists() and not (ROOT / "src" / "prism" / path).exists()]
+    assert not [path for path in gone if not path.startswith("benchmarks/results/")]
+
+
+def _source_names() -> set[str]:
+    folders = ("src", "benchmarks", "scripts", "examples", "tests", "docs")
+    return {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_a_module_that_a_page_names_exists(page: Path) -> None:
+    """Where the folder is clear from the text, as in a table of files."""
+    assert set(re.findall(r"`(\w+\.py)`", page.read_text(encoding="utf-8"))) <= _source_names()
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=name)
+def test_links_of_the_front_pages_lead_somewhere(page: Path) -> None:
+    """The site's build checks those between pages."""
+    links = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    assert links
+    assert not [link for link in links if not link.startswith("http") and not (ROOT / link).exists()]
+
+
+def test_the_readme_shows_the_table_of_rules() -> None:
+    made = tool("rule_table")
+    assert made.README.read_text(encoding="utf-8") == made.page(), "run `python docs/tools/rule_table.py`"
+
+
+def test_one_version() -> None:
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    assert cited is not None and cited[1] == prism.__version__
+    assert f"## [{prism.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert "\nversion =" not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_figures_of_pictures_stand_in_the_tables_too() -> None:
+    """A picture and the table next to it must not drift apart."""
+    figures = json.loads((ROOT / "docs" / "figures.json").read_text(encoding="utf-8"))
+    pages = {"ranks": "performance", "kernels": "kernels", "state": "performance", "cpu": "performance"}
+    assert set(figures) == set(pages)
+    for figure, page in pages.items():
+        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace(",", "")
+        numbers = [number for row in figures[figure]["rows"].values() for number in row if number not in (None, 1.0)]
+        absent = [n for n in numbers if str(n) not in text and f"{n:.2f}" not in text]
+        assert not absent, f"docs/{page}.md does not have {absent} of the picture {figure}"
+
+
+def test_a_site_that_loads_from_elsewhere_is_found(tmp_path: Path) -> None:
+    check_site = tool("check_site")
+    (tmp_path / "index.html").write_text('<a href="https://arxiv.org">a</a><script src="a.js"></script>', "utf-8")
+    assert check_site.outside(tmp_path) == []
+    (tmp_path / "bad.html").write_text(
+        '<script src="https://cdn.example/x.js"></script><link rel="stylesheet" href="//fonts.example/x.css">', "utf-8"
+    )
+    (tmp_path / "bad.css").write_text("@font-face { src: url(https://fonts.example/x.woff2) }", "utf-8")
+    assert len(check_site.outside(tmp_path)) == 3
+
+
+def test_the_check_of_archives_runs_the_readme_first_example() -> None:
+    spec = importlib.util.spec_from_file_location("check_dist", ROOT / "scripts" / "check_dist.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    example = module.first_example((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert "prism.Mixer(" in example and "mixer.step(" in example
+    with pytest.raises(ValueError, match="no Python block"):
+        module.first_example("no code")
