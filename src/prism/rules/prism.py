@@ -36,7 +36,9 @@ from prism.rules.rule import RESIDUAL_PROXY, Paper, Rule, Span, construct, per_h
 
 RESIDUALS = ("anchored", "value")
 
-_PAPER = Paper("PRISM", "paper in its repository", "https://github.com/gpr-prism/prism")
+_PAPER = Paper(
+    "PRISM: Parallel Residual Iterative Sequence Model", "Jiang et al. 2026", "https://arxiv.org/abs/2602.10796"
+)
 _FORGETTING = "per head, and along k₁"
 _TRANSITION = "α · Householder"
 
