@@ -1,0 +1,76 @@
+"""Runs, models and states that version 0.1.0 wrote still open, and give the same numbers.
+
+`saved/` was written once by these commands and is never regenerated: a new format gets a folder next to it.
+
+    prism train lm --out lm --steps 12 --model.layers prism+softmax --model.hidden-size 8 --data.sources corpus …
+    prism generate lm --prompt "12 bottles" --save-state state.safetensors …
+    prism train rec --out rec --steps 12 --model.hidden-size 8 …
+    prism recommend rec --sequence series001-01 series001-02 series002-03 --save-states user.safetensors …
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from prism import Recommender
+from prism.cli import main
+from prism.models import PrismForCausalLM
+
+SAVED = Path(__file__).parent / "saved"
+EXPECTED = json.loads((SAVED / "expected.json").read_text())
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the saved files, as the working directory."""
+    shutil.copytree(SAVED, tmp_path / "saved")
+    monkeypatch.chdir(tmp_path / "saved")
+    monkeypatch.setenv("PRISM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "saved"
+
+
+def last_step(run: Path) -> int:
+    lines = (run / "log.jsonl").read_text().splitlines()
+    return max(json.loads(line)["step"] for line in lines)
+
+
+def test_a_saved_language_model_gives_the_same_logits(saved: Path) -> None:
+    model = PrismForCausalLM.from_pretrained(saved / "lm" / "model").eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(1, 21)[None]).logits[0, -1, :32]
+    torch.testing.assert_close(logits, torch.tensor(EXPECTED["last_logits"]), atol=2e-6, rtol=1e-5)
+
+
+def test_a_saved_text_state_continues(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "generate lm --state state.safetensors --max-new-tokens 4 --temperature 0 --device cpu --prompt".split()
+    assert main([*words, " b"]) == 0
+    assert "4 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("run", ["lm", "rec"])
+def test_a_saved_run_resumes(saved: Path, run: str) -> None:
+    report = ["--no-report"] if run == "rec" else []
+    assert main(["train", run, "--out", run, "--steps", "14", *report]) == 0
+    assert last_step(saved / run) == 14
+    assert (saved / run / "checkpoints" / "step-00000014").is_dir()
+
+
+@pytest.mark.parametrize("folder", ["rec/model", "rec"])
+def test_a_saved_recommender_ranks_the_same_items(saved: Path, folder: str) -> None:
+    recommender = Recommender.load(saved / folder, device="cpu")
+    found = recommender.recommend(sequences=[["series001-01", "series001-02", "series002-03"]], k=5)
+    assert list(found.items[0]) == EXPECTED["recommended"]
+    torch.testing.assert_close(
+        torch.as_tensor(found.scores[0]).cpu(), torch.tensor(EXPECTED["scores"]), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_a_saved_user_state_continues(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "recommend rec --states user.safetensors --k 5 --json --device cpu --no-filter-seen".split()
+    assert main([*words, "--exclude", "series001-01", "series001-02", "series002-03"]) == 0
+    assert json.loads(capsys.readouterr().out)["items"] == EXPECTED["recommended"]
