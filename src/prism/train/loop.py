@@ -246,8 +246,9 @@ class _Run:
         except InvalidValueError:  # the other processes wait for gradients that will not come
             self.settle(log, bar)
             raise NotFiniteError(self.give_up(step)) from None
+        queued = step, HostCopy(numbers)
         stopping = self.settle(log, bar)  # of the step before this one
-        self.pending = step, HostCopy(numbers)
+        self.pending = queued
         validates = self.step == self.settings.steps or _is_due(self.step, self.settings.validation.every)
         saves = _is_due(self.step, self.settings.checkpoint.every)
         if not self.on_device or stopping or validates or saves:
