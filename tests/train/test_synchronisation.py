@@ -29,6 +29,7 @@ from prism.train import loop
 from prism.train.distributed import World, parallel_forward, spread
 from prism.train.optimizer import Optimizers
 from prism.train.progress import StopRequest
+from prism.train.readback import HostCopy
 from prism.train.task import Task
 from tests.train.runs import small
 from tests.train.standin import Poisoned
@@ -191,3 +192,24 @@ def test_a_gpu_decides_as_the_host_does(optimizer: str, tmp_path: Path, monkeypa
     # An update too many or too few changes weights by the learning rate, 0.01.
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-4)
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_the_host_queues_a_step_while_the_gpu_is_busy(tmp_path: Path) -> None:
+    """Torch's own check does not see every wait (copies from pageable memory, events): here the GPU is still busy."""
+    run, step = stepper(language_task(tmp_path, "prism"), torch.device("cuda", torch.cuda.current_device()), tmp_path)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4 * 10**9)  # cycles: about two seconds
+    step()
+    assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
+    run.settle(None, run.bar())
+    assert run.skipped == 0 and run.loss is not None
+
+
+@pytest.mark.gpu
+def test_reading_numbers_does_not_wait_for_later_work() -> None:
+    numbers = HostCopy(torch.arange(4, dtype=torch.float64, device="cuda"))
+    torch.cuda._sleep(4 * 10**9)
+    assert numbers.read() == [0, 1, 2, 3] and not torch.cuda.current_stream().query()

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prism.device import to_device
 from prism.documents import document_starts, needed_starts
 from prism.files import read_json, sha256, write_json
 from prism.train.order import windows_of
@@ -190,7 +191,7 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """Copy to a device. A reset that changes nothing is dropped first: on the CPU, looking costs no waiting."""
         needed = None if self.reset is None else needed_starts(self.reset, fresh=True)
-        return replace(self, reset=needed)._map(lambda x: x.to(device, non_blocking=True))
+        return replace(self, reset=needed)._map(lambda x: to_device(x, device))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         reset = None if self.reset is None else function(self.reset)
