@@ -50,7 +50,7 @@ def small(root: Path, **changes: Any) -> Settings:
 
 
 def losses(run: Path) -> list[tuple[int, float | None]]:
-    """What the log says of every step, without what the clock decides."""
+    """The log's loss, gradient norm and validation loss of every step: all that does not depend on the clock."""
     records = read_log(run / "log.jsonl")
     return [(r["step"], r.get("loss"), r.get("gradient_norm"), r.get("validation_nats")) for r in records]
 

@@ -27,15 +27,15 @@ from tests.train.standin import Poisoned, build_plain, build_with_dropout
 
 
 def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:
-    outcome = train_lm(small(tmp_path, steps=60), build_plain)
-    curve = [loss for _, loss, *_ in losses(outcome.run) if loss is not None]
+    result = train_lm(small(tmp_path, steps=60), build_plain)
+    curve = [loss for _, loss, *_ in losses(result.run) if loss is not None]
     assert len(curve) == 60 and curve[-1] < curve[0] - 1.5
-    assert outcome.score is not None and outcome.score.nats < curve[0] - 1.5
-    assert outcome.score.perplexity == pytest.approx(math.exp(outcome.score.nats))
-    per_token = outcome.score.bytes_per_token
+    assert result.score is not None and result.score.nats < curve[0] - 1.5
+    assert result.score.perplexity == pytest.approx(math.exp(result.score.nats))
+    per_token = result.score.bytes_per_token
     assert 0.9 < per_token < 1.0, "bytes, and one end for every document"
-    assert outcome.score.bits_per_byte == pytest.approx(outcome.score.nats / math.log(2) / per_token)
-    assert {path.name for path in outcome.run.iterdir()} == {
+    assert result.score.bits_per_byte == pytest.approx(result.score.nats / math.log(2) / per_token)
+    assert {path.name for path in result.run.iterdir()} == {
         ".lock",
         "config.json",
         "tokenizer.json",
@@ -43,7 +43,7 @@ def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:
         "checkpoints",
         "model",
     }
-    assert "bits per byte" in (outcome.model / "README.md").read_text()
+    assert "bits per byte" in (result.model / "README.md").read_text()
 
 
 def test_how_the_batch_is_cut_does_not_matter(tmp_path: Path) -> None:
@@ -79,14 +79,14 @@ def decided_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient", "engine"])
 def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path: Path, kind: str, decided_on: str) -> None:
-    outcome = train_lm(small(tmp_path), lambda *_: Poisoned(kind, length=2))
-    assert (outcome.step, outcome.skipped) == (24, 2)
-    records = [record for record in read_log(outcome.run / "log.jsonl") if "skipped" in record]
+    result = train_lm(small(tmp_path), lambda *_: Poisoned(kind, length=2))
+    assert (result.step, result.skipped) == (24, 2)
+    records = [record for record in read_log(result.run / "log.jsonl") if "skipped" in record]
     assert [record["skipped"] for record in records] == [0] * 9 + [1] + [2] * 14
     assert all(
         (record["gradient_norm"] is None) == (record["step"] in (10, 11)) for record in records if kind != "engine"
     )
-    saved = [value for shards in final_tensors(outcome.run).values() for value in shards]
+    saved = [value for shards in final_tensors(result.run).values() for value in shards]
     assert all(bool(torch.isfinite(value).all()) for value in saved if value.is_floating_point())
 
 
@@ -167,22 +167,22 @@ def test_an_unknown_rule_is_refused_before_any_data_is_read(tmp_path: Path) -> N
         train_lm(settings)
 
 
-def test_other_data_is_told_without_hashes_by_the_yard(tmp_path: Path) -> None:
+def test_other_data_is_refused_with_short_hashes(tmp_path: Path) -> None:
     train_lm(small(tmp_path, steps=2), build_plain)
-    (tmp_path / "other.txt").write_text("another text, long enough to be cut into windows\n" * 40)
+    (tmp_path / "other.txt").write_text("another text, long enough to be cut into samples\n" * 40)
     with pytest.raises(ValueError, match=r"was started with other tokens \(\w{12}…; now \w{12}…\)"):
         train_lm(small(tmp_path, steps=2, data={"sources": [str(tmp_path / "other.txt")]}), build_plain)
 
 
 def test_export_of_a_run_with_patience_is_its_best_step(tmp_path: Path) -> None:
     best = {"every": 2, "sequences": 6, "patience": 2}
-    outcome = train_lm(small(tmp_path, steps=40, optimizer={"lr": 3.0}, validation=best, checkpoint={"every": 2}))
-    assert outcome.best_step is not None and outcome.best_step < outcome.step, "it must have become worse"
-    trained = (outcome.run / "model" / "model.safetensors").read_bytes()
-    export(outcome.run)
-    assert (outcome.run / "model" / "model.safetensors").read_bytes() == trained
-    remove_folder(outcome.run / "model")
-    with model_folder(outcome.run, write_model) as folder:
+    result = train_lm(small(tmp_path, steps=40, optimizer={"lr": 3.0}, validation=best, checkpoint={"every": 2}))
+    assert result.best_step is not None and result.best_step < result.step, "it must have become worse"
+    trained = (result.run / "model" / "model.safetensors").read_bytes()
+    export(result.run)
+    assert (result.run / "model" / "model.safetensors").read_bytes() == trained
+    remove_folder(result.run / "model")
+    with model_folder(result.run, write_model) as folder:
         assert (folder / "model.safetensors").read_bytes() == trained
 
 
@@ -225,6 +225,6 @@ def test_given_weights_are_where_a_run_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "c" / "run").exists()
 
 
-def test_a_micro_batch_larger_than_the_batch_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_micro_batch_larger_than_the_batch_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_lm(small(tmp_path, steps=1, batch={"micro": 5}), build_plain)
     assert "batch.micro is 5, but a process has 4 sequences a step: all are computed at once" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Which parameter is decayed, which goes to Muon, and what Muon does."""
+"""Weight decay groups, Muon, and updates skipped on the device."""
 
 from __future__ import annotations
 
