@@ -1,11 +1,11 @@
-"""Which device a name stands for, and how tensors are copied there."""
+"""Which device a name stands for."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from prism.device import pick_device, to_device
+from prism.device import pick_device
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu", "meta"])
@@ -25,20 +25,3 @@ def test_each_process_of_torchrun_has_its_own_gpu(monkeypatch: pytest.MonkeyPatc
 def test_a_device_that_is_not_here_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"^device '{name}' cannot be used here: "):
         pick_device(name)
-
-
-def test_a_copy_to_the_same_device_is_the_tensor() -> None:
-    x = torch.arange(3)
-    assert to_device(x, torch.device("cpu")) is x
-    assert to_device(x, torch.device("meta")).is_meta
-
-
-@pytest.mark.gpu
-def test_a_copy_does_not_wait_for_a_busy_gpu() -> None:
-    device, x = torch.device("cuda", torch.cuda.current_device()), torch.arange(1 << 20)
-    to_device(x, device)  # the pinned memory is made
-    torch.cuda.synchronize()
-    torch.cuda._sleep(4 * 10**9)  # cycles: about two seconds
-    copied = to_device(x, device)
-    assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
-    assert torch.equal(copied.cpu(), x)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from prism.engine.update import InvalidValueError
+from prism.engine import InvalidValueError
 from prism.language.settings import ModelSettings
 from prism.nn.parameters import assign
 

@@ -27,15 +27,15 @@ from tests.train.standin import Poisoned, build_plain, build_with_dropout
 
 
 def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:
-    result = train_lm(small(tmp_path, steps=60), build_plain)
-    curve = [loss for _, loss, *_ in losses(result.run) if loss is not None]
+    outcome = train_lm(small(tmp_path, steps=60), build_plain)
+    curve = [loss for _, loss, *_ in losses(outcome.run) if loss is not None]
     assert len(curve) == 60 and curve[-1] < curve[0] - 1.5
-    assert result.score is not None and result.score.nats < curve[0] - 1.5
-    assert result.score.perplexity == pytest.approx(math.exp(result.score.nats))
-    per_token = result.score.bytes_per_token
+    assert outcome.score is not None and outcome.score.nats < curve[0] - 1.5
+    assert outcome.score.perplexity == pytest.approx(math.exp(outcome.score.nats))
+    per_token = outcome.score.bytes_per_token
     assert 0.9 < per_token < 1.0, "bytes, and one end for every document"
-    assert result.score.bits_per_byte == pytest.approx(result.score.nats / math.log(2) / per_token)
-    assert {path.name for path in result.run.iterdir()} == {
+    assert outcome.score.bits_per_byte == pytest.approx(outcome.score.nats / math.log(2) / per_token)
+    assert {path.name for path in outcome.run.iterdir()} == {
         ".lock",
         "config.json",
         "tokenizer.json",
@@ -43,7 +43,7 @@ def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:
         "checkpoints",
         "model",
     }
-    assert "bits per byte" in (result.model / "README.md").read_text()
+    assert "bits per byte" in (outcome.model / "README.md").read_text()
 
 
 def test_how_the_batch_is_cut_does_not_matter(tmp_path: Path) -> None:
@@ -169,20 +169,20 @@ def test_an_unknown_rule_is_refused_before_any_data_is_read(tmp_path: Path) -> N
 
 def test_other_data_is_refused_with_short_hashes(tmp_path: Path) -> None:
     train_lm(small(tmp_path, steps=2), build_plain)
-    (tmp_path / "other.txt").write_text("another text, long enough to be cut into samples\n" * 40)
+    (tmp_path / "other.txt").write_text("another text, long enough to be cut into windows\n" * 40)
     with pytest.raises(ValueError, match=r"was started with other tokens \(\w{12}…; now \w{12}…\)"):
         train_lm(small(tmp_path, steps=2, data={"sources": [str(tmp_path / "other.txt")]}), build_plain)
 
 
 def test_export_of_a_run_with_patience_is_its_best_step(tmp_path: Path) -> None:
     best = {"every": 2, "sequences": 6, "patience": 2}
-    result = train_lm(small(tmp_path, steps=40, optimizer={"lr": 3.0}, validation=best, checkpoint={"every": 2}))
-    assert result.best_step is not None and result.best_step < result.step, "it must have become worse"
-    trained = (result.run / "model" / "model.safetensors").read_bytes()
-    export(result.run)
-    assert (result.run / "model" / "model.safetensors").read_bytes() == trained
-    remove_folder(result.run / "model")
-    with model_folder(result.run, write_model) as folder:
+    outcome = train_lm(small(tmp_path, steps=40, optimizer={"lr": 3.0}, validation=best, checkpoint={"every": 2}))
+    assert outcome.best_step is not None and outcome.best_step < outcome.step, "it must have become worse"
+    trained = (outcome.run / "model" / "model.safetensors").read_bytes()
+    export(outcome.run)
+    assert (outcome.run / "model" / "model.safetensors").read_bytes() == trained
+    remove_folder(outcome.run / "model")
+    with model_folder(outcome.run, write_model) as folder:
         assert (folder / "model.safetensors").read_bytes() == trained
 
 

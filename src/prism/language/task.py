@@ -66,11 +66,8 @@ class Validation:
         return Score(nats / count, self.bytes_per_token)
 
 
-# The task of `prism train lm`: predict the next token of a text.
-
-
 def train_lm(settings: Settings, build: Builder = build_model, report: Report | None = None) -> RunResult:
-    """Train, or go on training, a language model. All bad input is refused before anything is written.
+    """Train a language model, or resume its run. Bad input is refused before anything is written.
 
     Args:
         report: is told step and loss after every step; there is no bar then.

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from prism.device import to_device
 from prism.recommend.events import RecBatch, Samples
 from prism.train.order import Order
 
@@ -41,7 +40,7 @@ class SampleTable:
             return self._make(rows)
         if self._held is None:
             self._held = self._make(np.arange(len(self))).to(device)
-        return self._held[to_device(torch.from_numpy(rows), device)]
+        return self._held[torch.from_numpy(rows).to(device, non_blocking=True)]
 
     def _make(self, rows: np.ndarray) -> RecBatch:
         batch = self.samples.batch(rows)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prism.device import to_device
 from prism.recommend.events.histories import Histories
 
 
@@ -36,7 +35,7 @@ class RecBatch:
         return self._map(lambda x: x[rows])
 
     def to(self, device: torch.device) -> RecBatch:
-        return self._map(lambda x: to_device(x, device))
+        return self._map(lambda x: x.to(device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> RecBatch:
         gaps = None if self.gaps is None else function(self.gaps)
