@@ -87,13 +87,17 @@ def reached(run: Path, step: int) -> Callable[[], bool]:
 
 
 def final_tensors(run: Path) -> dict[str, list[torch.Tensor]]:
-    """Everything the newest checkpoint holds: weights, optimiser and random state, each with all of its shards.
+    """All tensors of the newest checkpoint."""
+    return checkpoint_tensors(max((run / "checkpoints").glob("step-????????")))
 
-    Which of two processes writes a tensor that both have is not fixed, so tensors are not told apart by their file.
+
+def checkpoint_tensors(folder: Path) -> dict[str, list[torch.Tensor]]:
+    """All tensors of a checkpoint: weights, optimizer and random state, each with all of its shards.
+
+    Which of two processes writes a tensor that both have is not fixed, so tensors are not distinguished by their file.
     """
-    newest = max((run / "checkpoints").glob("step-????????"))
     found: dict[str, list[torch.Tensor]] = {}
-    for path in sorted(newest.rglob("*.safetensors")):
+    for path in sorted(folder.rglob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 found.setdefault(f"{path.parent.name}/{name}", []).append(file.get_tensor(name))

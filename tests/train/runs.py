@@ -14,6 +14,7 @@ from prism.language.settings import Settings
 from prism.language.task import train_lm
 from prism.language.tokens import StreamWriter
 from prism.overrides import override
+from prism.train import loop
 from prism.train.run import read_log
 from tests.children import start_children
 from tests.train.standin import build_plain
@@ -49,19 +50,29 @@ def small(root: Path, **changes: Any) -> Settings:
 
 
 def losses(run: Path) -> list[tuple[int, float | None]]:
-    """What the log says of every step, without what the clock decides."""
+    """The log's loss, gradient norm and validation loss of every step: all that does not depend on the clock."""
     records = read_log(run / "log.jsonl")
     return [(r["step"], r.get("loss"), r.get("gradient_norm"), r.get("validation_nats")) for r in records]
 
 
 def start(
-    settings: Settings, build: Builder = build_plain, processes: int = 1, slow: str | None = None
+    settings: Settings,
+    build: Builder = build_plain,
+    processes: int = 1,
+    slow: str | None = None,
+    on_device: bool = False,
 ) -> list[BaseProcess]:
-    """Train in children; `slow` gives time to meet them at their "tokens" or "steps"."""
-    return start_children(_train, settings, build, slow, processes=processes)
+    """Train in children.
+
+    Args:
+        slow: gives time to meet them at their "tokens" or "steps".
+        on_device: the device decides to skip a step, as on a GPU.
+    """
+    return start_children(_train, settings, build, slow, on_device, processes=processes)
 
 
-def _train(settings: Settings, build: Builder, slow: str | None) -> None:
+def _train(settings: Settings, build: Builder, slow: str | None, on_device: bool) -> None:
+    loop.decides_on_device = lambda _: on_device
     if slow == "tokens":
         append = StreamWriter.append
 

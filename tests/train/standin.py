@@ -5,6 +5,7 @@ Its dropout makes the loss depend on the random state, so that a checkpoint whic
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from prism.engine import InvalidValueError
 from prism.language.settings import ModelSettings
 from prism.nn.parameters import assign
 
@@ -66,9 +68,40 @@ class Standin(nn.Module):
         save_file({name: value.detach() for name, value in self.named_parameters()}, folder / "model.safetensors")
 
 
+class Poisoned(Standin):
+    """Something is not finite in `length` training passes from pass `first` on.
+
+    Args:
+        kind: "loss", "gradient" (of a finite loss), or "engine" (its checks raise).
+        rank: the one process that has the fault.
+    """
+
+    def __init__(self, kind: str, length: int, first: int = 10, dropout: float = 0.0, rank: int = 0) -> None:
+        super().__init__(320, 16, 2, dropout)
+        self.kind, self.faults, self.count = kind, range(first, first + length), 0
+        self.here = rank == int(os.environ.get("RANK", "0"))
+
+    def forward(self, input_ids: Tensor, reset: Tensor | None, use_cache: bool) -> SimpleNamespace:
+        out = super().forward(input_ids, reset, use_cache)
+        self.count += self.training
+        if self.training and self.here and self.count in self.faults:
+            if self.kind == "engine":
+                raise InvalidValueError("log_decay holds NaN; it must be finite and ≤ 0")
+            if self.kind == "loss":
+                out.logits = out.logits * float("inf")
+            else:
+                out.logits = out.logits + (self.embed.weight.sum() * 0).sqrt() * 0
+        return out
+
+
 def build_plain(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module:
     return Standin(vocab_size, settings.hidden_size, settings.num_hidden_layers, 0.0)
 
 
 def build_with_dropout(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module:
     return Standin(vocab_size, settings.hidden_size, settings.num_hidden_layers, 0.2)
+
+
+def build_poisoned(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module:
+    """The second process has a loss that is not finite in steps 3 and 4."""
+    return Poisoned("loss", length=2, first=3, rank=1)

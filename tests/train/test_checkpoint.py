@@ -63,7 +63,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     outcome = train_lm(settings_of(root, trained), build_with_dropout)
     said = capsys.readouterr().err
     assert f"checkpoint step-00000024 is damaged: {victim.relative_to(newest)} " in said
-    assert "going on from step-00000018" in said
+    assert "resuming from step-00000018" in said
     assert outcome.step == 24 and find_damage(newest) is None, "the steps were trained again and saved again"
     assert same_tensors(final_tensors(root / "run"), final_tensors(trained / "run"))
     assert losses(root / "run") == losses(trained / "run")

@@ -1,4 +1,4 @@
-"""What a run does besides being killed: it learns, skips what is not finite, obeys signals, and refuses to mix runs."""
+"""A run learns, skips steps that are not finite, obeys signals, and refuses to mix runs."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from prism.cli.export import export
-from prism.engine.update import InvalidValueError
 from prism.files import remove_folder
 from prism.language.export import write_model
 from prism.language.task import train_lm
+from prism.train import loop
 from prism.train.checkpoint import NotFiniteError
 from prism.train.export import model_folder
 from prism.train.run import read_log
-from tests.children import final_tensors, finish, reached, same_tensors, signal_when
+from tests.children import checkpoint_tensors, final_tensors, finish, reached, same_tensors, signal_when
 from tests.train.runs import losses, small, start
-from tests.train.standin import Standin, build_plain, build_with_dropout
+from tests.train.standin import Poisoned, build_plain, build_with_dropout
 
 
 def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path) -> None:
@@ -69,57 +70,75 @@ def test_compiled_layers_learn_the_same(tmp_path: Path) -> None:
     assert a.keys() == b.keys()
 
 
-class Poisoned(Standin):
-    """From its 10th call on for `length` calls, something is not finite."""
-
-    def __init__(self, kind: str, length: int) -> None:
-        super().__init__(320, 16, 2, 0.0)
-        self.kind, self.length, self.count = kind, length, 0
-
-    def forward(self, input_ids, reset, use_cache):
-        out = super().forward(input_ids, reset, use_cache)
-        self.count += self.training
-        if self.training and 10 <= self.count < 10 + self.length:
-            if self.kind == "engine":
-                raise InvalidValueError("log_decay holds NaN; it must be finite and ≤ 0")
-            if self.kind == "loss":
-                out.logits = out.logits * float("inf")
-            else:  # a finite loss with a gradient that is not
-                out.logits = out.logits + (self.embed.weight.sum() * 0).sqrt() * 0
-        return out
+@pytest.fixture(params=["host", "device"])
+def decided_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where a run in this process decides to skip a step: "device" is what a GPU does, one step ahead of the host."""
+    monkeypatch.setattr(loop, "decides_on_device", lambda _: request.param == "device")
+    return request.param
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient", "engine"])
-def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path: Path, kind: str) -> None:
-    outcome = train_lm(small(tmp_path), lambda *_: Poisoned(kind, length=2))
-    assert (outcome.step, outcome.skipped) == (24, 2)
-    records = [record for record in read_log(outcome.run / "log.jsonl") if "skipped" in record]
+def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path: Path, kind: str, decided_on: str) -> None:
+    result = train_lm(small(tmp_path), lambda *_: Poisoned(kind, length=2))
+    assert (result.step, result.skipped) == (24, 2)
+    records = [record for record in read_log(result.run / "log.jsonl") if "skipped" in record]
     assert [record["skipped"] for record in records] == [0] * 9 + [1] + [2] * 14
     assert all(
         (record["gradient_norm"] is None) == (record["step"] in (10, 11)) for record in records if kind != "engine"
     )
-    saved = [value for shards in final_tensors(outcome.run).values() for value in shards]
+    saved = [value for shards in final_tensors(result.run).values() for value in shards]
     assert all(bool(torch.isfinite(value).all()) for value in saved if value.is_floating_point())
 
 
+@pytest.mark.parametrize("max_skips", [2, 3], ids=["before a checkpoint", "at a checkpoint"])
 @pytest.mark.parametrize("kind", ["loss", "gradient", "engine"])
-def test_too_many_in_a_row_stop_the_run_with_the_samples_saved(tmp_path: Path, kind: str) -> None:
-    settings = small(tmp_path, max_skips=3)
-    with pytest.raises(
-        NotFiniteError, match=r"not finite 3 times in a row, up to step 12: .* the last checkpoint is step-00000006"
-    ):
+def test_too_many_in_a_row_stop_the_run_with_the_samples_saved(
+    tmp_path: Path, kind: str, max_skips: int, decided_on: str
+) -> None:
+    settings, last = small(tmp_path, max_skips=max_skips), 9 + max_skips
+    message = rf"not finite {max_skips} times in a row, up to step {last}: .* the last checkpoint is step-00000006"
+    with pytest.raises(NotFiniteError, match=message):
         train_lm(settings, lambda *_: Poisoned(kind, length=100))
-    samples = load_file(settings.out / "not-finite-step-00000012-process-0.safetensors")
+    samples = load_file(settings.out / f"not-finite-step-{last:08d}-process-0.safetensors")
     assert samples["inputs"].shape == samples["targets"].shape == samples["reset"].shape == (4, 16)
+    assert [record["step"] for record in read_log(settings.out / "log.jsonl")][-1] == last - 1
     names = [path.name for path in (settings.out / "checkpoints").iterdir()]
     assert names == ["step-00000006"], "no checkpoint after the trouble began"
-    assert train_lm(settings, build_plain).step == 24, "the run goes on once the cause is gone"
+    assert train_lm(settings, build_plain).step == 24, "the run resumes once the cause is gone"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_cleanly_and_the_run_goes_on(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(("kind", "first", "length"), [("loss", 1, 2), ("gradient", 11, 3), ("engine", 17, 1)])
+def test_the_device_decides_as_the_host_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, first: int, length: int, optimizer: str
+) -> None:
+    """Same weights, optimizer states, counts, random states and log, at every checkpoint (11 to 13 surround one)."""
+    runs, reports = [], ([], [])
+    for on_device, reported in zip((False, True), reports, strict=True):
+        monkeypatch.setattr(loop, "decides_on_device", lambda _, on_device=on_device: on_device)
+        settings = small(tmp_path / str(on_device), optimizer={"name": optimizer}, checkpoint={"keep": 9})
+        build = lambda *_: Poisoned(kind, length, first, dropout=0.2)  # noqa: E731
+        result = train_lm(settings, build, lambda *values, reported=reported: reported.append(values))
+        assert result.skipped == length
+        runs.append(result.run)
+    np.testing.assert_equal(*reports)
+    logs = [read_log(run / "log.jsonl") for run in runs]
+    for record in (record for log in logs for record in log):
+        record.pop("tokens_per_second", None)
+    assert logs[0] == logs[1] and len(logs[0]) > 24
+    checkpoints = [sorted((run / "checkpoints").iterdir()) for run in runs]
+    assert len(checkpoints[0]) == 4
+    for one, other in zip(*checkpoints, strict=True):
+        assert (one / "state.json").read_bytes() == (other / "state.json").read_bytes()
+        assert same_tensors(checkpoint_tensors(one), checkpoint_tensors(other)), one.name
+
+
+@pytest.mark.parametrize(
+    ("number", "on_device"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)]
+)
+def test_a_signal_saves_and_ends_cleanly_and_the_run_resumes(tmp_path: Path, number: int, on_device: bool) -> None:
     settings = small(tmp_path / "stopped", checkpoint={"every": 0})
-    children = start(settings, build_with_dropout, slow="steps")
+    children = start(settings, build_with_dropout, slow="steps", on_device=on_device)
     signal_when(children, reached(settings.out, 3), number)
     assert finish(children) == [0]
     (saved,) = (settings.out / "checkpoints").iterdir()
@@ -148,7 +167,7 @@ def test_an_unknown_rule_is_refused_before_any_data_is_read(tmp_path: Path) -> N
         train_lm(settings)
 
 
-def test_other_data_is_told_without_hashes_by_the_yard(tmp_path: Path) -> None:
+def test_other_data_is_refused_with_short_hashes(tmp_path: Path) -> None:
     train_lm(small(tmp_path, steps=2), build_plain)
     (tmp_path / "other.txt").write_text("another text, long enough to be cut into windows\n" * 40)
     with pytest.raises(ValueError, match=r"was started with other tokens \(\w{12}…; now \w{12}…\)"):
@@ -206,6 +225,6 @@ def test_given_weights_are_where_a_run_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "c" / "run").exists()
 
 
-def test_a_micro_batch_larger_than_the_batch_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_micro_batch_larger_than_the_batch_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_lm(small(tmp_path, steps=1, batch={"micro": 5}), build_plain)
     assert "batch.micro is 5, but a process has 4 sequences a step: all are computed at once" in capsys.readouterr().err

@@ -1,6 +1,9 @@
-"""Which parameter is decayed, which goes to Muon, and what Muon does."""
+"""Weight decay groups, Muon, and updates skipped on the device."""
 
 from __future__ import annotations
+
+import copy
+import math
 
 import pytest
 import torch
@@ -81,3 +84,29 @@ def test_the_learning_rate_is_what_the_step_says() -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizers.step(0.5)
     torch.testing.assert_close(model.layers[0].down.weight.detach(), before * (1 - 0.1 * 0.5 * 0.5))
+
+
+@given(
+    skips=st.lists(st.booleans(), min_size=1, max_size=6),
+    fault=st.sampled_from([math.nan, math.inf, 0.0]),
+    name=st.sampled_from(["adamw", "muon"]),
+)
+def test_a_skip_on_the_device_is_a_step_not_made(skips: list[bool], fault: float, name: str) -> None:
+    """Weights and states equal, bit by bit, those of a run in which the host leaves the skipped steps out."""
+    torch.manual_seed(0)
+    host = Standin(8, 4, 1, 0.0)
+    device = copy.deepcopy(host)
+    settings = OptimizerSettings(name, lr=0.1, weight_decay=0.5)
+    on_host, on_device = Optimizers(host, settings), Optimizers(device, settings)
+    for number, skip in enumerate(skips, 1):
+        for one, other in zip(host.parameters(), device.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad * fault if skip else one.grad.clone()
+        if not skip:
+            on_host.step(1 / number)
+        on_device.step(1 / number, torch.tensor(float(skip)))
+    for (name, one), other in zip(host.named_parameters(), device.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    for (optimizer, one), (twin, other) in zip(on_host.parameters(), on_device.parameters(), strict=True):
+        for key, value in twin.state[other].items():  # before the first update the host has no state: zeros
+            assert torch.equal(optimizer.state[one].get(key, torch.zeros_like(value)), value), key

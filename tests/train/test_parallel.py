@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from prism.language.model import build_model
-from tests.children import final_tensors, finish, reached, wait_until
+from tests.children import final_tensors, finish, reached, same_tensors, wait_until
 from tests.train.runs import losses, small, start
-from tests.train.standin import build_plain
+from tests.train.standin import build_plain, build_poisoned
 
 REAL = {"model": {"layers": "prism+softmax", "hidden_size": 32, "num_heads": 2, "head_dim": 16, "num_hidden_layers": 2}}
 
@@ -63,6 +63,18 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path, parallel
     assert [record[0] for record in got] == [record[0] for record in wanted]
     for (step, loss, *_), (_, other, *_) in zip(got, wanted, strict=True):
         assert (loss is None) == (other is None) and abs((loss or 0) - (other or 0)) < 1e-5, f"step {step}"
+
+
+@pytest.mark.parametrize(("parallel", "optimizer"), [("fsdp", "adamw"), ("fsdp", "muon"), ("ddp", "adamw")])
+def test_all_processes_skip_what_one_cannot_compute(tmp_path: Path, parallel: str, optimizer: str) -> None:
+    """On the host and, as on a GPU, on the device: the same log, weights and optimizer states, bit by bit."""
+    changes = {"parallel": parallel, "optimizer": {"name": optimizer}, "steps": 8}
+    host, device = small(tmp_path / "host", **changes), small(tmp_path / "device", **changes)
+    assert finish(start(host, build_poisoned, processes=2)) == [0, 0]
+    assert finish(start(device, build_poisoned, processes=2, on_device=True)) == [0, 0]
+    assert losses(host.out) == losses(device.out)
+    assert [step for step, loss, norm, nats in losses(host.out) if loss is norm is nats is None] == [3, 4]
+    assert same_tensors(final_tensors(host.out), final_tensors(device.out))
 
 
 def test_a_signal_to_one_process_stops_all_and_a_refusal_by_one_is_a_refusal_by_all(tmp_path: Path) -> None:

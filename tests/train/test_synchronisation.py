@@ -1,23 +1,25 @@
-"""A training step reads from the device in one place, `loop.read`; nothing else in it may wait.
+"""No part of a training step waits for the device, the optimizer's update included.
 
-On the CPU the step runs on the meta device, whose tensors have no values: whatever would read one fails. On a GPU torch
-itself raises where a call waits.
+On the CPU the step runs on the meta device, whose tensors have no values: reading one raises. On a GPU torch itself
+raises where a call waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from prism.language.corpus import prepare
 from prism.language.model import build_model
-from prism.language.task import LanguageTask
+from prism.language.task import LanguageTask, train_lm
 from prism.language.tokens import Batch
 from prism.overrides import override
 from prism.recommend.events import prepare_log
@@ -27,8 +29,10 @@ from prism.train import loop
 from prism.train.distributed import World, parallel_forward, spread
 from prism.train.optimizer import Optimizers
 from prism.train.progress import StopRequest
+from prism.train.readback import HostCopy
 from prism.train.task import Task
 from tests.train.runs import small
+from tests.train.standin import Poisoned
 
 LANGUAGE = ("prism*2", "gla+softmax", "mamba2+rwkv7", "mom+sliding_window")
 LOSSES: tuple[dict[str, Any], ...] = (
@@ -47,7 +51,7 @@ def language_task(root: Path, layers: str, optimizer: str = "adamw") -> Language
     return LanguageTask(settings, prepare(settings.data.recipe(), settings.data.cache), None, build_model)
 
 
-def recommender_task(root: Path, loss: dict[str, Any]) -> RecTask:
+def recommender_task(root: Path, loss: dict[str, Any], optimizer: str = "adamw") -> RecTask:
     changes = {
         "out": str(root / "run"),
         "steps": 24,
@@ -55,51 +59,69 @@ def recommender_task(root: Path, loss: dict[str, Any]) -> RecTask:
         "data": {"cache": str(root / "cache"), "length": 12, "synthetic": {"users": 60, "items": 120, "events": 1500}},
         "batch": {"sequences": 8, "micro": 4},
         "loss": loss,
+        "optimizer": {"name": optimizer},
     }
     settings = override(RecSettings(), changes, "test")
     return RecTask(settings, prepare_log(settings.data.recipe(), settings.data.cache, False, lambda _: None))
 
 
-def stepper(task: Task, device: torch.device, folder: Path) -> Callable[[], Any]:
-    """A function that makes the next training step."""
+def stepper(task: Task, device: torch.device, folder: Path) -> tuple[loop._Run, Callable[[], Any]]:
+    """A run that writes nothing, and a function that makes its next step as `train` would."""
     world = World(device)
     model = spread(task.build, task.initialize, world).train()
     run = loop._Run(task, world, model, folder, lambda *_: None)
     run.forward = parallel_forward(model, world)
-
-    def step() -> Any:
-        run.step += 1
-        first = (run.step - 1) * task.settings.batch.sequences
-        return run.update(task.weight(np.arange(first, first + task.settings.batch.sequences)), StopRequest())
-
-    return step
+    bar, stop = run.bar(), StopRequest()
+    return run, lambda: run.advance(None, bar, stop)
 
 
 def without_values(task: Task, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, updates = [], []
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it does not know the meta device
-    monkeypatch.setattr(loop, "read", lambda numbers: reads.append(len(numbers)) or [1.0, 0.0, 1.0])
+    """Three whole steps, the update included, on tensors that have no values: the host reads one step late."""
+    seen: list[str] = []
+
+    class NoValues:
+        def __init__(self, numbers: Tensor) -> None:
+            assert numbers.is_meta and numbers.shape == (4,)
+            seen.append("queue")
+
+        def read(self) -> list[float]:
+            seen.append("read")
+            return [1.0, 0.0, 0.0, 1.0]
+
     plain = Optimizers.step
-    monkeypatch.setattr(Optimizers, "step", lambda *arguments: updates.append(plain(*arguments)))
-    step = stepper(task, torch.device("meta"), folder)
-    for _ in range(2):
+
+    def update(optimizers: Optimizers, factor: float, skip: Tensor | None = None) -> None:
+        assert skip is not None and skip.is_meta and skip.shape == ()
+        plain(optimizers, factor, skip)
+        seen.append("update")
+
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # it does not know the meta device
+    adam = sys.modules["torch.optim.adam"]  # torch.optim hides it
+    monkeypatch.setattr(adam, "_device_dtype_check_for_fused", lambda _: None)  # nor does this
+    monkeypatch.setattr(loop, "decides_on_device", lambda _: True)
+    monkeypatch.setattr(loop, "HostCopy", NoValues)
+    monkeypatch.setattr(Optimizers, "step", update)
+    run, step = stepper(task, torch.device("meta"), folder)
+    for group in run.optimizers.all[0].param_groups:
+        group["fused"] = True
+    for _ in range(3):
         step()
-    assert reads == [3, 3] and len(updates) == 2
+    assert seen == ["update", "queue", "update", "queue", "read", "update", "queue", "read"]
 
 
 @pytest.mark.parametrize("layers", LANGUAGE)
-def test_a_language_step_needs_no_value_but_loss_and_norm(
+def test_a_language_step_needs_no_value_from_the_device(
     layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_values(language_task(tmp_path, layers), tmp_path, monkeypatch)
 
 
-def test_a_step_with_muon_needs_no_value_but_loss_and_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_muon_needs_no_value_from_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_values(language_task(tmp_path, "prism", "muon"), tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss["name"])
-def test_a_recommender_step_needs_no_value_but_loss_and_norm(
+def test_a_recommender_step_needs_no_value_from_the_device(
     loss: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_values(recommender_task(tmp_path, loss), tmp_path, monkeypatch)
@@ -114,40 +136,80 @@ def test_a_reset_that_changes_nothing_stays_behind() -> None:
     assert [batch[row : row + 1].to(cpu).reset is None for row in range(3)] == [True, False, True]
 
 
-def on_a_gpu(task: Task, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, reads = loop.read, []
-
-    def read(numbers: Sequence[Tensor]) -> list[float]:
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
-        reads.append(plain(numbers))
-        torch.cuda.set_sync_debug_mode(before)
-        return reads[-1]
-
-    monkeypatch.setattr(loop, "read", read)
-    step = stepper(task, torch.device("cuda", torch.cuda.current_device()), folder)
-    for _ in range(2):  # kernels are compiled, tables moved, optimiser states made
+def on_a_gpu(task: Task, folder: Path) -> None:
+    """Several whole steps in which torch raises where the host would wait for the device; one has a NaN."""
+    run, step = stepper(task, torch.device("cuda", torch.cuda.current_device()), folder)
+    for _ in range(2):  # kernels are compiled, tables moved, optimizer states made
         step()
+    plain = run.task.loss
+    losses: list[tuple[int, float]] = []
+    run.report = lambda *values: losses.append(values)
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()
+        run.task.loss = lambda *arguments: plain(*arguments) * math.nan
+        step()
+        run.task.loss = plain
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(reads) == 3 and np.isfinite(reads).all()
+    run.settle(None, run.bar())
+    assert [number for number, _ in losses] == [2, 3, 4, 5] and run.skipped == 1
+    assert [number for number, loss in losses if not math.isfinite(loss)] == [4]
+    assert all(bool(parameter.isfinite().all()) for parameter in run.model.parameters())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layers", LANGUAGE)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_language_step_does_not_wait_for_a_gpu(
-    layers: str, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_a_gpu(language_task(tmp_path, layers, optimizer), tmp_path, monkeypatch)
+def test_a_language_step_does_not_wait_for_a_gpu(layers: str, optimizer: str, tmp_path: Path) -> None:
+    on_a_gpu(language_task(tmp_path, layers, optimizer), tmp_path)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss["name"])
-def test_a_recommender_step_does_not_wait_for_a_gpu(
-    loss: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_a_gpu(recommender_task(tmp_path, loss), tmp_path, monkeypatch)
+def test_a_recommender_step_does_not_wait_for_a_gpu(loss: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
+    on_a_gpu(recommender_task(tmp_path, loss, optimizer), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_gpu_decides_as_the_host_does(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps 3 and 4 are not finite: the same losses and weights whether the host reads each step at once or one late."""
+    losses, weights = [], []
+    for on_device in (False, True):
+        monkeypatch.setattr(loop, "decides_on_device", lambda _, on_device=on_device: on_device)
+        settings = small(
+            tmp_path / str(on_device), device="cuda", steps=8, precision="fp32", optimizer={"name": optimizer}
+        )
+        reported: list[float] = []
+        build = lambda *_: Poisoned("gradient", length=2, first=3)  # noqa: E731
+        result = train_lm(settings, build, lambda _, loss, reported=reported: reported.append(loss))
+        assert result.skipped == 2 and result.model is not None
+        losses.append(reported)
+        weights.append(load_file(result.model / "model.safetensors"))
+    # An update too many or too few changes weights by the learning rate, 0.01.
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_the_host_queues_a_step_while_the_gpu_is_busy(tmp_path: Path) -> None:
+    """Torch's own check does not see every wait (copies from pageable memory, events): here the GPU is still busy."""
+    run, step = stepper(language_task(tmp_path, "prism"), torch.device("cuda", torch.cuda.current_device()), tmp_path)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4 * 10**9)  # cycles: about two seconds
+    step()
+    assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
+    run.settle(None, run.bar())
+    assert run.skipped == 0 and run.loss is not None
+
+
+@pytest.mark.gpu
+def test_reading_numbers_does_not_wait_for_later_work() -> None:
+    numbers = HostCopy(torch.arange(4, dtype=torch.float64, device="cuda"))
+    torch.cuda._sleep(4 * 10**9)
+    assert numbers.read() == [0, 1, 2, 3] and not torch.cuda.current_stream().query()

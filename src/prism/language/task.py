@@ -21,7 +21,7 @@ from prism.messages import say
 from prism.overrides import to_plain
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
-from prism.train.loop import Outcome, Report, train
+from prism.train.loop import Report, RunResult, train
 from prism.train.model import check_stack, initialize, read_weights
 from prism.train.run import check_folder
 from prism.train.task import Verdict
@@ -66,11 +66,8 @@ class Validation:
         return Score(nats / count, self.bytes_per_token)
 
 
-# The task of `prism train lm`: predict the next token of a text.
-
-
-def train_lm(settings: Settings, build: Builder = build_model, report: Report | None = None) -> Outcome:
-    """Train, or go on training, a language model. All bad input is refused before anything is written.
+def train_lm(settings: Settings, build: Builder = build_model, report: Report | None = None) -> RunResult:
+    """Train a language model, or resume its run. Bad input is refused before anything is written.
 
     Args:
         report: is told step and loss after every step; there is no bar then.

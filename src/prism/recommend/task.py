@@ -24,7 +24,7 @@ from prism.recommend.settings import RecSettings, RecValidationSettings
 from prism.train import tensors
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World, whole
-from prism.train.loop import Outcome, Report, train
+from prism.train.loop import Report, RunResult, train
 from prism.train.model import check_stack, read_weights
 from prism.train.run import check_folder
 from prism.train.task import Verdict
@@ -81,7 +81,7 @@ def _all_of(learner: Learner, build: Callable[[], nn.Module], world: World) -> L
 # The task of `prism train rec`: predict the next event of a user.
 
 
-def train_rec(settings: RecSettings, log: Prepared | None = None, report: Report | None = None) -> Outcome:
+def train_rec(settings: RecSettings, log: Prepared | None = None, report: Report | None = None) -> RunResult:
     """Train, or go on training, a recommender. All bad input is refused before anything is written.
 
     Args:

@@ -1,13 +1,18 @@
-"""The training loop, for every task.
+"""Train a model for any task: steps, log, validation, checkpoints, early stopping and the final export.
 
 Design choices
-- Step s uses samples (s-1)·B … s·B-1 of the endless order, whoever computes them: position is one number.
-- A step is: accumulate gradients, look at loss and gradient norm, update if both are finite, else count a skip.
+- Step s uses samples (s-1)·B … s·B-1 of the endless order, no matter which process computes them: the position in the
+  data is one number.
+- A step computes gradients (gradient accumulation over micro-batches), then loss and gradient norm, and updates the
+  weights if both are finite. Otherwise the step is skipped and counted; `max_skips` in a row end the run.
 - The loss is summed over units (tokens, events) and divided by those of the whole global batch, so no split of the batch
   changes it.
-- The device is read once a step, for loss and gradient norm together (`read`). Nothing else in a step waits for it, or
-  small models would wait more than compute.
-- At a step's end, in this order: log, validate, checkpoint, obey a signal. A checkpoint of step s therefore comes after
+- On a GPU no step waits for the device (`decides_on_device`), or small models would wait more than compute. The device
+  decides whether to skip, and the processes agree on it there. The host reads loss, norm and stop flag of step s only
+  after it has queued step s+1. Log line, skip count, the end after `max_skips` and a stop by a signal therefore come one
+  step later. Before a validation, a checkpoint and the end of the run every step is settled, so all of them hold the same
+  facts as on the CPU, where each step is read and settled before the next.
+- After a step, in this order: log, validate, checkpoint, obey a signal. A checkpoint of step s is therefore written after
   everything that the log says about steps ≤ s.
 """
 
@@ -15,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +32,7 @@ import torch
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from prism.engine.update import InvalidValueError
+from prism.engine import InvalidValueError
 from prism.files import write_atomically
 from prism.train import tensors
 from prism.train import tensors as rng
@@ -36,20 +41,21 @@ from prism.train.distributed import World, accumulating, joined, layers_of, para
 from prism.train.export import write_export
 from prism.train.optimizer import Optimizers
 from prism.train.progress import Bar, StopRequest
+from prism.train.readback import HostCopy, decides_on_device
 from prism.train.run import Log, note_settings, open_run
 from prism.train.settings import ScheduleSettings
 from prism.train.task import Samples, Task
 from prism.train.threads import warn_if_crowded
 
-# Early stopping: which step was the best so far, and for how many validations there was no better one.
-
 
 @dataclass
-class Best:
-    """Kept in every checkpoint, so that a resumed run stops where it would have.
+class EarlyStopping:
+    """The best step so far, and the number of validations since then.
+
+    It is part of every checkpoint, so that a resumed run stops at the same step as an uninterrupted one.
 
     Args:
-        patience: validations in a row without a new best that end the run; 0: none does, and nothing is kept.
+        patience: validations in a row without a new best that end the run; 0: no early stopping, nothing is recorded.
     """
 
     patience: int
@@ -58,7 +64,7 @@ class Best:
     stale: int = 0
 
     def note(self, step: int, quality: float) -> bool:
-        """Hear of a validation; True if it is the best so far. NaN never is."""
+        """Record a validation; True if it is the best so far. NaN never is."""
         if not self.patience:
             return False
         if quality == quality and (self.quality is None or quality > self.quality):
@@ -76,17 +82,14 @@ class Best:
         return {"best": best, "stale": self.stale}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Of a run without patience nothing was kept, and one that gives it up forgets."""
+        """Continue from a checkpoint's state. Without patience, then or now, there is nothing to continue."""
         best = state.get("best")
         if self.patience and best is not None:
             self.step, self.quality, self.stale = best["step"], best["quality"], state["stale"]
 
 
-# The learning rate as a function of the step alone: nothing to save, nothing to restore.
-
-
 def lr_factor(step: int, steps: int, schedule: ScheduleSettings) -> float:
-    """What the learning rate is multiplied by in step 1 … `steps`."""
+    """Factor of the learning rate in step 1 … `steps`: a function of the step alone, so checkpoints need not hold it."""
     warmup = min(schedule.warmup, steps)
     if step <= warmup:
         return step / warmup
@@ -106,7 +109,7 @@ Report = Callable[[int, float], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """How a run ended. `model` is the exported folder; None if a signal stopped the run before its last step."""
 
     run: Path
@@ -114,19 +117,19 @@ class Outcome:
     skipped: int
     loss: float | None
     score: Any
-    """Of the last validation; with `validation.patience`, of the best. None if this process made none."""
+    """Of the last validation; with `validation.patience`, of the best one. None if this process made none."""
     model: Path | None
     best_step: int | None = None
-    """With `validation.patience`: the step that the model is of."""
+    """With `validation.patience`: the step whose weights `model` holds."""
     stopped: bool = False
-    """By a signal, before its end; everything is saved."""
+    """A signal ended the run before its last step; everything is saved."""
 
 
-def train(task: Task, report: Report | None = None) -> Outcome:
-    """Train, or go on training, until the last step, the end of all patience or a signal.
+def train(task: Task, report: Report | None = None) -> RunResult:
+    """Train, or resume training, until the last step, early stopping or a signal.
 
     Args:
-        report: is told step and loss after every step; there is no bar then.
+        report: callback, called with step and loss after every step; it replaces the progress bar.
     """
     settings = task.settings
     with joined(settings.parallel, settings.device) as world:
@@ -139,8 +142,19 @@ def train(task: Task, report: Report | None = None) -> Outcome:
             return _Run(task, world, model, folder, report).go()
 
 
+@dataclass(frozen=True)
+class _Step:
+    """A step and this process's samples of it."""
+
+    number: int
+    samples: Samples
+    weight: int
+    """Units of the global batch."""
+    started: float
+
+
 class _Run:
-    """The parts of a run and the position they are at."""
+    """The parts of a run and its position."""
 
     def __init__(self, task: Task, world: World, model: nn.Module, folder: Path, report: Report | None) -> None:
         self.task, self.world, self.model, self.folder = task, world, model, folder
@@ -152,35 +166,39 @@ class _Run:
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.checkpoint.keep, world)
         bf16 = settings.precision == "bf16" or (settings.precision == "auto" and world.device.type == "cuda")
         self.autocast = partial(torch.autocast, world.device.type, torch.bfloat16) if bf16 else nullcontext
+        self.on_device = decides_on_device(world.device)
+        self.pending: tuple[_Step, HostCopy] | None = None
+        """The step that is queued and not yet settled, with its numbers."""
+        self.settled_at = -math.inf
         self.step = self.skipped = self.skipped_in_a_row = 0
         self.saved: Checkpoint | None = None
         self.loss: float | None = None
         self.score: Any = None
-        self.best = Best(settings.validation.patience)
+        self.best = EarlyStopping(settings.validation.patience)
 
-    def go(self) -> Outcome:
-        rng.seed(self.settings.seed + 1 + self.world.rank)  # what dropout would draw differs by process
+    def go(self) -> RunResult:
+        rng.seed(self.settings.seed + 1 + self.world.rank)  # dropout masks differ between processes
         self.model.train()
         with self.bar() as bar:
             self.resume(bar)
             self.advise(bar)
         self.world.on_main(lambda: note_settings(self.task, self.folder))
         if self.settings.compile:
-            for layer in layers_of(self.model):  # alike layers share one compilation
+            for layer in layers_of(self.model):  # layers of one class share one compilation
                 layer.compile()
         self.forward = parallel_forward(self.model, self.world)
         with StopRequest() as stop, self.open_log() as log, self.bar() as bar:
             while not self.ended:
                 stopped = self.advance(log, bar, stop)
                 if stopped:
-                    bar.say(f"stopped at step {self.step} and saved: the same command goes on from here")
-                    return self.outcome(None, stopped=True)
+                    bar.say(f"stopped at step {self.step} and saved: the same command resumes from here")
+                    return self.result(None, stopped=True)
             if self.best.run_out:
                 bar.say(f"no better validation in {self.best.patience}: the model is that of step {self.best.step}")
-        return self.outcome(self.world.on_main(self.export))
+        return self.result(self.world.on_main(self.export))
 
     def advise(self, bar: Bar) -> None:
-        """Say what about this run may surprise."""
+        """Warn about settings that do not do what they seem to, and about a crowded CPU."""
         micro = self.settings.batch.micro
         if micro is not None and micro > self.share:
             bar.say(
@@ -193,8 +211,8 @@ class _Run:
     def ended(self) -> bool:
         return self.step >= self.settings.steps or self.best.run_out
 
-    def outcome(self, model: Path | None, stopped: bool = False) -> Outcome:
-        return Outcome(self.folder, self.step, self.skipped, self.loss, self.score, model, self.best.step, stopped)
+    def result(self, model: Path | None, stopped: bool = False) -> RunResult:
+        return RunResult(self.folder, self.step, self.skipped, self.loss, self.score, model, self.best.step, stopped)
 
     def bar(self) -> Bar:
         return Bar(self.step, self.settings.steps, self.bar_shown, self.task.unit)
@@ -217,93 +235,129 @@ class _Run:
         if random is not None:
             rng.restore(random, self.world.device)
         self.saved = checkpoint
-        bar.say(f"going on from {checkpoint.folder.name} in {self.folder}")
+        bar.say(f"resuming from {checkpoint.folder.name} in {self.folder}")
 
     def advance(self, log: Log | None, bar: Bar, stop: StopRequest) -> bool:
-        """One step and all that follows from it; True if a signal asked to end here."""
-        started = time.perf_counter()
+        """Make one step and everything that follows from it; True if a signal asked to stop here."""
         self.step += 1
-        first = (self.step - 1) * self.settings.batch.sequences
-        weight = self.task.weight(np.arange(first, first + self.settings.batch.sequences))
-        loss, norm, stopping = self.update(weight, stop)
-        seconds = time.perf_counter() - started
-        last = self.step == self.settings.steps
-        finite = math.isfinite(loss) and math.isfinite(norm)
-        due = self.step % self.settings.log.every == 0 or last
-        if log is not None and (due or not finite):
-            log.write(
-                self.step,
-                loss=loss if math.isfinite(loss) else None,
-                gradient_norm=norm if math.isfinite(norm) else None,
-                lr=self.settings.optimizer.lr * self.lr_factor(),
-                skipped=self.skipped,
-                **self.task.seen(self.step),
-                **{f"{self.task.unit}_per_second": weight / seconds},
-            )
-        bar.update(self.step, loss, weight / seconds, due)
-        if self.report is not None:
-            self.report(self.step, loss)
-        if finite:
-            self.loss = loss
-        improved = False
-        if last or _is_due(self.step, self.settings.validation.every):
-            improved = self.validate(log, bar)
-        if self.ended or improved or stopping or _is_due(self.step, self.settings.checkpoint.every):
+        step = self.draw()
+        try:
+            numbers = self.compute(step, stop)
+        except InvalidValueError:  # the other processes wait for gradients that will not come
+            self.settle(log, bar)
+            raise NotFiniteError(self.give_up(step)) from None
+        queued = step, HostCopy(numbers)
+        stopping = self.settle(log, bar)  # of the step before this one
+        self.pending = queued
+        validates = self.step == self.settings.steps or _is_due(self.step, self.settings.validation.every)
+        saves = _is_due(self.step, self.settings.checkpoint.every)
+        if not self.on_device or stopping or validates or saves:
+            stopping |= self.settle(log, bar)
+        improved = self.validate(log, bar) if validates else False
+        if self.ended or improved or stopping or saves:
             self.save()
         return stopping and not self.ended
 
-    def update(self, weight: int, stop: StopRequest) -> tuple[float, float, bool]:
-        """Gradients of this step's samples, and an update if all is finite. Loss and norm are the global batch's."""
-        first = (self.step - 1) * self.settings.batch.sequences + self.world.rank * self.share
+    def draw(self) -> _Step:
+        """This step's samples of this process, and the weight of everyone's."""
+        started = time.perf_counter()
+        first = (self.step - 1) * self.settings.batch.sequences
+        weight = self.task.weight(np.arange(first, first + self.settings.batch.sequences))
+        first += self.world.rank * self.share
         samples = self.task.samples(np.arange(first, first + self.share), self.world.device)
+        return _Step(self.step, samples, weight, started)
+
+    def compute(self, step: _Step, stop: StopRequest) -> Tensor:
+        """Compute gradients and, if the device decides, update the weights; nothing waits for the device.
+
+        Returns:
+            `[4]`, float64, on the device, the same in all processes: loss of the global batch, processes asked to stop,
+            processes whose gradient norm is not finite, gradient norm before clipping.
+        """
         self.optimizers.zero_grad()
         try:
-            mine = self.backward(samples, weight)
-        except InvalidValueError:  # a NaN met the engine's checks before it could reach the loss
-            if self.world.size > 1:  # the others wait for gradients that will not come: there is no going on
-                raise NotFiniteError(self.give_up(samples)) from None
-            mine = torch.full((), math.nan, device=self.world.device)
+            loss = self.backward(step)
+        except InvalidValueError:  # the engine's checks met a NaN before it could reach the loss
+            if self.world.size > 1:
+                raise
+            loss = torch.full((), math.nan, device=self.world.device)
         clip = self.settings.optimizer.clip
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        length = whole(nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip))
-        stops = torch.full_like(mine, stop.name is not None)
-        loss, signals, norm = read([*self.world.add_up(torch.stack([mine, stops]).double()), length])
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.optimizers.step(self.lr_factor())
+        norm = whole(nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)).to(loss.device)
+        stops = torch.full_like(loss, stop.name is not None)
+        sums = self.world.add_up(torch.stack([loss, stops, (~norm.isfinite()).to(loss.dtype)]).double())
+        if self.on_device:
+            skip = ~sums[0].isfinite() | (sums[2] > 0)
+            self.optimizers.step(self.lr_factor(step.number), skip.float())
+        return torch.cat([sums, norm.double().unsqueeze(0)])
+
+    def settle(self, log: Log | None, bar: Bar) -> bool:
+        """Read the pending step's numbers and act on them: update or skip, log, report.
+
+        Returns:
+            Whether any process was asked to stop. False if no step is pending.
+        """
+        if self.pending is None:
+            return False
+        (step, numbers), self.pending = self.pending, None
+        loss, stops, faults, norm = numbers.read()
+        finite = math.isfinite(loss) and not faults
+        if finite:
+            if not self.on_device:
+                self.optimizers.step(self.lr_factor(step.number))
             self.skipped_in_a_row = 0
+            self.loss = loss
         else:
             self.skipped += 1
             self.skipped_in_a_row += 1
             if self.skipped_in_a_row >= self.settings.max_skips:
-                raise NotFiniteError(self.give_up(samples))
-        return loss, norm, signals > 0
+                raise NotFiniteError(self.give_up(step))
+        # The device starts on a step that was queued early when the step before it ends.
+        now = time.perf_counter()
+        speed = step.weight / (now - max(step.started, self.settled_at))
+        self.settled_at = now
+        due = step.number % self.settings.log.every == 0 or step.number == self.settings.steps
+        if log is not None and (due or not finite):
+            log.write(
+                step.number,
+                loss=loss if math.isfinite(loss) else None,
+                gradient_norm=norm if math.isfinite(norm) else None,
+                lr=self.settings.optimizer.lr * self.lr_factor(step.number),
+                skipped=self.skipped,
+                **self.task.seen(step.number),
+                **{f"{self.task.unit}_per_second": speed},
+            )
+        bar.update(step.number, loss, speed, due)
+        if self.report is not None:
+            self.report(step.number, loss)
+        return stops > 0
 
-    def backward(self, samples: Samples, weight: int) -> Tensor:
-        """This process's part of the loss, in as many passes as `batch.micro` asks for."""
+    def backward(self, step: _Step) -> Tensor:
+        """Accumulate the gradients of this process's samples; its part of the loss, a scalar on the device."""
         total = torch.zeros((), device=self.world.device)
         starts = range(0, self.share, self.at_once)
         for start in starts:
-            part = samples[start : start + self.at_once].to(self.world.device)
+            part = step.samples[start : start + self.at_once].to(self.world.device)
             with accumulating(self.forward, last=start == starts[-1]):
                 with self.autocast():
-                    loss = self.task.loss(self.forward, part) / weight
+                    loss = self.task.loss(self.forward, part) / step.weight
                 (loss * self.world.size).backward()  # DDP and FSDP average over processes, this is a sum
             total += loss.detach()
         return total
 
-    def lr_factor(self) -> float:
-        return lr_factor(self.step, self.settings.steps, self.settings.schedule)
+    def lr_factor(self, step: int) -> float:
+        return lr_factor(step, self.settings.steps, self.settings.schedule)
 
     def validate(self, log: Log | None, bar: Bar) -> bool:
-        """True if this is the best step so far, and the run asks for that."""
+        """Validate the weights of this step; True if they are the best so far and the run has early stopping."""
         with self.autocast():
-            verdict = self.task.validate(self.model, self.world, self.at_once)
-        improved = self.best.note(self.step, verdict.quality)
+            found = self.task.validate(self.model, self.world, self.at_once)
+        improved = self.best.note(self.step, found.quality)
         if improved or not self.best.patience:
-            self.score = verdict.score
+            self.score = found.score
         if log is not None:
-            log.write(self.step, **verdict.record)
-        bar.say(f"step {self.step}: validation {verdict.text}")
+            log.write(self.step, **found.record)
+        bar.say(f"step {self.step}: validation {found.text}")
         return improved
 
     def save(self) -> None:
@@ -318,17 +372,17 @@ class _Run:
         held = tensors.model_tensors(self.model) | tensors.optimizer_tensors(self.model, self.optimizers)
         self.saved = self.checkpoints.save(held, rng.capture(self.world.device), state)
 
-    def give_up(self, samples: Samples) -> str:
-        """Keep what was being learned from when it happened, and say where it is."""
-        path = self.folder / f"not-finite-step-{self.step:08d}-process-{self.world.rank}.safetensors"
-        write_atomically(path, save_safetensors(samples.tensors()))
+    def give_up(self, step: _Step) -> str:
+        """Write the step's samples to a file; the message that says where it is and why the run ends."""
+        path = self.folder / f"not-finite-step-{step.number:08d}-process-{self.world.rank}.safetensors"
+        write_atomically(path, save_safetensors(step.samples.tensors()))
         kept = (
             "no checkpoint was written yet"
             if self.saved is None
             else f"the last checkpoint is {self.saved.folder.name}"
         )
         return (
-            f"loss or gradient was not finite {max(1, self.skipped_in_a_row)} times in a row, up to step {self.step}: "
+            f"loss or gradient was not finite {max(1, self.skipped_in_a_row)} times in a row, up to step {step.number}: "
             f"the run stops; the samples are in {path}, {kept}"
         )
 
@@ -338,12 +392,6 @@ class _Run:
             chosen = good_checkpoint(self.folder / "checkpoints", self.best.step)
         assert chosen is not None
         return write_export(self.task.write_model, self.folder, chosen, self.folder / "model")
-
-
-def read(numbers: Sequence[Tensor]) -> list[float]:
-    """The values of numbers on a device: the one place in a training step that waits for it."""
-    values: list[float] = torch.stack([number.double() for number in numbers]).tolist()
-    return values
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,4 +1,16 @@
-"""Which parameter is updated how: AdamW, or Muon for hidden matrices with AdamW for the rest."""
+"""Update parameters with AdamW, or with Muon for hidden matrices and AdamW for the rest.
+
+Muon is momentum whose matrix is made orthogonal before it is applied (Jordan et al., 2024).
+
+Design choices
+- Muon's update is scaled by 0.2·√max(rows, columns), which gives it the size of an AdamW update (Moonshot, 2025): one
+  learning rate and one weight decay serve both optimizers.
+- Muon's products run in bfloat16 on a GPU, in float32 elsewhere (bfloat16 products are not safe on every CPU).
+- A sharded matrix is gathered, made orthogonal in every process, and sharded again: the result does not depend on
+  sharding.
+- A step can be skipped on the device, by torch's own protocol (`found_inf`, see `Optimizers.step`): the host does not
+  have to know whether loss and gradient are finite. Both ways of skipping leave the same weights and state, bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +24,21 @@ from torch.distributed.tensor import DTensor, Replicate
 from prism.nn import no_weight_decay
 from prism.train.settings import OptimizerSettings
 
-# Muon: momentum whose matrix is made orthogonal before it is applied (Jordan et al., 2024).
-#
-# Design choices
-# - The update is scaled by 0.2·√max(rows, columns), which gives it the size of an AdamW update (Moonshot, 2025): one
-#   learning rate and one weight decay serve both optimisers.
-# - Products run in bfloat16 on a GPU, in float32 elsewhere (bfloat16 products are not safe on every CPU).
-# - A sharded matrix is gathered, made orthogonal by every process alike, and cut again: the result does not depend on
-# sharding.
-
-# Chosen by Jordan: steep at zero, so that five turns bring every singular value near 1 (not exactly to it).
+# Coefficients of the Newton-Schulz iteration, chosen by Jordan: steep at zero, so that five iterations bring every
+# singular value near 1 (not exactly to it).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-_TURNS = 5
+_ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices only; everything else goes to AdamW."""
+    """Muon, for matrices only: all other parameters need another optimizer.
+
+    Attributes:
+        found_inf: as in torch's fused optimizers, a float32 scalar tensor: 1 makes `step` change nothing, 0 or None
+            lets it update. The value stays on the device.
+    """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.1
@@ -50,30 +61,43 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update one matrix `[M, N]` in-place; everything but `orthogonalize` works on the local shard.
+
+        A skipped update is the same arithmetic with factors that change nothing (0 and 1), so no copy of the weights or
+        the momentum is needed. Not finite numbers are zeroed first, because 0 · NaN is NaN.
+        """
         state = self.state[parameter]
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(parameter)
-        momentum: Tensor = state["momentum"]
-        momentum.lerp_(gradient, 1 - group["momentum"])
-        ahead = gradient.lerp(momentum, group["momentum"])  # Nesterov: one step further along
-        direction = _in_full(orthogonalize, ahead)
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(direction, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
+        momentum = _shard(state["momentum"])
+        keep = 1.0 if self.found_inf is None else 1 - self.found_inf
+        if self.found_inf is not None:
+            _shard(gradient).masked_fill_(self.found_inf.bool(), 0)
+        momentum.lerp_(_shard(gradient), (1 - group["momentum"]) * keep)
+        ahead = gradient.lerp(state["momentum"], group["momentum"])  # Nesterov: one step further along
+        direction = _shard(_in_full(orthogonalize, ahead))
+        if self.found_inf is not None:
+            direction.masked_fill_(self.found_inf.bool(), 0)
+        # Not 1 - keep·lr·decay, which a float32 tensor would round differently from the float of an update that no
+        # tensor can skip.
+        weights = _shard(parameter)
+        weights.mul_((1 - group["lr"] * group["weight_decay"]) * keep + (1 - keep))
+        weights.add_(direction, alpha=-group["lr"] * 0.2 * max(parameter.shape) ** 0.5)
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """U Vᵀ of x = U Σ Vᵀ, roughly: singular values come out between about 0.7 and 1.2. `[M, N]` → `[M, N]`."""
+    """Approximate U Vᵀ of x = U Σ Vᵀ: singular values end between about 0.7 and 1.2. `[M, N]` → `[M, N]`."""
     wide = x if x.shape[0] <= x.shape[1] else x.T  # the Gram matrix below is the smaller of the two
     y = wide.bfloat16() if x.is_cuda else wide.float()
     y = y / y.norm().clamp(min=1e-7)
-    for _ in range(_TURNS):
+    for _ in range(_ITERATIONS):
         gram = y @ y.T
         y = _A * y + (_B * gram + _C * gram @ gram) @ y
     return (y if wide is x else y.T).to(x.dtype)
 
 
 def _in_full(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a function to the whole of a matrix that may be sharded over processes."""
+    """Apply a function to a whole matrix that may be sharded over processes; the result is sharded the same way."""
     if not isinstance(x, DTensor):
         return function(x)
     everywhere = [Replicate()] * x.device_mesh.ndim
@@ -81,8 +105,13 @@ def _in_full(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return whole.redistribute(placements=x.placements)
 
 
+def _shard(x: Tensor) -> Tensor:
+    """The part of a tensor that this process holds, in the same memory."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 class Optimizers:
-    """One or two optimisers used as one."""
+    """One or two optimizers used as one."""
 
     def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
         self.settings = settings
@@ -107,11 +136,19 @@ class Optimizers:
         if groups["muon"]:
             self.all.append(Muon(groups["muon"], settings.lr, settings.momentum, settings.weight_decay))
 
-    def step(self, factor: float) -> None:
-        """Update with `factor` times the learning rate."""
+    def step(self, factor: float, skip: Tensor | None = None) -> None:
+        """Update every parameter that has a gradient.
+
+        Args:
+            factor: multiplies the learning rate.
+            skip: float32 scalar on the parameters' device; 1 leaves weights, moments and step counts as they are, 0
+                updates them. The device decides and the host does not wait. It needs the fused AdamW (CPU, CUDA).
+                None: update.
+        """
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["lr"] = self.settings.lr * factor
+            optimizer.found_inf = skip  # type: ignore[attr-defined]
             optimizer.step()
 
     def zero_grad(self) -> None:
@@ -119,7 +156,7 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def parameters(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter]]:
-        """Every parameter and the optimiser it belongs to."""
+        """Every parameter and the optimizer it belongs to."""
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -127,7 +164,7 @@ class Optimizers:
 
 
 def _hidden_matrices(model: nn.Module) -> set[str]:
-    """Weights of linear maps between hidden layers: not the embedding, and not the head, tied to it or not."""
+    """Names of the weights of linear layers, without the output head (tied or not); embeddings are not linear layers."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         f"{name}.weight"
