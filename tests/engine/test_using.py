@@ -15,8 +15,8 @@ from torch import Tensor
 
 import prism
 from prism.engine import BACKENDS, FORMS, defaults, dispatch, using
-from prism.engine import dispatch as in_place
 from prism.engine import fused as operations
+from prism.engine.dispatch import in_place_equivalent
 from prism.engine.kernels import available
 
 UPDATE = prism.Update(torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 1, 8), torch.randn(1, 5, 2, 1, 4))
@@ -123,7 +123,7 @@ def test_a_mixer_and_a_decode_step_follow(taken: list[tuple[str, str]], monkeypa
     with using(form="parallel"):
         mixer(x)
         assert taken == [("parallel", "torch")]
-        assert not in_place.replaces(UPDATE, "auto") and in_place.replaces(UPDATE, "recurrent")
+        assert not in_place_equivalent(UPDATE, "auto") and in_place_equivalent(UPDATE, "recurrent")
     with using(backend="fla"), pytest.raises(ValueError, match="backend 'fla' has no form 'recurrent'"):
         prism.engine.memory_(UPDATE, torch.zeros(1, 2, 8, 4))
 

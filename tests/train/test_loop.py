@@ -13,7 +13,7 @@ from filelock import FileLock
 from safetensors.torch import load_file, save_file
 
 from prism.cli.export import export
-from prism.engine.update import InvalidValueError
+from prism.engine import InvalidValueError
 from prism.files import remove_folder
 from prism.language.export import write_model
 from prism.language.task import train_lm

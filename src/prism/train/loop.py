@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
-from prism.engine.update import InvalidValueError
+from prism.engine import InvalidValueError
 from prism.files import write_atomically
 from prism.train import tensors
 from prism.train import tensors as rng

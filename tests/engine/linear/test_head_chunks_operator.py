@@ -51,7 +51,7 @@ def test_the_operator_gives_what_eager_code_gives(
     leaves = [S, *(x for name in FIELDS if (x := getattr(steps, name)) is not None)]
     results = []
     for run in (
-        lambda: head_chunks(steps, S, 8, 32, again=lambda *_: pytest.fail("not asked for")),
+        lambda: head_chunks(steps, S, 8, 32, differentiable=lambda *_: pytest.fail("not asked for")),
         lambda: head_chunks_operator(steps, S, 8, 32),
     ):
         o, end = run()

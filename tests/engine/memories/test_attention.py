@@ -127,12 +127,12 @@ X = torch.zeros(2, 5, 4, 8)
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"q": X[0]}, r"q must be a tensor of shape \[B, T, H, K\], got \[5, 4, 8\]"),
+        ({"q": X[0]}, r"q must be a tensor of shape \[B, T, H, K\], got torch.float32 \[5, 4, 8\]"),
         ({"k": X[:, :, :3]}, r"k has shape \[2, 5, 3, 8\].*G dividing 4"),
         ({"k": X[:, :, :2]}, r"v has shape \[2, 5, 4, 8\], expected \[B, T, G, V\]"),
         ({"q": X[:, :0], "k": X[:, :0], "v": X[:, :0]}, "q has no tokens"),
-        ({"window": 0}, "window must be a whole number ≥ 1 or None, got 0"),
-        ({"mask": torch.ones(2, 5)}, r"mask must be bool of shape \[B, T\] = \[2, 5\], got torch.float32"),
+        ({"window": 0}, "window must be an integer ≥ 1 or None, got 0"),
+        ({"mask": torch.ones(2, 5)}, r"mask must be a bool tensor of shape \[B, T\] = \[2, 5\], got torch.float32"),
         ({"mask": torch.tensor([[False, True, True, True, True]] * 2)}, "mask has padding before real tokens"),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_steady_system_is_convolved_and_a_long_or_packed_one_scanned() -> None
         ({"write": torch.zeros(1, 2, 3), "forget": torch.zeros(1, 2, 4)}, r"forget has shape \[1, 2, 4\]"),
         (
             {"write": torch.zeros(1, 2, 3), "forget": torch.zeros(1, 2, 3), "mask": torch.ones(1, 2)},
-            "mask must be bool",
+            "mask must be a bool tensor",
         ),
         (
             {"write": torch.zeros(1, 2, 3), "forget": torch.zeros(1, 2, 3), "reset": torch.ones(2, 1).bool()},
@@ -195,5 +195,5 @@ def test_what_cannot_be_convolved_says_why() -> None:
     update, _ = tell(stirred("hgrn").rule, tokens(1, 5))
     with pytest.raises(ValueError, match="same at every token: form 'parallel'"):
         prism.memory(update, form="parallel")
-    with pytest.raises(ValueError, match=r"state must be a tensor of shape \[1, 16\]"):
+    with pytest.raises(ValueError, match=r"state has shape .*, expected \[B, \*S\] = \[1, 16\]"):
         prism.memory(update, torch.zeros(2, 16))

@@ -101,7 +101,7 @@ def test_the_memory_answers_what_it_was_told() -> None:
     ("changes", "complaint"),
     [
         ({"ridge": torch.ones(3)}, r"ridge has shape \[3\]"),
-        ({"iterations": 0}, "iterations must be a whole number ≥ 1"),
+        ({"iterations": 0}, "iterations must be an integer ≥ 1"),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], complaint: str) -> None:
