@@ -1,4 +1,4 @@
-"""`memory_` is `memory`, token by token, into the state it was given."""
+"""`memory_` equals `memory` token by token, and overwrites its state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_half_precision_tokens_have_a_single_precision_state() -> None:
         (lambda state: state.clone().requires_grad_(), "memory_ has no gradients"),
     ],
 )
-def test_states_that_cannot_be_overwritten_stay_as_they_are(change: Any, sentence: str) -> None:
+def test_states_that_cannot_be_overwritten_are_refused_unchanged(change: Any, sentence: str) -> None:
     update, state = update_and_state(PROBLEM)
     given = change(state)
     before = None if given is None else given.detach().clone()
@@ -65,7 +65,7 @@ def test_states_that_cannot_be_overwritten_stay_as_they_are(change: Any, sentenc
     assert before is None or torch.equal(given, before)
 
 
-def test_tokens_with_gradients_are_left_to_memory() -> None:
+def test_tokens_with_gradients_are_refused() -> None:
     inputs = {name: x.requires_grad_() for name, x in PROBLEM.inputs().items()}
     state = torch.zeros(1, 4, 5, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match="call memory"):
@@ -75,12 +75,12 @@ def test_tokens_with_gradients_are_left_to_memory() -> None:
     assert state.any()
 
 
-def test_other_memories_have_no_one_state() -> None:
+def test_only_linear_updates_are_accepted() -> None:
     with pytest.raises(ValueError, match="update must be an Update, whose state is one tensor, got dict"):
         memory_({}, torch.zeros(1))
 
 
-def test_it_takes_the_place_only_of_steps() -> None:
+def test_it_is_equivalent_to_the_recurrent_form_only() -> None:
     one, several = update_and_state(Problem(tokens=1))[0], update_and_state(PROBLEM)[0]
     substeps = update_and_state(Problem(tokens=1, substeps=2))[0]
     assert in_place_equivalent(one, "auto") and in_place_equivalent(several, "recurrent")
@@ -88,7 +88,7 @@ def test_it_takes_the_place_only_of_steps() -> None:
         assert not in_place_equivalent(update, form)
 
 
-def test_a_mixer_overwrites_a_state_only_where_it_may() -> None:
+def test_a_mixer_overwrites_a_state_only_if_allowed() -> None:
     mixer, x = prism.Mixer("prism", 32, 2), torch.randn(2, 4, 32)
     with torch.no_grad():
         _, state = mixer(x[:, :3])

@@ -114,7 +114,7 @@ def path_taken(engine: Engine, update: Any, form: str = "auto", backend: str = "
     wanted = engine.choose(update) if form == "auto" else form
     if wanted not in engine.forms:
         raise ValueError(
-            f"form {wanted!r} cannot serve a {type(update).__name__}: it has the forms {', '.join(engine.forms)}"
+            f"form {wanted!r} cannot serve {type(update).__name__}, which has the forms {', '.join(engine.forms)}"
         )
     reasons = []
     for (name, kind), path in engine.paths.items():

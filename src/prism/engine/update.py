@@ -44,12 +44,12 @@ class Update:
         k: `[B, T·n, G, L, K]`, the L directions written.
         w: `[B, T·n, H, L, V]`, the L values written, already scaled by their step sizes.
         log_decay: g, `[B, T, H]` (per head) or `[B, T, H, K]` (per key channel); finite and ≤ 0. None: no forgetting.
-        erase_key: b, `[B, T·n, G, K]`, the direction that is looked up and erased.
+        erase_key: b, `[B, T·n, G, K]`, the direction that the erase reads.
         erase_strength: β, `[B, T·n, H]`; the erase then is a = β·b.
         erase_write: a, `[B, T·n, G, K]`, instead of `erase_strength`.
         erase_first: True erases along the first direction written: `erase_key` is then set to k's first key, even if one
             was given. The kernels then share that key's products; the results are the same either way.
-        erase_on: whether b looks at the `"decayed"` state or at the `"undecayed"` one (RWKV-7, linear Titans).
+        erase_on: whether b reads the `"decayed"` state or the `"undecayed"` one (RWKV-7, linear Titans).
         read: `"after"` reads S_t, `"before"` reads S_{t-1} (RWKV-6).
         reset: `[B, T]` bool, a document starts here: S_{t-1} counts as zero.
         mask: `[B, T]` bool, False is padding.
