@@ -21,14 +21,14 @@ class InvalidValueError(ValueError):
 
 
 def values_may_be_read(x: Tensor) -> bool:
-    """Whether looking at a value of x is possible and cheap: on the CPU in eager mode, on CUDA only with PRISM_CHECK=1."""
+    """Whether reading a value of x is possible and cheap: on the CPU in eager mode, on CUDA only with PRISM_CHECK=1."""
     if torch.compiler.is_compiling() or x.is_meta or transforms_active(x):
         return False
     return x.device.type == "cpu" or os.environ.get("PRISM_CHECK") == "1"
 
 
 def describe(x: Any) -> str:
-    """What an error message says about a wrong argument: dtype and shape of a tensor, else the type."""
+    """A wrong argument, for an error message: dtype and shape of a tensor, otherwise the type."""
     return f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 

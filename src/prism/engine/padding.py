@@ -1,6 +1,6 @@
-"""Zero padding, and repeat grouped heads: what every memory does to its inputs before it computes.
+"""Prepare inputs for a memory: zero the padding, repeat grouped heads.
 
-A masked token must change nothing, even if it holds NaN. So it is replaced by `torch.where`: NaN · 0 is NaN.
+A masked token must change nothing, even if it holds NaN. It is replaced by `torch.where`, because NaN · 0 is NaN.
 """
 
 from __future__ import annotations
