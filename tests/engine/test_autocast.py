@@ -1,4 +1,4 @@
-"""Under torch.autocast a memory keeps its own precision; attention follows."""
+"""Under torch.autocast a memory keeps its precision; attention follows autocast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import prism
 
 
-def test_a_memory_is_computed_in_float32_whatever_autocast_says() -> None:
+def test_a_memory_is_computed_in_float32_under_autocast() -> None:
     x = torch.randn(2, 70, 2, 2, 8)
     q, k, w = x[..., 0, :], x, torch.randn(2, 70, 2, 2, 4)
     update = prism.Update(
@@ -23,8 +23,8 @@ def test_a_memory_is_computed_in_float32_whatever_autocast_says() -> None:
         assert torch.equal(plain, cast) and torch.equal(state, cast_state), form
 
 
-def test_a_backward_where_autocast_is_on() -> None:
-    """As users write it who put the whole step under autocast: the chunk form's own backward keeps its precision too."""
+def test_the_backward_of_the_chunk_form_keeps_its_precision_under_autocast() -> None:
+    """For users who run the whole training step, backward included, inside the autocast block."""
     k = torch.randn(2, 70, 2, 2, 8, requires_grad=True)
     w, g = torch.randn(2, 70, 2, 2, 4, requires_grad=True), -torch.rand(2, 70, 2)
     for beta in (None, torch.rand(2, 70, 2)):
@@ -37,7 +37,7 @@ def test_a_backward_where_autocast_is_on() -> None:
 
 
 @pytest.mark.parametrize("rule", prism.rules.names())
-def test_every_rule_learns_in_a_step_that_is_wholly_under_autocast(rule: str) -> None:
+def test_every_rule_learns_with_the_whole_step_under_autocast(rule: str) -> None:
     mixer, x = prism.Mixer(rule, 16, 2), torch.randn(2, 9, 16)
     with torch.autocast("cpu", torch.bfloat16):
         y, state = mixer(x)

@@ -1,4 +1,4 @@
-"""A torch that has lost a private name computes the same."""
+"""Results do not depend on private torch names: each has a fallback."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _WithoutLevel:
 
 
 def outputs() -> list[Tensor]:
-    """A layer's output, gradient, tangent, per-sample gradients and mapped outputs; and copies and products of ours."""
+    """A layer's output, gradient, tangent, per-sample gradients and mapped outputs; also copied tensors and `linears`."""
     torch.manual_seed(0)
     mixer, x = prism.Mixer("gated_delta", 16, 2).double(), torch.randn(2, 9, 16, dtype=torch.float64)
 
@@ -98,7 +98,7 @@ def test_tangents_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     check()
 
 
-def test_what_cannot_be_seen_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fallbacks_assume_the_cautious_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, hooked = nn.Linear(2, 2), nn.Linear(2, 2)
     hooked.register_forward_hook(lambda *_: None)
     assert compat.untouched(plain) and not compat.untouched(hooked)
@@ -110,6 +110,12 @@ def test_what_cannot_be_seen_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None
     assert not compat.untouched(plain)
     assert compat.forward_hooks([plain]) is None and compat.registries([plain]) is None
     assert compat.in_dispatch_mode()
+
+
+def test_a_torch_without_export_is_never_exporting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not compat.is_exporting()
+    monkeypatch.delattr(torch.compiler, "is_exporting", raising=False)
+    assert not compat.is_exporting()
 
 
 PRIVATE_FIELDS = {*compat.FORWARD_HOOKS, *compat.BACKWARD_HOOKS, *compat.REGISTRIES}

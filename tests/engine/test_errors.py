@@ -1,4 +1,4 @@
-"""Bad input is one clear sentence that names the argument and what was expected, before any work."""
+"""Bad input raises one clear sentence that names the argument and the expectation, before any work."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refusal(call: Any) -> str:
     return message
 
 
-def test_the_good_ones_are_accepted() -> None:
+def test_valid_updates_are_accepted() -> None:
     prism.memory(prism.Update(**arguments()))
     prism.memory(prism.Update(**arguments(erase_write=torch.zeros(SHAPES["erase_write"]))))
     prism.memory(prism.Update(**arguments(log_decay=torch.zeros(B, T, H, K))))
@@ -64,7 +64,7 @@ def test_wrong_rank(name: str, change: str) -> None:
     assert str(list(shape)) in message
 
 
-# q says what B, T and K are, w what H is: an odd one out there shows up in the tensors that no longer fit it.
+# q sets B, T and K, and w sets H: a wrong size there is reported for the tensors that no longer fit.
 @pytest.mark.parametrize(
     ("name", "axis"),
     [(name, axis) for name, shape in SHAPES.items() for axis in range(len(shape)) if name not in ("q", "w")]
@@ -80,7 +80,7 @@ def test_wrong_size(name: str, axis: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "axis"), [("q", 0), ("q", 1), ("q", 3), ("w", 2), ("w", 3)])
-def test_wrong_size_of_what_the_others_are_measured_by(name: str, axis: int) -> None:
+def test_wrong_size_of_q_or_w_is_reported(name: str, axis: int) -> None:
     shape = list(SHAPES[name])
     shape[axis] += 1
     message = refusal(lambda: prism.Update(**arguments(**{name: tensor(name, tuple(shape))})))
@@ -99,7 +99,7 @@ def test_heads_must_divide(name: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name != "w"])
-def test_everything_is_on_one_device(name: str) -> None:
+def test_all_tensors_must_be_on_one_device(name: str) -> None:
     message = refusal(lambda: prism.Update(**arguments(**{name: tensor(name, SHAPES[name]).to("meta")})))
     assert message.startswith(f"{name} is on meta")
 
@@ -180,7 +180,7 @@ def test_unknown_options(name: str, value: Any, known: tuple[str, ...]) -> None:
     assert repr(value) in message and all(word in message for word in known)
 
 
-def test_substeps_ask_for_as_many_rows() -> None:
+def test_substeps_need_as_many_rows() -> None:
     message = refusal(lambda: prism.Update(**arguments(substeps=2)))
     assert message.startswith("w ")
     assert str([B, 2 * T, H, L, V]) in message
@@ -200,14 +200,14 @@ def test_log_decay_is_finite_and_not_positive(shape: tuple[int, ...], value: flo
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1.0, float("inf"), -float("inf")])
-def test_what_stands_in_padding_is_nobody_s_business(value: float) -> None:
+def test_values_on_padding_are_ignored(value: float) -> None:
     log_decay, mask = torch.zeros(B, T, H), torch.ones(B, T, dtype=torch.bool)
     log_decay[1, 3], mask[1, 3] = value, False
     prism.Update(**arguments(log_decay=log_decay, mask=mask))
 
 
 def test_values_are_not_read_in_compiled_code() -> None:
-    """Looking at a value would split the graph; shapes are still checked there."""
+    """Reading a value would split the graph; shapes are still checked there."""
     good = arguments()
 
     def build(log_decay: Tensor) -> Tensor:
@@ -236,12 +236,12 @@ def test_unknown_backend(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["recurrent", "parallel", "scan"])
-def test_a_backend_that_cannot_serve_says_who_can(form: str) -> None:
+def test_a_backend_that_cannot_serve_names_one_that_can(form: str) -> None:
     message = refusal(lambda: prism.memory(prism.Update(**arguments()), form=form, backend="fla"))
     assert "fla" in message and "torch" in message and form in message
 
 
-def test_memory_wants_an_update() -> None:
+def test_memory_takes_only_updates() -> None:
     message = refusal(lambda: prism.memory({"q": 1}))
     assert "update" in message and "Update" in message and "dict" in message
 

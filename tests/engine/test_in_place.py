@@ -1,4 +1,4 @@
-"""`memory_` is `memory`, token by token, into the state it was given."""
+"""`memory_` equals `memory` token by token, and overwrites its state."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 import prism
 from prism.engine import memory_
-from prism.engine.dispatch import replaces
+from prism.engine.dispatch import in_place_equivalent
 from prism.nn.state import State
 from tests.helpers import Problem, examples, problems
 
 PROBLEM = Problem(tokens=3, heads=4, query_heads=2, key_heads=2, writes=2)
 
 
-def told(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[prism.Update, Tensor]:
-    """Its update, and a state (zeros where it has none)."""
+def update_and_state(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[prism.Update, Tensor]:
+    """The update of a problem, and its state (zeros where it has none)."""
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in problem.inputs().items()}
     update = problem.update(inputs)
     shape = update.batch, update.heads, update.key_dim, update.value_dim
@@ -29,7 +29,7 @@ def told(problem: Problem, dtype: torch.dtype = torch.float64) -> tuple[prism.Up
 @given(problem=problems())
 @examples(40)
 def test_it_is_memory(problem: Problem) -> None:
-    update, state = told(problem)
+    update, state = update_and_state(problem)
     expected, end = prism.memory(update, state, "recurrent")
     kept = state.clone()
     assert torch.equal(memory_(update, kept), expected)
@@ -37,7 +37,7 @@ def test_it_is_memory(problem: Problem) -> None:
 
 
 def test_half_precision_tokens_have_a_single_precision_state() -> None:
-    update, state = told(PROBLEM, torch.bfloat16)
+    update, state = update_and_state(PROBLEM, torch.bfloat16)
     kept = state.float()
     expected, end = prism.memory(update, kept, "recurrent")
     assert torch.equal(memory_(update, kept), expected) and torch.equal(kept, end)
@@ -56,8 +56,8 @@ def test_half_precision_tokens_have_a_single_precision_state() -> None:
         (lambda state: state.clone().requires_grad_(), "memory_ has no gradients"),
     ],
 )
-def test_states_that_cannot_be_overwritten_stay_as_they_are(change: Any, sentence: str) -> None:
-    update, state = told(PROBLEM)
+def test_states_that_cannot_be_overwritten_are_refused_unchanged(change: Any, sentence: str) -> None:
+    update, state = update_and_state(PROBLEM)
     given = change(state)
     before = None if given is None else given.detach().clone()
     with pytest.raises(ValueError, match=sentence):
@@ -65,7 +65,7 @@ def test_states_that_cannot_be_overwritten_stay_as_they_are(change: Any, sentenc
     assert before is None or torch.equal(given, before)
 
 
-def test_tokens_with_gradients_are_left_to_memory() -> None:
+def test_tokens_with_gradients_are_refused() -> None:
     inputs = {name: x.requires_grad_() for name, x in PROBLEM.inputs().items()}
     state = torch.zeros(1, 4, 5, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match="call memory"):
@@ -75,20 +75,20 @@ def test_tokens_with_gradients_are_left_to_memory() -> None:
     assert state.any()
 
 
-def test_other_memories_have_no_one_state() -> None:
-    with pytest.raises(ValueError, match="update must be an Update: a dict has no state of one tensor"):
+def test_only_linear_updates_are_accepted() -> None:
+    with pytest.raises(ValueError, match="update must be an Update, whose state is one tensor, got dict"):
         memory_({}, torch.zeros(1))
 
 
-def test_it_takes_the_place_only_of_steps() -> None:
-    one, several = told(Problem(tokens=1))[0], told(PROBLEM)[0]
-    substeps = told(Problem(tokens=1, substeps=2))[0]
-    assert replaces(one, "auto") and replaces(several, "recurrent")
-    assert not replaces(several, "auto") and not replaces(one, "chunkwise") and not replaces(substeps, "auto")
-    assert not replaces(object(), "auto")
+def test_it_is_equivalent_to_the_recurrent_form_only() -> None:
+    one, several = update_and_state(Problem(tokens=1))[0], update_and_state(PROBLEM)[0]
+    substeps = update_and_state(Problem(tokens=1, substeps=2))[0]
+    assert in_place_equivalent(one, "auto") and in_place_equivalent(several, "recurrent")
+    for update, form in [(several, "auto"), (one, "chunkwise"), (substeps, "auto"), (object(), "auto")]:
+        assert not in_place_equivalent(update, form)
 
 
-def test_a_mixer_overwrites_a_state_only_where_it_may() -> None:
+def test_a_mixer_overwrites_a_state_only_if_allowed() -> None:
     mixer, x = prism.Mixer("prism", 32, 2), torch.randn(2, 4, 32)
     with torch.no_grad():
         _, state = mixer(x[:, :3])

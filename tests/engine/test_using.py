@@ -1,4 +1,4 @@
-"""`using` sets what "auto" stands for, where it was set and nowhere else."""
+"""`using` sets what "auto" stands for, inside its block only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prism
-from prism.engine import BACKENDS, FORMS, defaults, dispatch, using
-from prism.engine import dispatch as in_place
-from prism.engine import fused as operations
+from prism.engine import BACKENDS, FORMS, defaults, dispatch, fused, using
+from prism.engine.dispatch import in_place_equivalent
 from prism.engine.kernels import available
 
 UPDATE = prism.Update(torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 1, 8), torch.randn(1, 5, 2, 1, 4))
@@ -37,7 +36,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     assert defaults.resolve() == defaults.AUTO and not defaults._entered, "a block is still open"
 
 
-def test_auto_is_what_the_block_says(taken: list[tuple[str, str]]) -> None:
+def test_auto_is_the_choice_of_the_block(taken: list[tuple[str, str]]) -> None:
     for form in FORMS:
         with using(form=form, backend="torch"):
             prism.memory(UPDATE)
@@ -68,7 +67,7 @@ def test_an_error_ends_the_block() -> None:
     assert defaults.resolve() == defaults.AUTO and not defaults._entered
 
 
-def test_threads_and_tasks_choose_for_themselves() -> None:
+def test_threads_and_tasks_choose_independently() -> None:
     seen: dict[str, str] = {}
     both = threading.Barrier(2)
 
@@ -112,9 +111,9 @@ def test_a_wrong_name_is_refused_at_once(names: dict[str, str], sentence: str) -
         raise AssertionError("entered")
 
 
-def test_what_a_memory_does_not_have_is_said() -> None:
+def test_a_form_that_a_memory_lacks_is_refused() -> None:
     mixer, x = prism.Mixer("softmax", 16, 2), torch.randn(1, 3, 16)
-    with using(form="scan"), pytest.raises(ValueError, match="form 'scan' cannot serve a Attend: it has the forms"):
+    with using(form="scan"), pytest.raises(ValueError, match="form 'scan' cannot serve Attend, which has the forms"):
         mixer(x)
 
 
@@ -123,31 +122,31 @@ def test_a_mixer_and_a_decode_step_follow(taken: list[tuple[str, str]], monkeypa
     with using(form="parallel"):
         mixer(x)
         assert taken == [("parallel", "torch")]
-        assert not in_place.replaces(UPDATE, "auto") and in_place.replaces(UPDATE, "recurrent")
+        assert not in_place_equivalent(UPDATE, "auto") and in_place_equivalent(UPDATE, "recurrent")
     with using(backend="fla"), pytest.raises(ValueError, match="backend 'fla' has no form 'recurrent'"):
         prism.engine.memory_(UPDATE, torch.zeros(1, 2, 8, 4))
 
 
 class _OnGpu:
-    """What `fuses` looks at in a tensor."""
+    """The attributes of a tensor that `use_kernel` reads."""
 
     is_cuda, dtype, device = True, torch.float32, torch.device("cuda")
 
 
-@pytest.mark.parametrize(("backend", "fused"), [("auto", True), ("triton", True), ("fla", True), ("torch", False)])
+@pytest.mark.parametrize(("backend", "used"), [("auto", True), ("triton", True), ("fla", True), ("torch", False)])
 def test_torch_turns_off_the_kernels_around_the_memory(
-    backend: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(available, "PROBLEM", None)
     monkeypatch.setattr(available, "outdated", lambda x: False)
     with using(backend=backend):
-        assert operations.use_kernel(_OnGpu()) is fused  # type: ignore[arg-type]
+        assert fused.use_kernel(_OnGpu()) is used  # type: ignore[arg-type]
     seen: list[bool] = []
     mixer = prism.Mixer("gated_delta", 16, 2)
-    monkeypatch.setattr(mixer.rule, "output", lambda o, x, extra: seen.append(operations.use_kernel(_OnGpu())) or x)
+    monkeypatch.setattr(mixer.rule, "output", lambda o, x, extra: seen.append(fused.use_kernel(_OnGpu())) or x)
     if backend in ("auto", "torch"):
         mixer(torch.randn(1, 3, 16), backend=backend)
-        assert seen == [fused]
+        assert seen == [used]
 
 
 def test_compiled_code_follows_the_block_around_it() -> None:

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prism.engine import dispatch as in_place
 from prism.models import PrismCache, PrismForCausalLM, ReplayedCache, replay
 from prism.models import replay as captured
 from prism.models.replay import CapturedStep, cache_for
+from prism.nn import mixer
 from tests.models import recorded
 from tests.models.stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 
@@ -176,10 +176,8 @@ def test_memories_of_a_recorded_step_are_written_where_they_lie(monkeypatch: pyt
     lm, ids = model("prism*2"), tokens(1, 20)
     _, replayed = pair(lm, ids[:, :5])
     overwritten = []
-    memory_ = in_place.memory_
-    monkeypatch.setattr(
-        in_place, "memory_", lambda u, state, *more: overwritten.append(state) or memory_(u, state, *more)
-    )
+    memory_ = mixer.memory_
+    monkeypatch.setattr(mixer, "memory_", lambda u, state, *more: overwritten.append(state) or memory_(u, state, *more))
     steps(lm, replayed, ids[:, 5:8])
     own = [state.memory for state in replayed.states]
     assert [any(z is state for z in overwritten) for state in own] == [True, True]

@@ -405,7 +405,7 @@ def test_two_documents_of_a_batch_train_alike_in_any_order(name: str, options: d
     ("given", "sentence"),
     [
         ({"state": torch.zeros(1, 2, 4, 4)}, "state must be a State that this mixer returned, got Tensor"),
-        ({"mask": [[True]]}, "mask must be a bool tensor of shape .B, T., got list"),
+        ({"mask": [[True]]}, "mask must be a bool tensor of shape .B, T. = .*, got list"),
     ],
 )
 def test_what_is_no_state_and_no_mask_is_told(given: dict[str, Any], sentence: str) -> None:

@@ -160,7 +160,7 @@ def test_an_empty_cell_may_find_its_input_gate_shut() -> None:
 def test_scalar_cells_have_no_other_form() -> None:
     update, _ = tell(stirred("slstm").rule, tokens(1, 3))
     for form in ("parallel", "chunkwise", "scan"):
-        with pytest.raises(ValueError, match=f"form '{form}' cannot serve a ScalarCells: it has the forms recurrent"):
+        with pytest.raises(ValueError, match=f"form '{form}' cannot serve ScalarCells, which has the forms recurrent"):
             prism.memory(update, form=form)
 
 

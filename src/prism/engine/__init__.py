@@ -1,9 +1,13 @@
-"""How a memory is computed. Knows no rule. Read update.py, recurrent.py and chunkwise.py first."""
+"""Compute memories, exactly, in several forms. Knows no rule.
 
-from prism.engine import registry as kinds  # noqa: F401 - registers the memories beyond the linear one
+Read update.py (the normal form), linear/recurrent.py (its definition) and linear/chunkwise.py (the fast form) first.
+"""
+
+from prism.engine import registry  # noqa: F401 - registers every memory with `memory`
+from prism.engine.checks import InvalidValueError
 from prism.engine.defaults import BACKENDS, FORMS, using
 from prism.engine.dispatch import engine_of, memory, memory_
 from prism.engine.linear.recurrent import step
-from prism.engine.update import InvalidValueError, Update
+from prism.engine.update import Update
 
 __all__ = ["BACKENDS", "FORMS", "InvalidValueError", "Update", "engine_of", "memory", "memory_", "step", "using"]

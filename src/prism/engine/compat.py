@@ -1,8 +1,8 @@
-"""Every private torch name that this package uses, each with a fallback for a torch that no longer has it.
+"""Wrap every torch name that some versions lack (private or new), each with a fallback.
 
-Private names are looked up when they are asked for, never imported: a rename in torch costs speed or a special case,
-not `import prism`. Each function says what it does without the private name. Names of Triton are in the kernels,
-names of transformers in `prism.models.compat`.
+Such names are looked up at the call, never imported: a rename in torch costs speed or a special case, not `import prism`.
+Each function says what it does without the name. Names of Triton are in the kernels, names of transformers in
+`prism.models.compat`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 def transforms_active(*values: Any) -> bool:
     """Whether a `torch.func` transform (vmap, grad, jvp) is running.
 
-    Fallback: whether a tensor among `values` is wrapped by a transform, which is seen by its having no storage. In compiled
-    code the fallback says yes: callers then take the way that is right for both, and slower.
+    Fallback: whether a tensor among `values` is wrapped by a transform; such a tensor has no storage. In compiled code the
+    fallback is yes: callers then take the path that is right for both, and slower.
     """
     active = getattr(torch._C, TRANSFORMS, None)
     if active is not None:
@@ -43,17 +43,23 @@ def _has_storage(x: Tensor) -> bool:
     return True
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` is tracing. Fallback (before torch 2.7): no."""
+    active = getattr(torch.compiler, "is_exporting", None)
+    return active is not None and active()
+
+
 def in_dispatch_mode() -> bool:
-    """Whether a `TorchDispatchMode` may be watching. Fallback: yes, so that operators are called through torch."""
+    """Whether a `TorchDispatchMode` may be active. Fallback: yes, so that operators are called through torch."""
     module = getattr(torch.utils, "_python_dispatch", None)
     active = getattr(module, "is_in_torch_dispatch_mode", None)
     return True if active is None else active()
 
 
 def have_tangents(*values: Any) -> bool:
-    """Whether forward-mode gradients are wanted of one of these.
+    """Whether one of these has a tangent (forward-mode AD).
 
-    The private level only saves time outside forward mode. Fallback: ask every tensor.
+    The private level only saves time outside forward mode. Fallback: check every tensor.
     """
     if getattr(forward_ad, "_current_level", 0) < 0:
         return False
@@ -71,22 +77,22 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def forward_hooks(modules: Iterable[nn.Module]) -> list[dict[Any, Any]] | None:
-    """The dictionaries of forward hooks, those for all modules first, as torch fills them. Fallback: None, unknown."""
-    kept = [getattr(torch_module, name, None) for name in GLOBAL_HOOKS]
-    kept += [getattr(m, name, None) for m in modules for name in FORWARD_HOOKS]
-    return None if any(hooks is None for hooks in kept) else kept  # type: ignore[return-value]
+    """The live dictionaries of forward hooks, global ones first. Fallback: None, unknown."""
+    found = [getattr(torch_module, name, None) for name in GLOBAL_HOOKS]
+    found += [getattr(m, name, None) for m in modules for name in FORWARD_HOOKS]
+    return None if any(hooks is None for hooks in found) else found  # type: ignore[return-value]
 
 
 def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]] | None:
-    """The dictionaries of parameters, buffers and children, as torch fills them. Fallback: None, unknown."""
-    kept = [getattr(m, name, None) for m in modules for name in REGISTRIES]
-    return None if any(registry is None for registry in kept) else kept  # type: ignore[return-value]
+    """The live dictionaries of parameters, buffers and children. Fallback: None, unknown."""
+    found = [getattr(m, name, None) for m in modules for name in REGISTRIES]
+    return None if any(registry is None for registry in found) else found  # type: ignore[return-value]
 
 
 def untouched(m: nn.Module) -> bool:
-    """Whether m has no hooks and no `forward` of its own (accelerate sets one to fetch weights).
+    """Whether m has no hooks and no instance `forward` (accelerate sets one to fetch weights).
 
-    Fallback: no, so that m is called the ordinary way.
+    Fallback: no, so that m is called normally.
     """
     for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
         if getattr(m, name, True):

@@ -1,9 +1,9 @@
-"""The form and the backend that `"auto"` stands for: `with using(backend="torch"): …`.
+"""Choose the form and the backend that `"auto"` stands for: `with using(backend="torch"): …`.
 
-The choice belongs to the thread or the async task that made it. Compiled code cannot read such a variable: it follows
-the block that was entered last in the process, and is compiled again when that changes. Enter the block outside
-compiled code. What runs in another thread (the backward pass on a GPU) does not see the choice, so a model resolves it
-once per forward pass and hands it to its layers: recomputed activations take the same form.
+The choice belongs to the thread or async task that made it. Compiled code cannot read such a variable: it follows the
+block entered last in the process, and is recompiled when that changes. Enter the block outside compiled code. Another
+thread (the backward pass on a GPU) does not see the choice, so a model resolves it once per forward pass and passes it to
+its layers: recomputed activations take the same form.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 FORMS = ("recurrent", "parallel", "chunkwise", "scan")
 BACKENDS = ("torch", "triton", "fla")
 SPECIAL_FORMS = ("serial",)
-"""Forms that only one kind of memory has: online learning of a network."""
+"""Forms that only one type of memory has: online learning of a network."""
 
 Choice = tuple[str, str]
 """Form and backend; each may be `"auto"`."""
@@ -32,15 +32,15 @@ _lock = Lock()
 
 @contextmanager
 def using(form: str = "auto", backend: str = "auto") -> Iterator[None]:
-    """Set the form and the backend used where `"auto"` is asked for.
+    """Set the form and the backend that `"auto"` stands for inside the block.
 
     Args:
-        form: one of `FORMS`; `"auto"` keeps what an outer block chose.
-        backend: one of `BACKENDS`; `"auto"` keeps what an outer block chose. `"torch"` also turns off the kernels around
+        form: one of `FORMS`; `"auto"` keeps the choice of an outer block.
+        backend: one of `BACKENDS`; `"auto"` keeps the choice of an outer block. `"torch"` also turns off the kernels around
             the memory (short convolutions, PRISM's solver).
 
-    A memory that does not have the form or the backend says so, as if it had been asked for in the call. An argument of
-    the call, or of a model's configuration, goes before the block.
+    A memory that lacks the form or the backend raises ValueError, as if the call had named it. An argument of the call, or
+    of a model's configuration, takes precedence over the block.
 
     >>> import prism, torch
     >>> mixer, x = prism.Mixer("gla", 16, 2), torch.randn(1, 6, 16)
@@ -50,16 +50,16 @@ def using(form: str = "auto", backend: str = "auto") -> Iterator[None]:
     check_choice(form, backend)
     chosen = resolve(form, backend)
     token = _choice.set(chosen)
-    _note(entered=chosen)
+    _update_latest(entered=chosen)
     try:
         yield
     finally:
         _choice.reset(token)
-        _note(left=chosen)
+        _update_latest(left=chosen)
 
 
 def resolve(form: str = "auto", backend: str = "auto") -> Choice:
-    """This form and backend, with `"auto"` replaced by what the surrounding block chose."""
+    """This form and backend, with `"auto"` replaced by the choice of the surrounding block."""
     if form != "auto" and backend != "auto":
         return form, backend
     outer = _latest if torch.compiler.is_compiling() else _choice.get()
@@ -67,14 +67,14 @@ def resolve(form: str = "auto", backend: str = "auto") -> Choice:
 
 
 def check_choice(form: str, backend: str) -> None:
-    """Refuse a name that no memory knows."""
+    """Raise ValueError for a form or a backend that no memory has."""
     if form not in ("auto", *FORMS, *SPECIAL_FORMS):
         raise ValueError(f"unknown form {form!r}: choose from auto, {', '.join((*FORMS, *SPECIAL_FORMS))}")
     if backend not in ("auto", *BACKENDS):
         raise ValueError(f"unknown backend {backend!r}: choose from auto, {', '.join(BACKENDS)}")
 
 
-def _note(entered: Choice | None = None, left: Choice | None = None) -> None:
+def _update_latest(entered: Choice | None = None, left: Choice | None = None) -> None:
     """Keep `_latest`, which compiled code reads, up to date. Blocks of several threads may end in any order."""
     global _latest
     with _lock:

@@ -1,8 +1,7 @@
-"""`memory`: the one call through which every rule, model and benchmark computes a memory.
+"""Compute a memory through one call: `memory`, and `memory_` for decoding in place.
 
-An *engine* serves one type of update: it lists its forms and says, per backend, what it cannot serve. The linear memory
-(`Update`) and attention (`Attend`) are registered at the bottom, memories of other kinds in kinds.py: every caller of
-`memory` then has them too.
+An *engine* serves one type of update. It lists its forms and says, per backend, what it cannot serve. All engines are
+registered in registry.py; a type of update from outside the package is added with `register`.
 """
 
 from __future__ import annotations
@@ -15,12 +14,7 @@ from torch import Tensor
 
 from prism.engine.autocast import without_autocast
 from prism.engine.defaults import BACKENDS, FORMS, resolve
-from prism.engine.kernels import fla, serve
-from prism.engine.linear.block import parallel
-from prism.engine.linear.chunkwise import chunkwise
 from prism.engine.linear.recurrent import recurrent
-from prism.engine.linear.scan import scan
-from prism.engine.memories import attention
 from prism.engine.update import Update, check_state, wants_gradients
 
 Form = Callable[[Any, Any], tuple[Any, Any]]
@@ -28,26 +22,29 @@ Form = Callable[[Any, Any], tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Path:
-    """One way to compute a form. `refuses` says in one clause why it cannot serve an update, or returns None; a path that
-    is not `automatic` for an update serves it only by name."""
+    """One way to compute a form."""
 
     run: Form
     refuses: Callable[[Any], str | None] = lambda update: None
+    """Says in one clause why it cannot serve an update; None if it can."""
     automatic: Callable[[Any], bool] = lambda update: True
+    """Whether `backend="auto"` may choose it for an update; otherwise it serves only if named."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What computes one type of update: paths by (form, backend), best backend first."""
+    """Computes one type of update."""
 
     paths: Mapping[tuple[str, str], Path]
+    """By (form, backend), best backend first."""
     choose: Callable[[Any], str]
-    """The form that `"auto"` stands for."""
+    """The form that `"auto"` stands for, given an update."""
     check_state: Callable[[Any, Any], None] = lambda update, state: None
+    """Raises ValueError if a state does not fit an update."""
     autocast: bool = False
-    """Whether `torch.autocast` may choose the precision inside; a memory that adds up over tokens keeps its own."""
+    """Whether `torch.autocast` may choose the precision inside. A memory that sums over tokens sets its precision itself."""
     delegate: Callable[[Any, Any, str, str], tuple[Any, Any]] | None = None
-    """Set where an update only wraps others: it calls `memory` on them with the form and backend asked for."""
+    """For an update that only wraps others: calls `memory` on them with the requested form and backend."""
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -58,10 +55,12 @@ _engines: dict[type, Engine] = {}
 
 
 def register(update_type: type, engine: Engine) -> None:
+    """Let `memory` compute updates of this type and its subclasses."""
     _engines[update_type] = engine
 
 
 def engine_of(update_type: type) -> Engine:
+    """The engine registered for a type of update, or for its nearest base class."""
     for kind in update_type.__mro__:
         if kind in _engines:
             return _engines[kind]
@@ -73,17 +72,17 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     """Run T tokens through a memory.
 
     Args:
-        update: what is forgotten, erased, written and asked (`prism.Update` for the linear family).
-        state: the memory before the first token, `[B, H, K, V]`; None is an empty one.
-        form: `"recurrent"`, `"parallel"`, `"chunkwise"`, `"scan"`, or `"auto"`; an engine may have one more of its own
-            (`"serial"`: online learning of a network, inner_loop/serial.py).
+        update: what each token forgets, erases, writes and reads (`prism.Update` for the linear family).
+        state: the memory before the first token, `[B, H, K, V]`; None: an empty one.
+        form: `"recurrent"`, `"parallel"`, `"chunkwise"`, `"scan"`, or `"auto"`. Networks also have `"serial"`, online
+            learning (networks/serial.py).
         backend: `"torch"`, `"triton"`, `"fla"`, or `"auto"`.
 
-    Inside `with prism.engine.using(form=…, backend=…)`, `"auto"` is what that says.
+    Inside `with prism.engine.using(form=…, backend=…)`, `"auto"` stands for that choice.
 
     Returns:
-        The outputs `[B, T, H, V]` and the memory after the last token. Passing that memory on with the next tokens gives
-        what one call over all tokens would have given.
+        The outputs `[B, T, H, V]` and the memory after the last token. Passing that memory with the next tokens gives the
+        same outputs as one call over all tokens.
 
     >>> import torch
     >>> q, k, w = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 1, 8), torch.randn(1, 5, 2, 1, 4)
@@ -106,15 +105,16 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
 
 
 def choose_path(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> Path:
+    """The path that `memory` runs; ValueError as in `path_taken`."""
     return engine.paths[path_taken(engine, update, form, backend)]
 
 
 def path_taken(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> tuple[str, str]:
-    """The first (form, backend) that serves; otherwise one sentence that says why none does and what would."""
+    """The first (form, backend) that serves an update; ValueError says why none does, and which backend would."""
     wanted = engine.choose(update) if form == "auto" else form
     if wanted not in engine.forms:
         raise ValueError(
-            f"form {wanted!r} cannot serve a {type(update).__name__}: it has the forms {', '.join(engine.forms)}"
+            f"form {wanted!r} cannot serve {type(update).__name__}, which has the forms {', '.join(engine.forms)}"
         )
     reasons = []
     for (name, kind), path in engine.paths.items():
@@ -131,55 +131,18 @@ def path_taken(engine: Engine, update: Any, form: str = "auto", backend: str = "
     raise ValueError(f"{why}: form {wanted!r} is served here by backend {' or '.join(map(repr, serving)) or 'none'}")
 
 
-def _choose_linear(update: Update) -> str:
-    return "recurrent" if update.tokens * update.substeps == 1 else "chunkwise"
-
-
-register(
-    Update,
-    Engine(
-        paths={
-            ("recurrent", "triton"): Path(serve.run_step, serve.step_refuses, serve.on_gpu),
-            ("recurrent", "torch"): Path(recurrent),
-            ("parallel", "torch"): Path(parallel),
-            ("chunkwise", "triton"): Path(serve.run_chunks, serve.chunks_refuse, serve.on_gpu),
-            ("chunkwise", "fla"): Path(fla.run, fla.refuses, serve.on_gpu),
-            ("chunkwise", "torch"): Path(chunkwise),
-            ("scan", "torch"): Path(scan),
-        },
-        choose=_choose_linear,
-        check_state=check_state,
-    ),
-)
-
-register(
-    attention.Attend,
-    Engine(
-        paths={
-            ("recurrent", "torch"): Path(attention.recurrent),
-            ("parallel", "torch"): Path(attention.parallel),
-        },
-        choose=lambda update: "parallel",
-        check_state=attention.check_state,
-        autocast=True,
-    ),
-)
-
-
-# Decoding into one state: tokens one after the other, each state where the one before it lay.
-#
-# The decode kernel writes it there; where that does not serve an update (decays per channel, a CPU) it is computed and
-# copied.
-
-
 def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     """`memory` in its recurrent form, for decode loops: overwrites `state` and returns the outputs `[B, T, H, V]`.
 
+    The decode kernel writes in place. Where it does not serve (decays per channel, a CPU), the new state is computed and
+    copied into `state`.
+
     Args:
-        state: `[B, H, K, V]`, contiguous, float32 (float64 for float64 tokens). Afterwards the memory after the last token.
+        state: `[B, H, K, V]`, contiguous, float32 (float64 for float64 tokens). Holds the memory after the last token on
+            return.
         backend: `"torch"`, `"triton"` or `"auto"`.
 
-    It has no gradients of either mode: where one could be wanted it refuses, and `memory` has them.
+    It has neither reverse- nor forward-mode gradients, and raises ValueError where one is wanted; `memory` has both.
 
     >>> import torch
     >>> q, k, w = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 1, 8), torch.randn(1, 1, 2, 1, 4)
@@ -188,7 +151,9 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     ((1, 1, 2, 4), True)
     """
     if type(update) is not Update:
-        raise ValueError(f"update must be an Update: a {type(update).__name__} has no state of one tensor")
+        raise ValueError(
+            f"update must be an Update, whose state is one tensor, got {type(update).__name__}: call memory"
+        )
     if not isinstance(state, Tensor):
         raise ValueError(f"state must be a tensor to be overwritten, got {type(state).__name__}")
     check_state(update, state)
@@ -206,7 +171,7 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     return o
 
 
-def replaces(update: Any, form: str) -> bool:
-    """Whether `memory_` computes what `memory` would in this form, to the bit."""
+def in_place_equivalent(update: Any, form: str) -> bool:
+    """Whether `memory_` computes what `memory` does in this form, to the bit."""
     form, _ = resolve(form)
     return type(update) is Update and (engine_of(Update).choose(update) if form == "auto" else form) == "recurrent"

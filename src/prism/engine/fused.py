@@ -1,13 +1,13 @@
-"""Operations around the memory that have a Triton kernel: the torch definition of each, and the choice between the two.
+"""Operations around the memory, each in torch and in a Triton kernel: the torch definition, and the choice between them.
 
     short_conv      y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}), each channel by itself
     delta_columns   q = K^-½ · unit(q̃),   k_1 = unit(k̃),   w_1 = β v;   PRISM's later writes   k_l = unit(k̃_l),   w_l
-    solved_writes   w_l = γ_l β_l δ_l, PRISM's solver, which takes a residual r_1 = v - u down in L steps:
+    solved_writes   w_l = γ_l β_l δ_l, PRISM's solver, which reduces a residual r_1 = v - u in L steps:
 
         gelu     δ_l = GELU(p_l ⊙ r_l),   r_{l+1} = r_l - δ_l
         closed   δ_l = P_l ⊙ r_l,         r_{l+1} = r_l - δ_l,   P = σ(p)     =>   δ_l = P_l ⊙ Π_{j<l}(1 - P_j) ⊙ r
 
-Rules call these and never a kernel. On a GPU one kernel computes each of them, with the same results. Kernels are imported
+Rules call these, never a kernel. On a GPU one kernel computes each of them, with the same results. Kernels are imported
 when they first run, so that `import prism` does not import Triton.
 """
 
@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism.engine.compat import have_tangents
 from prism.engine.defaults import resolve
 from prism.engine.kernels import available
-from prism.engine.update import have_tangents
 
 UNIT_EPS = 1e-6
 SOLVERS = ("gelu", "closed")
@@ -30,7 +30,7 @@ SOLVERS = ("gelu", "closed")
 class Corrections(NamedTuple):
     """PRISM's N = L - 1 writes after a token's first one, as `delta_columns` takes them."""
 
-    keys: Tensor | None  # [B, T, H, N, K]; None: all along the first key
+    keys: Tensor | None  # [B, T, H, N, K]; None: all use the first key
     expected: Tensor | None  # [B, T, H, V], subtracted from v to get the residual; None: the residual is v
     gains: Tensor | None  # [B, T, H, N, V]
     beta: Tensor  # [B, T, H, N]
@@ -40,7 +40,7 @@ class Corrections(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What a delta rule reads and writes. The n sub-steps of a token are n rows of k and w."""
+    """The queries, keys and writes of a delta rule. The n sub-steps of a token are n rows of k and w."""
 
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T·n, H, L, K]
@@ -48,7 +48,7 @@ class Columns(NamedTuple):
 
 
 def use_kernel(x: Tensor) -> bool:
-    """Whether the kernels around the memory serve a tensor, and may: `using(backend="torch")` turns them off."""
+    """Whether to run a kernel on x: one is available, and `using(backend="torch")` has not turned them off."""
     if not x.is_cuda or x.dtype == torch.float64 or resolve()[1] == "torch":
         return False
     available.warn_if_unavailable(x)
@@ -56,7 +56,7 @@ def use_kernel(x: Tensor) -> bool:
 
 
 def use_conv_kernel(x: Tensor, window: Tensor | None) -> bool:
-    """Whether the convolution's kernel serves a call. It has no gradient for the window."""
+    """Whether to run the convolution's kernel, which has no gradient for the window."""
     return use_kernel(x) and (window is None or not window.requires_grad or not torch.is_grad_enabled())
 
 
@@ -109,7 +109,7 @@ def history(x: Tensor, window: Tensor | None, size: int) -> Tensor:
 def delta_columns(
     mixed: Tensor, beta: Tensor, key_dim: int, substeps: int = 1, corrections: Corrections | None = None
 ) -> Columns:
-    """From a delta rule's projections to the columns that its memory reads.
+    """Compute a delta rule's queries, keys and writes from its projections.
 
     Args:
         mixed: `[B, T, H·K + n·H·K + n·H·V]`: q̃, k̃ and v.
@@ -148,9 +148,9 @@ def _columns_by_kernel(mixed: Tensor, beta: Tensor, key_dim: int, c: Corrections
 def l2_normalize(x: Tensor, eps: float = UNIT_EPS) -> Tensor:
     """x / sqrt(Σx² + eps) over the last dimension; in float32 for half precision."""
     width, half = x.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
-    # Torch has one kernel for x / sqrt(mean x² + eps); its weight √1/K is near enough in half precision if K is 2^n.
+    # Torch has one kernel for x / sqrt(mean x² + eps); its weight √1/K is accurate enough in half precision if K is 2^n.
     if x.is_cuda and half and width & (width - 1) == 0:
-        with torch.autocast("cuda", enabled=False):  # which would keep a float32 copy of x
+        with torch.autocast("cuda", enabled=False):  # autocast would keep a float32 copy of x
             return F.rms_norm(x, (width,), x.new_full((width,), width**-0.5), eps / width)
     y = x.float() if half else x
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)

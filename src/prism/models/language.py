@@ -24,8 +24,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from prism.documents import needed_starts, starts_of_positions
+from prism.engine.checks import values_may_be_read
 from prism.engine.defaults import resolve
-from prism.engine.update import values_may_be_read
 from prism.models.cache import PrismCache
 from prism.models.compat import is_loaded, require_marks, warn_of_missing
 from prism.models.config import PrismConfig

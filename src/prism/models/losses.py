@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.engine.update import values_may_be_read
+from prism.engine.checks import values_may_be_read
 from prism.rules.parts import at_least_float32
 
 

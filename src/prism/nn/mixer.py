@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from prism import rules
-from prism.engine import dispatch as in_place
-from prism.engine import memory, using
+from prism.engine import memory, memory_, using
+from prism.engine.checks import check_flags
+from prism.engine.dispatch import in_place_equivalent
 from prism.nn.parameters import full_precision, gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.rule import Span
@@ -89,8 +90,8 @@ class Mixer(nn.Module):
         named = backend != "auto" and not torch.compiler.is_compiling()
         with using(backend=backend) if named else nullcontext():
             update, carry, extra = self._update(x, state, span)
-            if state.overwrite and state.memory is not None and in_place.replaces(update, form):
-                o, new = in_place.memory_(update, state.memory, backend), state.memory
+            if state.overwrite and state.memory is not None and in_place_equivalent(update, form):
+                o, new = memory_(update, state.memory, backend), state.memory
             else:
                 o, new = memory(update, state.memory, form, backend)
             y = self.rule.output(o, x, extra)
@@ -117,13 +118,7 @@ class Mixer(nn.Module):
         for name, part in state.tensors().items():
             if part.shape[0] != x.shape[0]:
                 raise ValueError(f"state has {part.shape[0]} rows ({name} {list(part.shape)}), x has {x.shape[0]}")
-        for name, flag in (("mask", mask), ("reset", reset)):
-            if flag is not None and not isinstance(flag, Tensor):
-                raise ValueError(f"{name} must be a bool tensor of shape [B, T], got {type(flag).__name__}")
-            if flag is not None and (flag.shape != x.shape[:2] or flag.dtype != torch.bool):
-                raise ValueError(
-                    f"{name} must be bool of shape [B, T] = {list(x.shape[:2])}, got {flag.dtype} {list(flag.shape)}"
-                )
+        check_flags(reset, mask, x.shape[:2])
 
     def _check_dtype(self, x: Tensor) -> None:
         if not x.is_floating_point():

@@ -1,4 +1,4 @@
-"""Every form computes the same memory: against the recurrence in float64, which itself is held against the plain equation."""
+"""Every form computes the same memory: each against the recurrence in float64, and the recurrence against the equation."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_forms_agree_at_every_length(form: str, tokens: int, decay: str) -> None
 @pytest.mark.parametrize("read", ["after", "before"])
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
 def test_chunkwise_agrees_over_many_chunks_and_wide_heads(decay: str, read: str, erase_on: str) -> None:
-    """Long enough for whatever chunkwise does by the thousand tokens, wide enough for whatever it does by the head size."""
+    """Long enough for several segments of chunkwise, wide enough for its other chunk size."""
     some = replace(
         DELTA, heads=2, query_heads=1, key_heads=2, decay=decay, read=read, erase_on=erase_on, reset="random"
     )
@@ -98,22 +98,22 @@ def test_chunkwise_agrees_over_many_chunks_and_wide_heads(decay: str, read: str,
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("asked", [("q",), ("w", "state"), ("erase_strength",), ("log_decay",), ("k", "erase_key")])
+@pytest.mark.parametrize("names", [("q",), ("w", "state"), ("erase_strength",), ("log_decay",), ("k", "erase_key")])
 @pytest.mark.parametrize("decay", ["head", "channel"])
-def test_gradients_may_be_asked_for_one_by_one(form: str, decay: str, asked: tuple[str, ...]) -> None:
+def test_gradients_of_some_inputs_only(form: str, decay: str, names: tuple[str, ...]) -> None:
     """From the outputs alone, or from the final state alone, and of some inputs while the others have none."""
     problem = replace(DELTA, decay=decay, mask="holes", batch=2)
     inputs = problem.inputs()
 
     def gradients(form: str, of: str) -> tuple[torch.Tensor | None, ...]:
         leaves = {name: x.clone() for name, x in inputs.items()}
-        wanted = [leaves[name].requires_grad_() for name in asked]
+        wanted = [leaves[name].requires_grad_() for name in names]
         o, final = prism.memory(problem.update(leaves), leaves["state"], form)
         loss = (o * inputs["d_output"]).sum() if of == "o" else (final * inputs["d_state"]).sum()
         return torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else (None,) * len(wanted)
 
     for of in ("o", "final"):
-        for name, got, expected in zip(asked, gradients(form, of), gradients("recurrent", of), strict=True):
+        for name, got, expected in zip(names, gradients(form, of), gradients("recurrent", of), strict=True):
             none = torch.zeros_like(inputs[name])  # the final state does not depend on q
             assert_close(
                 f"d_{name} of {of}", none if got is None else got, none if expected is None else expected, FLOAT64

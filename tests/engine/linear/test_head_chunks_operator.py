@@ -43,15 +43,15 @@ def random_steps(tokens: int, erases: bool, decays: bool, resets: bool, seed: in
     tokens=st.integers(1, 80), erases=st.booleans(), decays=st.booleans(), resets=st.booleans(), seed=st.integers(0, 5)
 )
 @examples(25)
-def test_the_operator_gives_what_eager_code_gives(
-    tokens: int, erases: bool, decays: bool, resets: bool, seed: int
-) -> None:
-    """Segments of 32 rows in chunks of 8: several segments, and last chunks cut short."""
+def test_the_operator_equals_eager_code(tokens: int, erases: bool, decays: bool, resets: bool, seed: int) -> None:
+    """Segments of 32 rows in chunks of 8: several segments, and partial last chunks."""
     steps, S = random_steps(tokens, erases, decays, resets, seed)
     leaves = [S, *(x for name in FIELDS if (x := getattr(steps, name)) is not None)]
     results = []
     for run in (
-        lambda: head_chunks(steps, S, 8, 32, again=lambda *_: pytest.fail("not asked for")),
+        lambda: head_chunks(
+            steps, S, 8, 32, differentiable=lambda *_: pytest.fail("no second derivative was requested")
+        ),
         lambda: head_chunks_operator(steps, S, 8, 32),
     ):
         o, end = run()
@@ -68,7 +68,7 @@ def test_torch_accepts_the_operator(erases: bool) -> None:
     torch.library.opcheck(_operator, (*fields, steps.reset, S, *Kind(8, 32, False, False), True))
 
 
-def test_compiled_code_holds_one_operator_a_layer_and_serves_other_lengths() -> None:
+def test_compiled_code_has_one_operator_per_layer_and_serves_other_lengths() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     mixer = prism.Mixer("prism", 16, 2)
@@ -83,7 +83,7 @@ def test_compiled_code_holds_one_operator_a_layer_and_serves_other_lengths() -> 
     assert sum("prism.head_chunks" in name for name in names) == 1
 
 
-def test_an_operator_that_kept_nothing_refuses_a_backward_pass() -> None:
+def test_an_operator_that_saved_nothing_refuses_a_backward_pass() -> None:
     steps, S = random_steps(9, True, True, False)
     fields = [getattr(steps, name) for name in FIELDS]
     o, *_ = _operator(*fields, None, S, *Kind(8, 32, False, False), False)

@@ -15,7 +15,7 @@ from tests.helpers import Problem
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that were alive at once among the tensors made inside."""
+    """Peak bytes alive at once among the tensors made inside."""
 
     def __init__(self) -> None:
         super().__init__()

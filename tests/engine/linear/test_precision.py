@@ -18,7 +18,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @given(problem=problems())
 @examples(10)
 def test_error_is_that_of_rounding_the_result(form: str, dtype: torch.dtype, problem: Problem) -> None:
-    """Against float64 on the same rounded inputs: at most twice what rounding the exact result would cost."""
+    """Against float64 on the same rounded inputs: at most twice the error of rounding the exact result."""
     assume(not problem.one_direction)
     inputs = problem.inputs(dtype)
     reference = problem.run(inputs, "recurrent")

@@ -1,4 +1,4 @@
-"""Segments, padding and documents: however a sequence is cut, padded or packed, the memory it makes is the same."""
+"""Split, padded and packed sequences give the same memory as one pass over each sequence."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tests.helpers import (
 
 EXACT = 1e-10
 PER_ROW = ("k", "w", "erase_key", "erase_strength", "erase_write")
-"""What has a row for every sub-step; the other tensors have one for every token."""
+"""The tensors with a row for every sub-step; the others have one for every token."""
 TIMED = (*INPUTS, "mask", "reset", "d_output")
 
 
 def cut(tensors: Tensors, start: int, stop: int, substeps: int) -> Tensors:
-    """The tokens start … stop of everything that has tokens."""
-    piece = {}
+    """The tokens start … stop of every tensor with a token axis."""
+    part = {}
     for name in TIMED:
         if name in tensors:
             n = substeps if name in PER_ROW else 1
-            piece[name] = tensors[name][:, start * n : stop * n]
-    return piece
+            part[name] = tensors[name][:, start * n : stop * n]
+    return part
 
 
 def row(tensors: Tensors, index: int) -> Tensors:
@@ -52,7 +52,7 @@ def place(x: Tensor, where: Tensor, length: int, fill: float, substeps: int) -> 
 @given(problem=problems(tokens=st.integers(2, 140)), data=st.data())
 @examples(60)
 def test_chained_segments_are_one_pass(problem: Problem, data: st.DataObject) -> None:
-    """Also where every segment is computed in another form."""
+    """Also if the segments are computed in different forms."""
     inside = st.integers(1, problem.tokens - 1)
     borders = [0, *sorted(data.draw(st.sets(inside, min_size=1, max_size=4), label="borders")), problem.tokens]
     forms = [data.draw(st.sampled_from(FORMS), label="form") for _ in borders[1:]]
@@ -82,7 +82,7 @@ def test_chained_segments_are_one_pass(problem: Problem, data: st.DataObject) ->
 def test_padding_changes_nothing(
     form: str, padding: str, problem: Problem, lengths: list[int], spare: int, poison: float
 ) -> None:
-    """Whatever stands in padded places, a padded row equals the row alone, in values and gradients."""
+    """A padded row equals the row alone, in values and gradients, for any values on padding."""
     inputs = problem.inputs()
     n, total = problem.substeps, problem.tokens + spare
     generator = torch.Generator().manual_seed(problem.seed)
@@ -154,7 +154,7 @@ def test_packed_documents_are_separate_sequences(form: str, problem: Problem, da
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_a_document_may_begin_anywhere(form: str, decay: str) -> None:
-    """Row i of the batch has a border at token i, and every other row a second one right behind it."""
+    """Row i of the batch has a border at token i, and every other row a second one right after it."""
     T = 131
     problem = Problem(
         T, batch=T, heads=1, query_heads=1, key_heads=1, erase_heads=1, key_dim=3, value_dim=2, writes=2, decay=decay
@@ -164,7 +164,7 @@ def test_a_document_may_begin_anywhere(form: str, decay: str) -> None:
     inputs["reset"][::2] |= inputs["reset"][::2].roll(1, dims=1)
     reference = problem.run(inputs, "recurrent")
     together = problem.run(inputs, form)
-    for index in range(T):  # a wrong row must not drown among the right ones
+    for index in range(T):  # a wrong row must not be hidden by the right ones
         expected = row(reference, index)
         assert_all_close(f"border at {index}:", row(together, index), expected, EXACT, scales(expected))
 
@@ -199,7 +199,7 @@ def test_nothing_of_a_huge_document_reaches_the_next(form: str, decay: str) -> N
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_all_padded_segment_hands_the_state_through(form: str) -> None:
+def test_an_all_padded_segment_leaves_the_state_unchanged(form: str) -> None:
     problem = Problem(tokens=70, batch=2, decay="channel", rate="strong")
     inputs = problem.inputs()
     inputs["mask"] = torch.zeros(2, 70, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""A memory is driven token by token for as long as one likes: it stays finite and stays what the chunks compute."""
+"""Long streams, token by token: the memory stays finite and equal to the chunk form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prism.engine import step
 from tests.helpers import assert_close
 
 H, K, V = 1, 4, 3
-PIECE = 5000
+SEGMENT = 5000
 
 
 def _keys(tokens: int, writes: int) -> Tensor:
@@ -26,7 +26,7 @@ def linear(tokens: int) -> dict[str, Tensor]:
 
 
 def delta(tokens: int) -> dict[str, Tensor]:
-    """β over all of [0, 2]: reflections included, and no decay that would wash rounding out."""
+    """β over all of [0, 2]: reflections included, and no decay that would forget rounding errors."""
     k, beta = _keys(tokens, 1), 2 * torch.rand(1, tokens, H)
     v = torch.randn(1, tokens, H, 1, V)
     return {"k": k, "w": beta[..., None, None] * v, "erase_key": k[..., 0, :], "erase_strength": beta}
@@ -50,11 +50,11 @@ RULES = [linear, delta, gated_delta, prism_of_rank_two]
 Rule = Callable[[int], dict[str, Tensor]]
 
 
-def pieces(rule: Rule, tokens: int) -> Iterator[prism.Update]:
-    """The stream, a few thousand tokens at a time; the same for the same count."""
+def segments(rule: Rule, tokens: int) -> Iterator[prism.Update]:
+    """The stream in segments of a few thousand tokens; the same for the same count."""
     torch.manual_seed(1)
-    for _ in range(tokens // PIECE):
-        yield prism.Update(q=torch.randn(1, PIECE, H, K), **rule(PIECE))
+    for _ in range(tokens // SEGMENT):
+        yield prism.Update(q=torch.randn(1, SEGMENT, H, K), **rule(SEGMENT))
 
 
 def tokens_of(update: prism.Update) -> Iterator[prism.Update]:
@@ -67,7 +67,7 @@ def tokens_of(update: prism.Update) -> Iterator[prism.Update]:
 @torch.inference_mode()
 def stream_and_compare(rule: Rule, tokens: int) -> None:
     stepped = chunked = None
-    for update in pieces(rule, tokens):
+    for update in segments(rule, tokens):
         outputs = []
         for token in tokens_of(update):
             o, stepped = step(token, stepped)
@@ -96,7 +96,7 @@ def test_100_000_tokens_streamed_equal_chunks(rule: Rule) -> None:
 @torch.inference_mode()
 def test_a_million_tokens_stay_finite(rule: Rule) -> None:
     state = None
-    for update in pieces(rule, 1_000_000):
+    for update in segments(rule, 1_000_000):
         for token in tokens_of(update):
             o, state = step(token, state)
         assert torch.isfinite(o).all()

@@ -1,4 +1,4 @@
-"""What torch can do with a function it can do with a memory: second derivatives, tangents, maps over a batch."""
+"""Memories support torch's transforms: second derivatives, tangents, vmap."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_function_transforms(rule: str, form: str) -> None:
     assert_close("per-sample", each, gradient, 1e-10)
 
 
-def test_a_memory_that_solves_has_no_second_derivatives_and_no_wrong_ones_in_their_place() -> None:
+def test_least_squares_refuses_second_derivatives() -> None:
     x = torch.randn(1, 5, 32, requires_grad=True)
     y, _ = prism.Mixer("mesa", 32, 2)(x)
     with pytest.raises(NotImplementedError, match="no second derivatives"):

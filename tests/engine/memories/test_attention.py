@@ -20,7 +20,7 @@ FORMS = ("recurrent", "parallel")
 def by_hand(
     q: Tensor, k: Tensor, v: Tensor, window: int | None, reset: Tensor | None, mask: Tensor | None
 ) -> tuple[Tensor, list[list[int]]]:
-    """Outputs, and for every row the tokens a cache must hold in the end, by loops over rows, tokens and heads."""
+    """Outputs, and for every row the tokens the final cache must hold, by loops over rows, tokens and heads."""
     B, T, H, K = q.shape
     o, kept = torch.zeros(B, T, H, v.shape[-1], dtype=q.dtype), []
     for b in range(B):
@@ -82,9 +82,9 @@ def test_segments_are_the_whole(form: str, problem: dict[str, Any], data: st.Dat
     cut = data.draw(st.integers(1, problem["q"].shape[1]))
     outputs, cache = [], None
     for part in (slice(0, cut), slice(cut, None)):
-        piece = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in problem.items()}
-        if piece["q"].shape[1]:
-            o, cache = prism.memory(Attend(**piece), cache, form)
+        segment = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in problem.items()}
+        if segment["q"].shape[1]:
+            o, cache = prism.memory(Attend(**segment), cache, form)
             outputs.append(o)
     assert_close("o", torch.cat(outputs, 1), whole, 1e-10)
     assert cache is not None
@@ -127,12 +127,12 @@ X = torch.zeros(2, 5, 4, 8)
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"q": X[0]}, r"q must be a tensor of shape \[B, T, H, K\], got \[5, 4, 8\]"),
+        ({"q": X[0]}, r"q must be a tensor of shape \[B, T, H, K\], got torch.float32 \[5, 4, 8\]"),
         ({"k": X[:, :, :3]}, r"k has shape \[2, 5, 3, 8\].*G dividing 4"),
         ({"k": X[:, :, :2]}, r"v has shape \[2, 5, 4, 8\], expected \[B, T, G, V\]"),
         ({"q": X[:, :0], "k": X[:, :0], "v": X[:, :0]}, "q has no tokens"),
-        ({"window": 0}, "window must be a whole number ≥ 1 or None, got 0"),
-        ({"mask": torch.ones(2, 5)}, r"mask must be bool of shape \[B, T\] = \[2, 5\], got torch.float32"),
+        ({"window": 0}, "window must be an integer ≥ 1 or None, got 0"),
+        ({"mask": torch.ones(2, 5)}, r"mask must be a bool tensor of shape \[B, T\] = \[2, 5\], got torch.float32"),
         ({"mask": torch.tensor([[False, True, True, True, True]] * 2)}, "mask has padding before real tokens"),
     ],
 )
@@ -150,6 +150,6 @@ def test_a_wrong_cache_is_named() -> None:
     with pytest.raises(ValueError, match="must be a dict of the tensors k, v and length"):
         prism.memory(Attend(X, X, X), torch.zeros(2, 4, 8, 8))
     with pytest.raises(
-        ValueError, match="form 'chunkwise' cannot serve a Attend: it has the forms recurrent, parallel"
+        ValueError, match="form 'chunkwise' cannot serve Attend, which has the forms recurrent, parallel"
     ):
         prism.memory(Attend(X, X, X), form="chunkwise")

@@ -1,4 +1,4 @@
-"""Diagonal recurrences: every form is the loop, whatever is factored, complex, masked, reset, chained or cut in chunks."""
+"""Diagonal recurrences: every form equals a loop, for factored, complex, masked, reset, chained and chunked inputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from hypothesis import given
 from torch import Tensor
 
 import prism
-from prism.engine import InvalidValueError
+from prism.engine import InvalidValueError, engine_of
 from prism.engine.memories import diagonal
 from prism.engine.memories.diagonal import Diagonal
+from prism.engine.registry import LONGEST_KERNEL
 from tests.helpers import assert_close, examples
 from tests.rules.family_cases import stirred, tell, tokens
 
@@ -22,7 +23,7 @@ B, D, N = 2, 3, 4
 
 
 def problem(kind: str, T: int, generator: torch.Generator) -> dict[str, Any]:
-    """Tensors as a rule of that kind gives them."""
+    """Tensors as a rule of that kind makes them."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -44,7 +45,7 @@ def problem(kind: str, T: int, generator: torch.Generator) -> dict[str, Any]:
 def by_loop(
     tensors: dict[str, Any], state: Tensor | None, reset: Tensor, mask: Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The definition once more, in numpy, number by number in time."""
+    """The definition in numpy, number by number."""
 
     def array(name: str) -> Any:
         value = tensors.get(name)
@@ -79,7 +80,7 @@ def test_every_form_is_the_loop(kind: str, data: st.DataObject) -> None:
         reset, mask = torch.zeros_like(reset), torch.ones_like(mask)
     update = Diagonal(**tensors, **({} if plain else {"reset": reset, "mask": mask}))
     state = None
-    if data.draw(st.booleans(), label="goes on"):
+    if data.draw(st.booleans(), label="has an incoming state"):
         state = torch.randn(B, *update.shape[2:], *([2] if kind == "complex" else []), generator=generator).double()
     o, h = by_loop(tensors, state, reset, mask)
     forms = ["recurrent", "scan", *(["parallel"] if kind == "complex" else [])]
@@ -112,8 +113,8 @@ def test_chunks_of_any_length_give_the_same_gradients(kind: str) -> None:
             assert_close(f"chunk {chunk}", torch.view_as_real(a + 0j), torch.view_as_real(b + 0j), 1e-12)
 
 
-def test_a_scan_keeps_what_a_chunk_needs_and_not_every_state() -> None:
-    """What autograd saves for T tokens of a [D, N] state is far less than T such states."""
+def test_a_scan_saves_one_state_per_chunk() -> None:
+    """Autograd saves far less for T tokens of a [D, N] state than T such states."""
     T, D, N = 1024, 8, 64
     saved: dict[int, int] = {}
 
@@ -128,7 +129,7 @@ def test_a_scan_keeps_what_a_chunk_needs_and_not_every_state() -> None:
 
 
 def test_a_convolution_keeps_its_phase() -> None:
-    """Thousands of radians in: powers of the decay are found in float64, whatever the model's precision."""
+    """After thousands of radians: powers of the decay are computed in float64 for a model of any precision."""
     mixer = stirred("s4d", torch.float32)
     exact = stirred("s4d", torch.float64)
     exact.load_state_dict(mixer.state_dict())
@@ -152,9 +153,6 @@ def test_the_convolution_of_s4d_is_its_recurrence() -> None:
 
 
 def test_a_steady_system_is_convolved_and_a_long_or_packed_one_scanned() -> None:
-    from prism.engine import engine_of
-    from prism.engine.registry import LONGEST_KERNEL
-
     update, _ = tell(stirred("s4d").rule, tokens(1, 6))
     choose = engine_of(Diagonal).choose
     assert choose(update) == "parallel"
@@ -173,7 +171,7 @@ def test_a_steady_system_is_convolved_and_a_long_or_packed_one_scanned() -> None
         ({"write": torch.zeros(1, 2, 3), "forget": torch.zeros(1, 2, 4)}, r"forget has shape \[1, 2, 4\]"),
         (
             {"write": torch.zeros(1, 2, 3), "forget": torch.zeros(1, 2, 3), "mask": torch.ones(1, 2)},
-            "mask must be bool",
+            "mask must be a bool tensor",
         ),
         (
             {"write": torch.zeros(1, 2, 3), "forget": torch.zeros(1, 2, 3), "reset": torch.ones(2, 1).bool()},
@@ -191,9 +189,9 @@ def test_a_positive_log_decay_is_refused() -> None:
         Diagonal(torch.zeros(1, 2, 3), torch.ones(1, 2, 3))
 
 
-def test_what_cannot_be_convolved_says_why() -> None:
+def test_an_update_that_cannot_be_convolved_is_refused() -> None:
     update, _ = tell(stirred("hgrn").rule, tokens(1, 5))
     with pytest.raises(ValueError, match="same at every token: form 'parallel'"):
         prism.memory(update, form="parallel")
-    with pytest.raises(ValueError, match=r"state must be a tensor of shape \[1, 16\]"):
+    with pytest.raises(ValueError, match=r"state has shape .*, expected \[B, \*S\] = \[1, 16\]"):
         prism.memory(update, torch.zeros(2, 16))

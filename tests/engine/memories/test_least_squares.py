@@ -1,4 +1,4 @@
-"""Mesa's memory: conjugate gradients find the solution that a matrix inverse finds, and its gradients."""
+"""Mesa's memory: conjugate gradients equal the exact solve, gradients included."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(p: dict[str, Tensor], form: str, iterations: int = 30) -> tuple[Tensor, 
 
 
 def exactly(p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """By an inverse at every token, differentiated by autograd."""
+    """By an exact solve at every token, differentiated by autograd."""
     V = p["v"].shape[-1]
     S, outputs = p["state"], []
     for t in range(p["q"].shape[1]):
@@ -51,12 +51,12 @@ def exactly(p: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_conjugate_gradients_are_the_exact_solve(form: str) -> None:
-    """Values, state, and the gradients of everything, the memory handed in included."""
+    """Values, state, and all gradients, that of the incoming memory included."""
     p = {name: x.requires_grad_() for name, x in problem(70, 6, 4).items()}
     weight = torch.randn(2, 70, 2, 4, dtype=torch.float64)
 
     def everything(o: Tensor, S: Tensor) -> list[Tensor]:
-        # G is symmetric for any memory there is, and its gradient is defined up to that.
+        # G is always symmetric, so its gradient is defined only up to symmetry.
         gradients = torch.autograd.grad((o * weight).sum() + S.square().sum(), list(p.values()))
         return [o, S, *gradients]
 
@@ -67,13 +67,13 @@ def test_conjugate_gradients_are_the_exact_solve(form: str) -> None:
         assert_close(label, got, expected, 1e-9)
 
 
-def test_thirty_iterations_are_near_in_the_size_people_use() -> None:
+def test_thirty_iterations_are_accurate_at_head_size_64() -> None:
     p = problem(80, 64, 64, torch.float32)
     assert_close("outputs", run(p, "chunkwise")[0], exactly(p)[0], 1e-4)
     assert_close("forms", run(p, "chunkwise")[0], run(p, "recurrent")[0], 1e-5)
 
 
-def test_more_iterations_come_nearer() -> None:
+def test_more_iterations_reduce_the_error() -> None:
     p = problem(20, 16, 4)
     expected = exactly(p)[0]
     errors = [(run(p, "chunkwise", n)[0] - expected).norm().item() for n in (2, 4, 8, 16)]
@@ -86,13 +86,13 @@ def test_a_solved_system_stays_solved() -> None:
     assert torch.equal(conjugate_gradients(lambda p: 2 * p, b, 50), b / 2)
 
 
-def test_the_memory_answers_what_it_was_told() -> None:
-    """Without forgetting and with hardly any ridge, as many pairs as there are key channels are recalled exactly."""
+def test_as_many_pairs_as_key_channels_are_recalled() -> None:
+    """Without forgetting and with almost no ridge, as many pairs as there are key channels are recalled exactly."""
     K = 8
     p = problem(K, K, 3)
     p |= {"state": torch.zeros_like(p["state"]), "log_decay": torch.zeros_like(p["log_decay"])}
     p |= {"ridge": torch.full_like(p["ridge"], 1e-8), "beta": torch.ones_like(p["beta"])}
-    p["q"] = p["k"][:, :1].expand_as(p["k"])  # asks for the first pair all along
+    p["q"] = p["k"][:, :1].expand_as(p["k"])  # every token queries the first pair
     o, _ = run(p, "chunkwise", 200)
     assert_close("first value", o[:, -1], p["v"][:, 0], 1e-4)
 
@@ -101,7 +101,7 @@ def test_the_memory_answers_what_it_was_told() -> None:
     ("changes", "complaint"),
     [
         ({"ridge": torch.ones(3)}, r"ridge has shape \[3\]"),
-        ({"iterations": 0}, "iterations must be a whole number ≥ 1"),
+        ({"iterations": 0}, "iterations must be an integer ≥ 1"),
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], complaint: str) -> None:

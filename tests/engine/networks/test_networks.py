@@ -1,4 +1,4 @@
-"""Memories that are networks: every form against descent by autograd, however a sequence is cut, padded or packed."""
+"""Network memories: every form against gradient descent by autograd, for split, padded and packed sequences."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hypothesis import given
 from torch import Tensor
 
 import prism
-from prism.engine.networks import Averaged, InnerUpdate, Momentum, Network
-from prism.engine.networks import chunkwise as loop
+from prism.engine.networks import Averaged, InnerUpdate, Momentum, Network, chunkwise
+from prism.engine.networks.layout import take
 from prism.engine.networks.network import gelu, gelu_slope, normalize, normalize_backward, orthogonalize
 from prism.rules.neural_memory import Polynomial
 from tests.helpers import Tensors, assert_close, examples, relative_error
 
 GATES = ("log_decay", "log_momentum", "step")
 STREAMS = ("q", "k", "v", "rate", *GATES)
-"""What has a token axis."""
+"""The tensors with a token axis."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A random update, described. The printed form is the reproduction."""
+    """Describes a random update. Its printed form reproduces it."""
 
     tokens: int = 11
     batch: int = 2
@@ -122,7 +122,7 @@ def assert_same(label: str, got: Tensors, reference: Tensors, tolerance: float =
 
 
 def by_autograd(p: Problem, x: Tensors) -> Tensor:
-    """The definition for one document, nothing shared with the engine: the loss is written down, autograd descends it."""
+    """The definition for one document, sharing nothing with the engine: a loss, and gradient steps by autograd."""
     weights = [x[f"w{i}"].expand(p.batch, -1, -1, -1) for i in range(p.depth)]
     biases = [x[f"b{i}"].expand(p.batch, -1, -1) for i in range(p.depth)] if p.bias else []
     start, current = [*weights, *biases], [*weights, *biases]
@@ -206,7 +206,7 @@ def test_every_form_is_descent_by_autograd(p: Problem) -> None:
 
 @every_problem
 def test_forms_agree_in_values_state_and_gradients(p: Problem) -> None:
-    """Dual = primal, and serial = primal with one token a mini-batch: padded, packed, in both precisions."""
+    """Chunkwise equals recurrent, and so does serial with one token per mini-batch: padded, packed, in both precisions."""
     p = replace(p, tokens=23)
     x = p.tensors()
     mask = torch.arange(23) < torch.tensor([[19], [10]])
@@ -219,9 +219,8 @@ def test_forms_agree_in_values_state_and_gradients(p: Problem) -> None:
     reference = p.run(x, "recurrent")
     single = {form: p.run(x, form, torch.float32) for form in forms(p)}
     for form, got in single.items():
-        if (
-            p.newton_schulz
-        ):  # its slope is hundreds where U has hardly a direction: no form may lose much more than another
+        # Newton-Schulz has a slope of hundreds where U is nearly zero: no form may lose much more than another.
+        if p.newton_schulz:
             got = {name: value for name, value in got.items() if not name.startswith("d ")}
             for name in set(reference) - set(got):
                 lost = relative_error(single["recurrent"][name], reference[name], 1e-6)
@@ -229,16 +228,11 @@ def test_forms_agree_in_values_state_and_gradients(p: Problem) -> None:
         assert_same(f"{form} float32", got, {name: reference[name] for name in got}, 1e-5)
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
-    """`[B, T, …]`, `[B, S]` → `[B, S, …]`."""
-    return x.gather(1, index.reshape(*index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
-
-
 @given(data=st.data())
 @examples(25)
 @torch.no_grad()
 def test_any_split_is_one_pass(data: st.DataObject) -> None:
-    """In random forms, with rows that stand at different places of their mini-batches, padding and documents."""
+    """In random forms, with rows at different places of their mini-batches, padding and documents."""
     p = replace(data.draw(st.sampled_from(PROBLEMS), label="problem"), tokens=20, batch=3)
     x = p.tensors()
     resets = data.draw(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 19)), max_size=4), label="resets")
@@ -246,16 +240,16 @@ def test_any_split_is_one_pass(data: st.DataObject) -> None:
     for row, t in resets:
         reset[row, t] = True
     whole, end = prism.memory(p.update(x, reset=reset), form="recurrent")
-    pieces = data.draw(st.lists(st.tuples(*[st.integers(0, 9)] * 3), max_size=5), label="tokens of each row in a piece")
+    parts = data.draw(st.lists(st.tuples(*[st.integers(0, 9)] * 3), max_size=5), label="tokens of each row in a part")
     state, seen, done = None, torch.zeros(3, 1, dtype=torch.long), torch.zeros_like(whole)
-    for wanted in [*pieces, (20, 20, 20)]:
+    for wanted in [*parts, (20, 20, 20)]:
         lengths = torch.tensor(wanted)[:, None].minimum(20 - seen)
         index = torch.arange(max(1, int(lengths.max()))) + seen
         mask = index < seen + lengths
         index = index.clamp(max=19)
-        piece = {name: take(value, index) if name in STREAMS else value for name, value in x.items()}
+        part = {name: take(value, index) if name in STREAMS else value for name, value in x.items()}
         form = data.draw(st.sampled_from(forms(p)), label="form")
-        o, state = prism.memory(p.update(piece, mask=mask, reset=reset.gather(1, index)), state, form)
+        o, state = prism.memory(p.update(part, mask=mask, reset=reset.gather(1, index)), state, form)
         assert torch.count_nonzero(o[~mask]) == 0
         for row in range(3):
             done[row, index[row][mask[row]]] = o[row][mask[row]]
@@ -267,7 +261,7 @@ def test_any_split_is_one_pass(data: st.DataObject) -> None:
 def test_checkpointed_segments_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     p = Problem(tokens=21, mini_batch=2)
     kept = p.run(p.tensors(), "chunkwise")
-    monkeypatch.setattr(loop, "SEGMENT", 3)
+    monkeypatch.setattr(chunkwise, "SEGMENT", 3)
     assert_same("segments of 3", p.run(p.tensors(), "chunkwise"), kept, 1e-12)
 
 
@@ -283,7 +277,7 @@ def test_first_weights_are_learned_and_documents_return_to_them() -> None:
     assert_close("after a reset", o, prism.memory(p.update(x))[0], 1e-12)
 
 
-def test_a_state_holds_the_open_mini_batch() -> None:
+def test_a_state_holds_the_partial_mini_batch() -> None:
     p = Problem(tokens=10, mini_batch=4)
     _, state = prism.memory(p.update(p.tensors()))
     assert state["position"].tolist() == [2, 2]
@@ -304,7 +298,7 @@ def test_a_state_does_not_follow_the_parameters() -> None:
 
 @given(st.integers(1, 9), st.integers(0, 99))
 @examples(10)
-def test_layer_norm_and_gelu_slopes_are_autograds(size: int, seed: int) -> None:
+def test_layer_norm_and_gelu_slopes_equal_autograd(size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     z, g = torch.randn(2, 3, size, generator=generator, dtype=torch.float64).unbind()
     z.requires_grad_()
@@ -345,11 +339,11 @@ def test_polynomial_features_are_all_products() -> None:
         ({"k": torch.zeros(2, 5, 2, 3)}, r"k has shape \[2, 5, 2, 3\], expected \[B, T, H, K\] = \[2, 5, 2, 8\]"),
         ({"rate": torch.zeros(2, 5)}, r"rate must be a floating-point tensor \[B, T, H\]"),
         ({"v": torch.zeros(2, 5, 2, 3)}, r"network.weights\[1\] has shape"),
-        ({"mini_batch": 0}, "mini_batch must be a whole number ≥ 1, got 0"),
+        ({"mini_batch": 0}, "mini_batch must be an integer ≥ 1, got 0"),
         ({"mini_batch": 3}, r"learner.scale has shape \[4\], expected \[b\] = \[3\]"),
-        ({"learner": Momentum(log_decay=torch.ones(2, 5, 2))}, "learner.log_decay must be finite and ≤ 0"),
+        ({"learner": Momentum(log_decay=torch.ones(2, 5, 2))}, "learner.log_decay must be ≤ 0, got"),
         ({"learner": Momentum(newton_schulz=5)}, "the network must have no biases"),
-        ({"learner": Momentum(window=0)}, "learner.window must be a whole number ≥ 1, got 0"),
+        ({"learner": Momentum(window=0)}, "learner.window must be an integer ≥ 1, got 0"),
         ({"learner": None}, "learner must be Averaged or Momentum"),
         ({"mask": torch.tensor([[False, True, True, True, True]] * 2)}, "real tokens first"),
         ({"reset": torch.zeros(2, 5)}, "reset must be a bool tensor"),

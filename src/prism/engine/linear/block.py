@@ -1,16 +1,21 @@
-"""A block of C tokens is one affine map of the state it starts from:
+"""Compute a block of C tokens as one affine map of its incoming state, and the parallel form as one block.
 
     S' = P S0 + D          O = F S0 + E
 
-The four parts need no state, so all blocks of a sequence find theirs at once; only S' = P S0 + D is serial. Let
-`R_i = b_iᵀ Diag(exp g_i) S_{i-1}` be what the erase of token i sees, and Γ what is left of a write (decay.py). Then
+The four parts need no state, so those of all blocks are computed at once; only S' = P S0 + D is serial. Let
+`R_i = b_iᵀ Diag(exp g_i) S_{i-1}` be what the erase of token i reads, and Γ the decay of a write until it is read (decay.py).
+Then
 
-    (I + tril(B Aᵀ ⊙ Γ, -1)) R = (B ⊙ e^G) S0 + Σ_l tril(B K_lᵀ ⊙ Γ, -1) W_l          one solve, whatever L is
+    (I + tril(B Aᵀ ⊙ Γ, -1)) R = (B ⊙ e^G) S0 + Σ_l tril(B K_lᵀ ⊙ Γ, -1) W_l          one solve for any L
     O  = (Q ⊙ e^G) S0 - tril(Q Aᵀ ⊙ Γ) R + Σ_l tril(Q K_lᵀ ⊙ Γ) W_l
     S' = e^{G_C} S0 + Σ_j e^{G_C - G_j} ( - a_j R_jᵀ + Σ_l k_{l,j} w_{l,j}ᵀ )
 
 and R = R₀ + R₁ S0 with the solve applied to both parts of its right-hand side. The solve is forward substitution: with
 correlated keys an inverse by repeated squaring is wrong by orders of magnitude.
+
+The chunkwise form uses chunks as blocks (chunkwise.py). `parallel` takes the whole sequence as one block: one T×T
+attention matrix per write, and for rules that erase one T×T solve. It is quadratic in T, comparable with softmax
+attention, and a second oracle for the other forms.
 """
 
 from __future__ import annotations
@@ -26,8 +31,8 @@ from prism.engine.update import Update
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Steps laid out in blocks: `…` stands for `B, H, N`."""
+class Blocks:
+    """Steps in N blocks of C rows: `…` stands for `B, H, N`."""
 
     q: Tensor  # [..., C, K]
     k: Tensor  # [..., L, C, K]
@@ -40,6 +45,7 @@ class Rows:
     read_after: bool
 
     def decay(self) -> HeadDecay | ChannelDecay:
+        """The decays inside each block; zeros if there are none."""
         documents = None if self.reset is None else Documents(self.reset)
         if self.log_decay is None:
             return HeadDecay(self.q.new_zeros(self.q.shape[:-1]), documents)
@@ -65,10 +71,11 @@ class Affine:
         return self.P[:, :, n] @ S + self.D[:, :, n]
 
 
-def affine(rows: Rows) -> Affine:
+def affine(rows: Blocks) -> Affine:
+    """The map of every block."""
     decay = rows.decay()
     before = not rows.read_after
-    # Extra writes are extra columns of the same products.
+    # The L writes of a token are L columns of the same products.
     values = rows.w.flatten(-3, -2)  # [..., L·C, V]
     attention = _wide(decay.gram(rows.q, rows.k, strict=before, before=before))
     left_at_end = decay.to_end(rows.k).flatten(-3, -2)
@@ -93,8 +100,8 @@ def affine(rows: Rows) -> Affine:
     return Affine(P, diagonal, D - erased[..., :V], F - unread[..., V:], E - unread[..., :V])
 
 
-def hand_on(rows: Rows, S: Tensor) -> tuple[Tensor, Tensor]:
-    """The memory each block starts from, `[B, H, N, K, V]`, and the one after the last; for rows that erase nothing."""
+def incoming_states(rows: Blocks, S: Tensor) -> tuple[Tensor, Tensor]:
+    """The state each block starts from, `[B, H, N, K, V]`, and the one after the last; for rows that erase nothing."""
     decay = rows.decay()
     kept = decay.carry().unsqueeze(-1)
     D = decay.to_end(rows.k).flatten(-3, -2).transpose(-1, -2) @ rows.w.flatten(-3, -2)
@@ -105,11 +112,11 @@ def hand_on(rows: Rows, S: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(incoming, 2), S
 
 
-def blocks(steps: Steps, size: int) -> Rows:
+def to_blocks(steps: Steps, size: int) -> Blocks:
     """`[B, R, H, …]` → `[B, H, N, size, …]`, padded at the end with rows that are identities."""
     short = -steps.rows % size
 
-    def lay(x: Tensor | None, writes: bool = False) -> Tensor | None:
+    def split(x: Tensor | None, writes: bool = False) -> Tensor | None:
         if x is None:
             return None
         if short:
@@ -117,24 +124,24 @@ def blocks(steps: Steps, size: int) -> Rows:
         x = x.unflatten(1, (-1, size)).movedim(3, 1)  # [B, H, N, C, ...]
         return x.movedim(-2, -3) if writes else x
 
-    q, k, w = lay(steps.q), lay(steps.k, writes=True), lay(steps.w, writes=True)
+    q, k, w = split(steps.q), split(steps.k, writes=True), split(steps.w, writes=True)
     assert q is not None and k is not None and w is not None
-    reset = lay(None if steps.reset is None else steps.reset.unsqueeze(2))
-    return Rows(
+    reset = split(None if steps.reset is None else steps.reset.unsqueeze(2))
+    return Blocks(
         q,
         k,
         w,
-        lay(steps.log_decay),
-        lay(steps.erase_write),
-        lay(steps.erase_key),
+        split(steps.log_decay),
+        split(steps.erase_write),
+        split(steps.erase_key),
         reset,
         steps.erase_decayed,
         steps.read_after,
     )
 
 
-def unblocks(o: Tensor, rows: int) -> Tensor:
-    """`[B, H, N, C, V]` → `[B, R, H, V]`."""
+def from_blocks(o: Tensor, rows: int) -> Tensor:
+    """`[B, H, N, C, V]` → `[B, R, H, V]`, the inverse of `to_blocks` for outputs."""
     return o.flatten(2, 3)[:, :, :rows].transpose(1, 2)
 
 
@@ -143,23 +150,19 @@ def _wide(gram: Tensor) -> Tensor:
     return gram.transpose(-3, -2).flatten(-2, -1)
 
 
-# The whole sequence as one block: one T×T attention matrix per write, and for rules that erase one T×T solve.
-#
-# Quadratic in T; what a student compares with softmax attention, and a second oracle for the other forms.
-
-
 def parallel(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The whole sequence as one block. Returns `[B, T, H, V]` and the memory after the last token."""
     steps = resolve(update)
     S = steps.initial(state)
-    rows = blocks(steps, steps.rows)
+    rows = to_blocks(steps, steps.rows)
     if update.erases:
         # The T×T system amplifies rounding where reflections (β near 2) meet nearly equal keys: this form is an oracle, so
-        # it is solved in float64. Shorter systems (chunkwise) do not need it.
+        # it solves in float64. Shorter systems (chunkwise) do not need it.
         rows = replace(rows, **{name: x.double() for name, x in vars(rows).items() if _is_floating(x)})
     whole = affine(rows)
     o = whole.F @ S.unsqueeze(2).to(whole.F.dtype) + whole.E
     end = whole.advance(0, S.to(whole.D.dtype))
-    return steps.read(unblocks(o, steps.rows)), end.to(S.dtype)
+    return steps.read(from_blocks(o, steps.rows)), end.to(S.dtype)
 
 
 def _is_floating(x: object) -> bool:

@@ -1,9 +1,9 @@
-"""Chunks of a few dozen tokens in matrix products, the state handed on from chunk to chunk: linear in T, the fast form.
+"""Compute chunks of a few dozen tokens in matrix products, passing the state from chunk to chunk: the fast form.
 
-Within a segment of 512 tokens all chunks find their affine maps at once; segments follow one another, so that the
-temporaries stay in cache and memory stays linear in T. One decay per head, or none, takes the path with the written-out
-backward (head_chunks.py, in compiled code on the CPU through head_chunks_operator.py); a decay per channel goes through
-the block equations and autograd.
+Within a segment of 512 tokens the affine maps of all chunks are computed at once. Segments run one after the other, so
+temporaries stay in cache and memory is linear in T. One decay per head, or none, takes the path with the hand-written
+backward (head_chunks.py, in compiled code on the CPU through head_chunks_operator.py). A decay per channel takes the
+block equations (block.py) and autograd.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from prism.engine import compat
-from prism.engine.linear.block import Rows, affine, blocks, unblocks
+from prism.engine.linear.block import Blocks, affine, from_blocks, to_blocks
 from prism.engine.linear.head_chunks import head_chunks
 from prism.engine.linear.head_chunks_operator import head_chunks_operator
 from prism.engine.linear.steps import Steps, resolve
@@ -23,39 +23,42 @@ from prism.engine.update import Update
 
 SEGMENT = 512
 
-# An exported program is to run where this library is not installed, so export traces the equations. New in torch 2.7.
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
-
 
 def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = None) -> tuple[Tensor, Tensor]:
-    """`chunk`: tokens in a chunk. What a chunk does inside grows with its length, what it hands on with the state."""
+    """Returns `[B, T, H, V]` and the memory after the last token.
+
+    `chunk` is the number of tokens in a chunk. Work inside a chunk grows with its length; work between chunks, with the
+    size of the state.
+    """
     steps = resolve(update)
     S = steps.initial(state)
     if chunk is None:
         chunk = 32 if max(update.key_dim, update.value_dim) <= 64 else 64
     size = max(1, SEGMENT // chunk) * chunk
-    # What is written out has neither tangents nor a batch of its own to be mapped over.
+    # The hand-written backward supports neither tangents nor vmap.
     inputs = (*update.tensors, state)
     transformed = compat.have_tangents(*inputs) or compat.transforms_active(*inputs)
     if update.per_channel or transformed:
         o, S = _in_blocks(steps, S, chunk, size)
-    elif torch.compiler.is_compiling() and not _is_exporting() and S.device.type == "cpu":
+    # An exported program must run where this library is not installed, so export traces the equations.
+    elif torch.compiler.is_compiling() and not compat.is_exporting() and S.device.type == "cpu":
         o, S = head_chunks_operator(steps, S, chunk, size)
     else:
-        o, S = head_chunks(steps, S, chunk, size, again=_in_blocks)
+        o, S = head_chunks(steps, S, chunk, size, differentiable=_in_blocks)
     return steps.read(o), S
 
 
 def _in_blocks(steps: Steps, S: Tensor, chunk: int, size: int) -> tuple[Tensor, Tensor]:
-    """By the block equations, which autograd can differentiate as often as it likes."""
+    """By the block equations, which autograd can differentiate any number of times."""
     outputs = []
     for segment in _segments(steps, size):
-        o, S = _run(blocks(segment, min(chunk, segment.rows)), S)
-        outputs.append(unblocks(o, segment.rows))
+        o, S = _run(to_blocks(segment, min(chunk, segment.rows)), S)
+        outputs.append(from_blocks(o, segment.rows))
     return torch.cat(outputs, 1), S
 
 
-def _run(rows: Rows, S: Tensor) -> tuple[Tensor, Tensor]:
+def _run(rows: Blocks, S: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs of one segment's chunks, and the state after the last."""
     maps = affine(rows)
     incoming = []
     for n in range(maps.D.shape[2]):
@@ -65,8 +68,8 @@ def _run(rows: Rows, S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _segments(steps: Steps, size: int) -> Iterator[Steps]:
-    """`split` has one backward for all segments; slices would fill a full-size zero tensor each."""
+    """The steps of each segment. `split` has one backward for all; slices would fill a full-size zero tensor each."""
     names = ("q", "k", "w", "log_decay", "erase_key", "erase_write", "reset")
     present = [name for name in names if getattr(steps, name) is not None]
-    for pieces in zip(*[getattr(steps, name).split(size, 1) for name in present], strict=True):
-        yield replace(steps, **dict(zip(present, pieces, strict=True)))
+    for parts in zip(*[getattr(steps, name).split(size, 1) for name in present], strict=True):
+        yield replace(steps, **dict(zip(present, parts, strict=True)))

@@ -1,12 +1,12 @@
-"""How much of a write is left when it is read, inside one block of C tokens.
+"""Compute how much of a write is left when it is read, inside one block of C tokens.
 
-With G_i = Σ_{j≤i} g_j, token j's write reaches token i weighted by exp(G_i - G_j) (rows that look at S_{i-1} itself use
-G_{i-1}). Both classes answer the same five questions, for one decay per head or one per key channel, and for documents
-that begin inside the block: nothing crosses such a border.
+With G_i = Σ_{j≤i} g_j, token j's write reaches token i weighted by exp(G_i - G_j) (rows that read S_{i-1} itself use
+G_{i-1}). Both classes have the same methods, for one decay per head or one per key channel. Documents may begin inside
+the block: nothing crosses such a border.
 
-Numerics. No decay is ever divided by and every exponent is ≤ 0, so nothing overflows however strong the decay is. Per
-head, sums run in float64 and are subtracted before they are rounded. Per channel the C×C×K tensor of differences would
-be far too large; recursive halving needs matrix products only: the lower-left block of every 2h tokens is
+Numerics. Nothing is divided by a decay and every exponent is ≤ 0, so nothing overflows, however strong the decay. Per
+head, sums run in float64 and are subtracted before rounding. Per channel the C×C×K tensor of differences would be far too
+large; recursive halving needs matrix products only: the lower-left block of every 2h tokens is
 (rows ⊙ exp Σ_{mid+1..i} g)(columns ⊙ exp Σ_{j+1..mid} g)ᵀ, each sum inside its own half.
 """
 
@@ -22,7 +22,7 @@ class Documents:
     def __init__(self, reset: Tensor) -> None:
         index = reset.long().cumsum(-1)
         self.same = index.unsqueeze(-1) == index.unsqueeze(-2)  # [..., C, C]
-        self.from_before = index == 0  # still the document the block began in
+        self.from_before = index == 0  # still in the document the block began in
         self.to_the_end = index == index[..., -1:]
         self.carried = index[..., -1] == 0  # [...]
 
@@ -38,7 +38,7 @@ class HeadDecay:
         self.exclusive = torch.cat([torch.zeros_like(g[..., :1]), self.inclusive[..., :-1]], -1)
 
     def weights(self, strict: bool, before: bool) -> Tensor:
-        """Γ `[…, C, C]`, zero above the diagonal (`strict`: and on it); `before`: rows look at S_{i-1} undecayed."""
+        """Γ `[…, C, C]`, zero above the diagonal (`strict`: and on it); `before`: rows read S_{i-1} undecayed."""
         rows = self.exclusive if before else self.inclusive
         exponent = rows.unsqueeze(-1) - self.inclusive.unsqueeze(-2)
         C = exponent.shape[-1]
@@ -49,25 +49,25 @@ class HeadDecay:
         return exponent.to(self.dtype).masked_fill(~keep, -torch.inf).exp()
 
     def gram(self, rows: Tensor, columns: Tensor, strict: bool, before: bool) -> Tensor:
-        """`[…, C, K]`, `[…, J, C, K]` → `[…, J, C, C]`: Σ_d rows_id columns_jd, weighted by what is left of j at i."""
+        """`[…, C, K]`, `[…, J, C, K]` → `[…, J, C, C]`: Σ_d rows_id columns_jd, weighted by Γ_ij."""
         return (rows.unsqueeze(-3) @ columns.transpose(-1, -2)) * self.weights(strict, before).unsqueeze(-3)
 
     def from_start(self, rows: Tensor, before: bool) -> Tensor:
-        """`[…, C, K]`: what each row sees of the incoming state."""
+        """`[…, C, K]`: rows times the decay of the incoming state until each of them."""
         left = (self.exclusive if before else self.inclusive).to(self.dtype).exp()
         if self.documents is not None:
             left = torch.where(self.documents.from_before, left, 0.0)
         return rows * left.unsqueeze(-1)
 
     def to_end(self, columns: Tensor) -> Tensor:
-        """`[…, J, C, K]`: what is left of each write after the last token."""
+        """`[…, J, C, K]`: columns times the decay of each write until after the last token."""
         left = (self.inclusive[..., -1:] - self.inclusive).to(self.dtype).exp()
         if self.documents is not None:
             left = torch.where(self.documents.to_the_end, left, 0.0)
         return columns * left[..., None, :, None]
 
     def carry(self) -> Tensor:
-        """`[…, 1]`: what is left of the incoming state after the last token, per key channel (here one for all)."""
+        """`[…, 1]`: the decay of the incoming state until after the last token, per key channel (here one for all)."""
         left = self.inclusive[..., -1:].to(self.dtype).exp()
         return left if self.documents is None else torch.where(self.documents.carried.unsqueeze(-1), left, 0.0)
 
@@ -80,8 +80,9 @@ class ChannelDecay:
         self.g = log_decay
 
     def gram(self, rows: Tensor, columns: Tensor, strict: bool, before: bool) -> Tensor:
+        """As in `HeadDecay`, by recursive halving."""
         C = rows.shape[-2]
-        size = 1 << (C - 1).bit_length()  # halving wants a power of two; zero rows and columns add nothing
+        size = 1 << (C - 1).bit_length()  # halving needs a power of two; zero rows and columns add nothing
         x, y, g = _pad(rows, size).unsqueeze(-3), _pad(columns, size), _pad(self.g, size).unsqueeze(-3)
         diagonal = (x * y).sum(-1) * (0.0 if strict else 1.0)
         blocks = diagonal[..., None, None]  # [..., size, 1, 1]: the diagonal blocks found so far
@@ -99,9 +100,9 @@ class ChannelDecay:
         return gram if self.documents is None else torch.where(self.documents.same.unsqueeze(-3), gram, 0.0)
 
     def spread(self, attention: Tensor, columns: Tensor) -> Tensor:
-        """`[…, C, C]`, `[…, C, K]` → `[…, C, K]`: Σ_{j≤i} attention_ij columns_j, each channel by what is left of j at i.
+        """`[…, C, C]`, `[…, C, K]` → `[…, C, K]`: Σ_{j≤i} attention_ij columns_j, each channel weighted by its Γ_ij.
 
-        The mirror image of `gram`: there channels are summed over, here they stay (memories that decay per value channel).
+        The mirror image of `gram`, which sums over channels: here they stay (memories that decay per value channel).
         """
         C = columns.shape[-2]
         if self.documents is not None:
@@ -121,24 +122,27 @@ class ChannelDecay:
         return out[..., :C, :]
 
     def from_start(self, rows: Tensor, before: bool) -> Tensor:
+        """As in `HeadDecay`."""
         left = (_before(self.g) if before else self.g.cumsum(-2)).exp()
         if self.documents is not None:
             left = torch.where(self.documents.from_before.unsqueeze(-1), left, 0.0)
         return rows * left
 
     def to_end(self, columns: Tensor) -> Tensor:
+        """As in `HeadDecay`."""
         left = _after(self.g).exp()
         if self.documents is not None:
             left = torch.where(self.documents.to_the_end.unsqueeze(-1), left, 0.0)
         return columns * left.unsqueeze(-3)
 
     def carry(self) -> Tensor:
-        """`[…, K]`."""
+        """As in `HeadDecay`, `[…, K]`."""
         left = self.g.sum(-2).exp()
         return left if self.documents is None else torch.where(self.documents.carried.unsqueeze(-1), left, 0.0)
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
+    """`[…, C, K]` → `[…, size, K]`, zeros at the end."""
     return torch.nn.functional.pad(x, (0, 0, 0, size - x.shape[-2])) if size != x.shape[-2] else x
 
 

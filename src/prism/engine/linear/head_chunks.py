@@ -1,18 +1,18 @@
-"""The chunk form for one decay per head (or none), with its backward written out: the fast path on the CPU.
+"""The chunk form for one decay per head (or none), with a hand-written backward: the fast path on the CPU.
 
-Autograd through the block equations would keep every C×C matrix of the sequence; this keeps four numbers-per-channel a
-token (T⁻¹, R, P and the incoming state of each chunk) and recomputes the rest. Symbols are those of block.py. Join the
-erase with the writes, X = [A; K_1 … K_L] and Y = [-R; W_1 … W_L], and the two kinds of rows, Z = [B; Q]:
+Autograd through the block equations would keep every C×C matrix of the sequence. This keeps T⁻¹, R, P and the incoming
+state of each chunk, about four numbers per channel and token, and recomputes the rest. Symbols are those of block.py. Join
+the erase with the writes, X = [A; K_1 … K_L] and Y = [-R; W_1 … W_L], and the two kinds of rows, Z = [B; Q]:
 
     M = (B Xᵀ) ⊙ Γ,  N = (Q Xᵀ) ⊙ Γ,  T = I + M_A                R = T⁻¹((B ⊙ e^G) S + M_K W)
     O = (Q ⊙ e^G) S + N Y                                        S' = e^{G_C} S + (X ⊙ e^{G_C - G})ᵀ Y = P S + D
 
-Backward, from dO and dS'. Because Y's first part is -R, the erase needs no terms of its own:
+Backward, from dO and dS'. Because Y's first part is -R, the erase needs no separate terms:
 
     dY = Nᵀ dO + (X ⊙ e^{G_C - G}) dS'                           dU = -T⁻ᵀ dY_A          (U: the right-hand side of R)
     dM = dU Yᵀ,  dN = dO Yᵀ                                      dW = dY_K + M_Kᵀ dU
     dZ = ([dM; dN] ⊙ Γ) X + e^G ⊙ ([dU; dO] Sᵀ)                  dX = ([dM; dN] ⊙ Γ)ᵀ Z + e^{G_C - G} ⊙ (Y dS'ᵀ)
-    dS = (Q ⊙ e^G)ᵀ dO + (B ⊙ e^G)ᵀ dU + e^{G_C} dS' = Pᵀ dS' + what dO alone gives
+    dS = (Q ⊙ e^G)ᵀ dO + (B ⊙ e^G)ᵀ dU + e^{G_C} dS' = Pᵀ dS' + the part from dO alone
 
 and G receives, from every weight exp(G_i - G_j), +(dΓ Γ)_ij at i and the same with a minus at j.
 """
@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from prism.engine import compat
 from prism.engine.autocast import without_autocast
 from prism.engine.linear.decay import Documents, HeadDecay
 from prism.engine.linear.steps import Steps
@@ -33,18 +34,22 @@ from prism.engine.linear.triangular import unit_lower_inverse
 
 
 class Kind(NamedTuple):
-    """What does not depend on the data."""
+    """Settings that do not depend on the data."""
 
     chunk: int
     segment: int
     look_before: bool
-    """The erase looks at the undecayed state."""
+    """The erase reads the undecayed state."""
     read_before: bool
+    """Queries read S_{t-1}."""
 
 
 class Segment(NamedTuple):
-    """A segment's tensors. m = N·B·H chunks, the first chunk of every row and head first; z·C rows are the erase keys (if
-    any) above the queries, J·C columns the erase writes (if any) above the L write keys."""
+    """A segment's tensors, in m = N·B·H chunks, the first chunk of every row and head first.
+
+    The z·C rows are the erase keys (if any) above the queries. The J·C columns are the erase writes (if any) above the L
+    write keys.
+    """
 
     z: Tensor  # [m, z·C, K]
     x: Tensor  # [m, J·C, K]
@@ -58,59 +63,59 @@ class Segment(NamedTuple):
 Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
 """A segment's T⁻¹ `[m, C, C]`, -R `[m, C, V]`, P `[m, K, K]` (None without an erase) and incoming states `[m, K, V]`."""
 
-Again = Callable[[Steps, Tensor, int, int], tuple[Tensor, Tensor]]
+Differentiable = Callable[[Steps, Tensor, int, int], tuple[Tensor, Tensor]]
 
 FIELDS = ("q", "k", "w", "log_decay", "erase_write", "erase_key")
 
 
-def head_chunks(steps: Steps, S: Tensor, chunk: int, segment: int, again: Again) -> tuple[Tensor, Tensor]:
-    """The outputs `[B, R, H, V]` and the memory after the last row. `again` computes the same, slower, where the gradient is
-    itself to be differentiated."""
+def head_chunks(
+    steps: Steps, S: Tensor, chunk: int, segment: int, differentiable: Differentiable
+) -> tuple[Tensor, Tensor]:
+    """The outputs `[B, R, H, V]` and the memory after the last row.
+
+    `differentiable` computes the same, slower; it is used where the gradient itself is differentiated.
+    """
     kind = Kind(chunk, segment, not steps.erase_decayed, not steps.read_after)
     fields = tuple(getattr(steps, name) for name in FIELDS)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*fields, S)):
-        if _exporting():  # a graph of torch.export has no autograd functions
-            return again(steps, S, chunk, segment)
-        empty: dict[str, Any] = dict.fromkeys((*FIELDS, "reset"))  # tensors are autograd's to keep
-        o, S = _HeadChunks.apply(*fields, steps.reset, S, kind, replace(steps, **empty), again)
+        if compat.is_exporting():  # a graph of torch.export has no autograd functions
+            return differentiable(steps, S, chunk, segment)
+        empty: dict[str, Any] = dict.fromkeys((*FIELDS, "reset"))  # autograd keeps the tensors
+        o, S = _HeadChunks.apply(*fields, steps.reset, S, kind, replace(steps, **empty), differentiable)
     else:
         o, S, _ = forward(fields, steps.reset, S, kind, keep=False)
     return o, S
 
 
-def _exporting() -> bool:
-    ask = getattr(torch.compiler, "is_exporting", None)  # torch 2.7 and later
-    return ask is not None and ask()
-
-
 class _HeadChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *fields, reset, S, kind, bare, again = arguments
+        *fields, reset, S, kind, bare, differentiable = arguments
         o, end, kept = forward(tuple(fields), reset, S, kind, keep=True)
-        ctx.kind, ctx.bare, ctx.again = kind, bare, again
+        ctx.kind, ctx.bare, ctx.differentiable = kind, bare, differentiable
         ctx.save_for_backward(*fields, reset, S, *[x for each in kept for x in each])
         return o, end
 
     @staticmethod
     def backward(ctx: Any, dO: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # read once: under gradient checkpointing every read computes the segment again
+        saved = ctx.saved_tensors  # read once: under gradient checkpointing every read recomputes the segment
         (*fields, reset, S), flat = saved[:8], saved[8:]
-        # Autocast is on here if `backward()` was called where it is.
-        if torch.is_grad_enabled():  # the gradient's own gradient will be asked for
+        # Autocast is on here if `backward()` was called inside an autocast block.
+        if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
             steps = replace(ctx.bare, reset=reset)
-            return (*without_autocast(_differentiably, ctx.again, steps, fields, S, dO, dS, ctx.kind), None, None, None)
+            form = ctx.differentiable
+            return (*without_autocast(_differentiably, form, steps, fields, S, dO, dS, ctx.kind), None, None, None)
         kept = [flat[i : i + 4] for i in range(0, len(flat), 4)]
         return (*without_autocast(backward, tuple(fields), reset, kept, dO, dS, ctx.kind), None, None, None)
 
 
 def _differentiably(
-    again: Again, bare: Steps, fields: Any, S: Any, dO: Tensor, dS: Tensor, kind: Kind
+    form: Differentiable, bare: Steps, fields: Any, S: Any, dO: Tensor, dS: Tensor, kind: Kind
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the fields, of the reset (none) and of S, as functions of all that they depend on."""
-    # As views: one field may depend on another (an erase key on k), whose gradient must not count what is the first's.
+    """The gradients of the fields, of the reset (none) and of S, themselves differentiable."""
+    # As views: one field may depend on another (an erase key on k), whose gradient must not include the first's.
     *fields, S = (None if x is None else x.view_as(x) for x in (*fields, S))
-    results = again(replace(bare, **dict(zip(FIELDS, fields, strict=True))), S, kind.chunk, kind.segment)
+    results = form(replace(bare, **dict(zip(FIELDS, fields, strict=True))), S, kind.chunk, kind.segment)
     wanted = [x for x in (*fields, S) if x is not None and x.requires_grad]
     found = iter(torch.autograd.grad(results, wanted, (dO, dS), create_graph=True, allow_unused=True))
     *gradients, d_S = [next(found) if x is not None and x.requires_grad else None for x in (*fields, S)]
@@ -120,7 +125,7 @@ def _differentiably(
 def forward(
     fields: tuple, reset: Tensor | None, S: Tensor, kind: Kind, keep: bool
 ) -> tuple[Tensor, Tensor, list[Kept]]:
-    """The outputs, the memory after the last row, and with `keep` what `backward` needs of each segment."""
+    """The outputs, the memory after the last row, and with `keep` each segment's `Kept` for `backward`."""
     values = fields[2]
     B, rows, H, L, V = values.shape
     erases = fields[4] is not None
@@ -147,7 +152,7 @@ def forward(
             minus_R -= R1 @ incoming
             s.y[:, :C] = minus_R
         part = z_start[:, -C:] @ incoming
-        _unlay_into(o, part.baddbmm_(MN[:, -C:], s.y), start, length)
+        _copy_from_chunks(o, part.baddbmm_(MN[:, -C:], s.y), start, length)
         if keep:
             kept.append((inverse, minus_R, P, incoming))
     return o, S, kept
@@ -170,7 +175,7 @@ def backward(
         MN = _gram(s)
         d_rows = s.z.new_empty(*s.z.shape[:2], incoming.shape[-1])  # [dU; dO]
         d_o = d_rows[:, -C:]
-        _lay_into(d_o, dO, start, length)
+        _copy_to_chunks(d_o, dO, start, length)
 
         d_y = MN[:, -C:].mT @ d_o
         d_in = z_start[:, -C:].mT @ d_o
@@ -182,7 +187,7 @@ def backward(
         if inverse is not None:
             d_rows[:, :C] = torch.bmm(inverse.mT, d_y[:, :C]).neg_()
             d_y[:, C:] += MN[:, :C, C:].mT @ d_rows[:, :C]
-        _unlay_into(d_w, d_y[:, -L * C :], start, length)
+        _copy_from_chunks(d_w, d_y[:, -L * C :], start, length)
 
         d_MN = d_rows @ s.y.mT
         d_z = torch.bmm(d_rows, incoming.mT).mul_(s.start)
@@ -193,21 +198,24 @@ def backward(
             d_decay = _decay_gradient(
                 pairs, (s.z * d_z).sum(-1), (s.x * d_x).sum(-1), outgoing, incoming, s.carry, kind
             )
-            _unlay_into(d_g, d_decay, start, length)
+            _copy_from_chunks(d_g, d_decay, start, length)
         _grid(d_MN.unflatten(-1, (-1, C)), C).mul_(s.gamma)
         d_z.baddbmm_(d_MN, s.x)
         d_x.baddbmm_(d_MN.mT, s.z)
-        _unlay_into(d_q, d_z[:, -C:], start, length)
-        _unlay_into(d_k, d_x[:, -L * C :], start, length)
+        _copy_from_chunks(d_q, d_z[:, -C:], start, length)
+        _copy_from_chunks(d_k, d_x[:, -L * C :], start, length)
         if d_a is not None and d_b is not None:
-            _unlay_into(d_a, d_x[:, :C], start, length)
-            _unlay_into(d_b, d_z[:, :C], start, length)
+            _copy_from_chunks(d_a, d_x[:, :C], start, length)
+            _copy_from_chunks(d_b, d_z[:, :C], start, length)
     return d_q, d_k, d_w, d_g, d_a, d_b, None, dS
 
 
 def _pairs(product: Tensor, C: int, kind: Kind) -> Tensor:
-    """dΓ ⊙ Γ `[m, z, C, J, C]`. A weight on the diagonal is exp(0): it is left out, or its two halves would cancel only up
-    to rounding and drown the gradient of a strong decay."""
+    """dΓ ⊙ Γ `[m, z, C, J, C]`.
+
+    A weight on the diagonal is exp(0). It is left out: its two halves would cancel only up to rounding, which is larger
+    than the gradient of a strong decay.
+    """
     pairs = _grid(product.unflatten(-1, (-1, C)), C)
     if not kind.read_before:
         pairs[:, -1].diagonal(dim1=-3, dim2=-1).zero_()
@@ -217,7 +225,7 @@ def _pairs(product: Tensor, C: int, kind: Kind) -> Tensor:
 def _decay_gradient(
     pairs: Tensor, from_state: Tensor, into_state: Tensor, outgoing: Tensor, incoming: Tensor, carry: Tensor, kind: Kind
 ) -> Tensor:
-    """dg `[m, C]`: what G_i gains as a row and loses as a column, summed over the tokens at and after each one."""
+    """dg `[m, C]`: dG_i, plus as a row and minus as a column, summed over the tokens at and after each one."""
     C = pairs.shape[-1]
     at_rows = pairs.sum((-2, -1)) + from_state.unflatten(-1, (-1, C))  # [m, z, C]
     into = into_state.unflatten(-1, (-1, C)).sum(-2)  # [m, C]
@@ -234,6 +242,7 @@ def _decay_gradient(
 
 
 def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind: Kind) -> Segment:
+    """The tensors of rows start … start + length."""
     q, k, w, g, a, b = fields
     B, _, H, K = q.shape
     L, V = w.shape[-2:]
@@ -242,34 +251,34 @@ def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind:
     extra = 0 if a is None else C
 
     z, x, y = q.new_empty(m, extra + C, K), q.new_empty(m, extra + L * C, K), q.new_empty(m, extra + L * C, V)
-    _lay_into(z[:, extra:], q, start, length)
-    _lay_into(x[:, extra:], k, start, length)
-    _lay_into(y[:, extra:], w, start, length)
+    _copy_to_chunks(z[:, extra:], q, start, length)
+    _copy_to_chunks(x[:, extra:], k, start, length)
+    _copy_to_chunks(y[:, extra:], w, start, length)
     if a is not None:
-        _lay_into(z[:, :C], b, start, length)
-        _lay_into(x[:, :C], a, start, length)
+        _copy_to_chunks(z[:, :C], b, start, length)
+        _copy_to_chunks(x[:, :C], a, start, length)
 
     log_decay = q.new_zeros(m, C)
     if g is not None:
-        _lay_into(log_decay, g, start, length)
+        _copy_to_chunks(log_decay, g, start, length)
     documents = None
     if reset is not None:
         begins = torch.zeros(m, C, dtype=torch.bool, device=q.device)
-        _lay_into(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
+        _copy_to_chunks(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
         documents = Documents(begins)
     decay = HeadDecay(log_decay, documents)
-    gamma, left = _looks(decay, kind, erases=a is not None)
+    gamma, left = _row_decays(decay, kind, erases=a is not None)
     return Segment(z, x, y, gamma.unsqueeze(-2), left, decay.to_end(q.new_ones(())), decay.carry().unsqueeze(-1))
 
 
-def _looks(decay: HeadDecay, kind: Kind, erases: bool) -> tuple[Tensor, Tensor]:
+def _row_decays(decay: HeadDecay, kind: Kind, erases: bool) -> tuple[Tensor, Tensor]:
     """Γ `[m, z, C, C]` and e^G `[m, z·C, 1]` as the erase keys (if any) and the queries see them."""
     before = kind.read_before
     one = decay.inclusive.new_ones((), dtype=decay.dtype)
     gamma, left = decay.weights(strict=before, before=before), decay.from_start(one, before)
     if not erases:
         return gamma.unsqueeze(1), left
-    if kind.look_before == before:  # the same weights, without the token itself: exponentials are dear
+    if kind.look_before == before:  # the same weights, without the token itself: exponentials are expensive
         both = gamma.unsqueeze(1).repeat(1, 2, 1, 1)
         both[:, 0].diagonal(dim1=-2, dim2=-1).zero_()
         return both, left.repeat(1, 2, 1)
@@ -278,8 +287,10 @@ def _looks(decay: HeadDecay, kind: Kind, erases: bool) -> tuple[Tensor, Tensor]:
 
 
 def _inverse(s: Segment) -> Tensor:
-    """T⁻¹ `[m, C, C]`, found in float64: where reflections (β near 2) meet nearly equal keys it amplifies the rounding of
-    the Gram matrix it inverts."""
+    """T⁻¹ `[m, C, C]`, computed in float64.
+
+    Where reflections (β near 2) meet nearly equal keys, the inverse amplifies the rounding of the Gram matrix.
+    """
     C = s.gamma.shape[-1]
     gram = (s.z[:, :C].double() @ s.x[:, :C].double().mT).mul_(s.gamma[:, 0, :, 0])
     return unit_lower_inverse(gram).to(s.z.dtype)
@@ -308,6 +319,7 @@ def _chain_back(P: Tensor | None, carry: Tensor, d_in: Tensor, dS: Tensor) -> tu
 
 
 def _advance(P: Tensor | None, carry: Tensor, S: Tensor, D: Tensor, out: Tensor) -> None:
+    """P S + D into `out`; without an erase P is `carry`."""
     if P is None:
         torch.addcmul(D, carry, S, out=out)
     else:
@@ -328,38 +340,38 @@ def _grid(rows: Tensor, C: int) -> Tensor:
 
 
 def _scale(rows: Tensor, weight: Tensor) -> Tensor:
-    """`[m, J·C, K]` times a weight a token, `[m, 1, C, 1]`."""
+    """`[m, J·C, K]` times one weight per token, `[m, 1, C, 1]`."""
     return (_grid(rows, weight.shape[2]) * weight).flatten(1, 2)
 
 
-def _lay_into(target: Tensor, source: Tensor, start: int, length: int) -> None:
-    """Rows start … start + length of `[B, R, H, (L,) …]` into chunks `[m, C, …]` (`[m, L·C, …]`), zeros past the end.
+def _copy_to_chunks(target: Tensor, source: Tensor, start: int, length: int) -> None:
+    """Copy rows start … start + length of `[B, R, H, (L,) …]` into chunks `[m, C, …]` (`[m, L·C, …]`), zeros past the end.
 
-    A zero row is an identity, so a last chunk may be cut short.
+    A zero row is an identity, so the last chunk may be partial.
     """
-    view = _as_chunks(target, source, length)
+    view = _as_chunks(target, source)
     N, C = view.shape[1], view.shape[2]
     whole = length // C
-    piece = source.narrow(1, start, length)
-    view[:, :whole] = piece[:, : whole * C].unflatten(1, (whole, C)) if whole else view[:, :0]
+    rows = source.narrow(1, start, length)
+    view[:, :whole] = rows[:, : whole * C].unflatten(1, (whole, C)) if whole else view[:, :0]
     if whole < N:
-        view[:, whole, : length - whole * C] = piece[:, whole * C :]
+        view[:, whole, : length - whole * C] = rows[:, whole * C :]
         view[:, whole, length - whole * C :] = 0
 
 
-def _unlay_into(target: Tensor, chunks: Tensor, start: int, length: int) -> None:
-    """The inverse of `_lay_into`."""
-    view = _as_chunks(chunks, target, length)
+def _copy_from_chunks(target: Tensor, chunks: Tensor, start: int, length: int) -> None:
+    """The inverse of `_copy_to_chunks`."""
+    view = _as_chunks(chunks, target)
     N, C = view.shape[1], view.shape[2]
     whole = length // C
-    piece = target.narrow(1, start, length)
+    rows = target.narrow(1, start, length)
     if whole:
-        piece[:, : whole * C].unflatten(1, (whole, C)).copy_(view[:, :whole])
+        rows[:, : whole * C].unflatten(1, (whole, C)).copy_(view[:, :whole])
     if whole < N:
-        piece[:, whole * C :] = view[:, whole, : length - whole * C]
+        rows[:, whole * C :] = view[:, whole, : length - whole * C]
 
 
-def _as_chunks(chunks: Tensor, rows: Tensor, length: int) -> Tensor:
+def _as_chunks(chunks: Tensor, rows: Tensor) -> Tensor:
     """`[m, (L·)C, …]` seen as `[B, N, C, H, (L,) …]`, the order of `rows` `[B, R, H, (L,) …]`."""
     B, H = rows.shape[0], rows.shape[2]
     view = chunks.unflatten(0, (-1, B, H))  # [N, B, H, C, ...]

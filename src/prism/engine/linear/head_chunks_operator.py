@@ -1,8 +1,8 @@
-"""The chunk form of head_chunks.py as one torch operator, for compiled code on the CPU.
+"""Wrap the chunk form of head_chunks.py in one torch operator, for compiled code on the CPU.
 
 Traced, forward and backward of one layer are several hundred small operations for every 512 tokens, and inductor spends
-minutes on them without making them faster. As one operator they cost the compiler nothing, and other lengths are served
-without compiling again. Eager code does not come here: it has second derivatives, which compiled code has not.
+minutes on them without making them faster. As one operator they cost the compiler nothing, and other lengths need no
+recompilation. Eager code does not use it: eager code supports second derivatives, compiled code does not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _operator(
     read_before: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final state, and for the backward `Kept` of all segments one after the other (empty if not needed)."""
+    """o, the final state, and for the backward `Kept` of all segments, concatenated (empty if not needed)."""
     kind = Kind(chunk, segment, look_before, read_before)
     fields = (q, k, w, log_decay, erase_write, erase_key)
     o, end, kept = without_autocast(forward, fields, reset, state, kind, save)
@@ -136,6 +136,6 @@ _operator.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _joined(parts: list[Tensor | None], like: Tensor) -> Tensor:
-    """The segments' tensors one after the other; empty if there are none."""
+    """The segments' tensors, concatenated; empty if there are none."""
     present = [x for x in parts if x is not None]
     return torch.cat(present) if present else like.new_empty(0)

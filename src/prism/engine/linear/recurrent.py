@@ -1,4 +1,4 @@
-"""The definition: one token after the other. Slow, short, and the oracle of every test.
+"""The definition of a linear memory: one token after the other. Slow, short, and the oracle of every test.
 
 S_t = (I - a_t b_tᵀ) · Diag(exp g_t) · S_{t-1}  +  Σ_l k_{t,l} w_{t,l}ᵀ          o_t = S_tᵀ q_t
 """
@@ -27,7 +27,7 @@ def recurrent(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 def step(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One token (T = 1): what decoding calls. The same arithmetic as `recurrent`."""
+    """Compute one token (T = 1), for decoding. The same arithmetic as `recurrent`."""
     if update.tokens != 1:
         raise ValueError(f"step takes one token, q has {update.tokens}: shape {list(update.q.shape)}")
     check_state(update, state)
@@ -45,6 +45,7 @@ def _step(
     a: Tensor | None,
     reset: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """The output `[B, H, V]` and the new state of one row; letters as in the equation above."""
     if reset is not None:
         S = torch.where(reset[:, None, None, None], 0.0, S)
     if not steps.read_after:
@@ -68,14 +69,6 @@ def _read(S: Tensor, q: Tensor) -> Tensor:
 
 
 def _rows(steps: Steps) -> Iterable[tuple[Any, ...]]:
-    """The rows of every tensor. `unbind` has one backward; indexing in the loop would fill a full tensor per row."""
-    fields = (
-        steps.q,
-        steps.k,
-        steps.w,
-        steps.log_decay,
-        steps.erase_key,
-        steps.erase_write,
-        steps.reset,
-    )
+    """The tensors row by row. `unbind` has one backward; indexing in the loop would fill a full tensor per row."""
+    fields = (steps.q, steps.k, steps.w, steps.log_decay, steps.erase_key, steps.erase_write, steps.reset)
     return zip(*[[None] * steps.rows if x is None else x.unbind(1) for x in fields], strict=True)

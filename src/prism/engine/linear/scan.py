@@ -1,7 +1,7 @@
-"""Every token is an affine map of the state, S ↦ P S + D; composing maps is associative, so a prefix scan gives all states.
+"""Compute all states by a prefix scan: each token is an affine map S ↦ P S + D, and composing maps is associative.
 
 Work is linear and depth logarithmic in T, but every state is materialised and, for rules that erase, a composition is a
-K×K product: a form to reason with (and to span devices with), not the fast one.
+K×K product. It is a form to reason with, and to split a sequence over devices, not the fast one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from prism.engine.update import Update
 
 
 def scan(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns `[B, T, H, V]` and the memory after the last token."""
     steps = resolve(update)
     S0 = steps.initial(state)
     P, D = _maps(steps)
@@ -28,7 +29,7 @@ def scan(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _maps(steps: Steps) -> tuple[Tensor, Tensor]:
-    """P `[B, R, H, K, K]`, or its diagonal `[B, R, H, K, 1]` (one for all channels: `[B, R, H, 1, 1]`) if no rule erases."""
+    """P and D of every row: P `[B, R, H, K, K]`; without an erase its diagonal, `[B, R, H, K, 1]` or `[B, R, H, 1, 1]`."""
     D = steps.k.transpose(-1, -2) @ steps.w
     if steps.log_decay is None:
         decay = D.new_ones(*D.shape[:3], 1, 1)
@@ -49,10 +50,12 @@ def _maps(steps: Steps) -> tuple[Tensor, Tensor]:
 
 
 def _apply(P: Tensor, X: Tensor) -> Tensor:
+    """P X, for a matrix or a diagonal P."""
     return P * X if P.shape[-1] == 1 and P.shape[-2] in (1, X.shape[-2]) else P @ X
 
 
 def _compose(first: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The map that applies `first`, then `then`."""
     return _apply(then[0], first[0]), _apply(then[0], first[1]) + then[1]
 
 
@@ -73,6 +76,7 @@ def prefixes(P: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _interleave(even: Tensor, later: Tensor, at_odd: Tensor, rows: int) -> Tensor:
+    """The prefixes at even places (the first of `even`, then `later`) and at odd places, in order."""
     at_even = torch.cat([even[:, :1], later], 1)
     if at_even.shape[1] > at_odd.shape[1]:
         at_odd = torch.cat([at_odd, at_odd[:, -1:]], 1)

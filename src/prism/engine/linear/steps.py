@@ -1,6 +1,6 @@
-"""An update made plain: one row per (sub-)step, every tensor with all H heads, padding turned into identities.
+"""Convert an update to plain steps: one row per (sub-)step, all H heads in every tensor, padding as identities.
 
-Every form starts here, so that none of them has to know about masks, groups, sub-steps or low precision.
+Every form starts here, so none of them handles masks, groups, sub-steps or low precision.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prism.engine.padding import real_resets, repeat_heads, zero_padding
 from prism.engine.update import Update
 
 
 @dataclass(frozen=True)
 class Steps:
-    """R = T·n rows. Shapes as in `Update`, with `[B, R, H, …]` throughout and the state's dtype."""
+    """An update as R = T·n rows: `[B, R, H, …]` throughout, in the state's dtype."""
 
     q: Tensor  # [B, R, H, K]
     k: Tensor  # [B, R, H, L, K]
@@ -48,16 +49,12 @@ class Steps:
 
 
 def resolve(u: Update) -> Steps:
+    """The steps of an update."""
     n, H, dtype = u.substeps, u.heads, u.state_dtype
     per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
 
     def prepare(x: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        x = x.to(dtype)
-        if mask is not None:  # `where`, because NaN · 0 is NaN
-            x = torch.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0.0)
-        return x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], 2)
+        return None if x is None else repeat_heads(zero_padding(x.to(dtype), mask), H)
 
     q, g = prepare(u.q, u.mask), prepare(u.log_decay, u.mask)
     k, w, b = prepare(u.k, per_row), prepare(u.w, per_row), prepare(u.erase_key, per_row)
@@ -65,7 +62,7 @@ def resolve(u: Update) -> Steps:
     beta = prepare(u.erase_strength, per_row)
     if beta is not None and b is not None:
         a = beta.unsqueeze(-1) * b
-    reset = u.reset if u.mask is None or u.reset is None else u.reset & u.mask
+    reset = real_resets(u.reset, u.mask)
     assert q is not None and k is not None and w is not None
     first, last = 0, n - 1
     return Steps(

@@ -1,4 +1,4 @@
-"""Inverts many small unit-lower-triangular matrices at once.
+"""Invert many small unit-lower-triangular matrices at once.
 
 Forward substitution, never repeated squaring: with correlated keys (I - L)(I + L²)(I + L⁴)… is wrong by orders of
 magnitude in float32. LAPACK substitutes inside 16×16 diagonal blocks; then neighbouring blocks are joined for all
@@ -36,6 +36,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def _substitute(blocks: Tensor) -> Tensor:
+    """(I + L)⁻¹ of diagonal blocks `[…, 16, 16]`, by LAPACK."""
     identity = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device)
     return torch.linalg.solve_triangular(blocks, identity.expand_as(blocks), upper=False, unitriangular=True)
 

@@ -1,1 +1,1 @@
-"""Memories of other kinds: attention caches, diagonal recurrences, slots, least squares, scalar cells."""
+"""Memories outside the normal form: attention caches, diagonal recurrences, slots, least squares, scalar cells."""

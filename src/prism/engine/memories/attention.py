@@ -1,12 +1,12 @@
-"""Attention as a memory: what is remembered are the tokens themselves, their keys and values.
+"""Attention as a memory: the state is a cache of keys and values.
 
     o_t = Σ_j softmax_j(q_tᵀ k_j · K^-½) v_j        over the tokens j ≤ t of t's document (and j > t - window, if there is one)
 
-The state is a cache, right-aligned: row b's last `length[b]` slots are real, the others zero. New tokens are then simply
-appended, also where rows have lived through different numbers of tokens. Without a window the cache grows with the
-context. With one it is a ring of window - 1 slots: as many from the first token on, the oldest leaving as a new one comes.
-Only the current document is kept. Caches keep the inputs' dtype: unlike a linear memory nothing is summed up in them.
-Other ways to weigh what the cache holds are subclasses of `Attend` (pointwise.py).
+The cache is right-aligned: row b's last `length[b]` slots are real, the others zero. So new tokens are appended, even if
+rows have read different numbers of tokens. Without a window the cache grows with the context. With one it has
+window - 1 slots from the first token on, and a new token drops the oldest. Only the current document is kept. Caches keep
+the inputs' dtype: unlike in a linear memory, nothing is summed in them. Other ways to weigh the cached values are
+subclasses of `Attend` (pointwise.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from prism.engine.update import values_may_be_read
+from prism.engine.checks import (
+    check_flags,
+    check_integer,
+    check_padding_last,
+    check_shape,
+    describe,
+    values_may_be_read,
+)
+from prism.engine.padding import real_resets, repeat_heads, zero_padding
 
 Cache = dict[str, Tensor]  # k [B, S, G, K], v [B, S, G, V], length [B]
 
@@ -29,12 +37,12 @@ class Attend:
     """The tensors of attention for T tokens.
 
     Args:
-        q: `[B, T, H, K]`, what is asked.
-        k: `[B, T, G, K]`, the keys remembered. G divides H: head h reads group h // (H // G).
-        v: `[B, T, G, V]`, the values remembered.
+        q: `[B, T, H, K]`, the queries.
+        k: `[B, T, G, K]`, the keys. G divides H: head h reads group h // (H // G).
+        v: `[B, T, G, V]`, the values.
         window: how many tokens a token sees, itself included; None sees all.
         reset: `[B, T]` bool, a document starts here: nothing before it is seen.
-        mask: `[B, T]` bool, False is padding; real tokens come first.
+        mask: `[B, T]` bool, False is padding, which must follow the real tokens.
     """
 
     q: Tensor
@@ -53,15 +61,15 @@ class Attend:
 
     @property
     def slots(self) -> int | None:
-        """Of the ring; None if the cache grows."""
+        """Size of the cache; None if it grows."""
         return None if self.window is None else self.window - 1
 
     def weigh(self, scores: Tensor, seen: Tensor) -> Tensor:
-        """Scores of one token `[B, H, S]` over slots that end with its own → the weights of the values; seen is `[B, S]`."""
+        """One token's scores `[B, H, S]`, its own slot last → the weights of the values. `seen` `[B, S]`: the visible slots."""
         return scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
 
     def initial(self, state: Cache | None) -> Cache:
-        """The incoming cache; an empty one if there is none (a ring has its size from the start)."""
+        """The incoming cache; None: an empty one (with a window it has its full size from the start)."""
         if state is not None:
             return {"k": state["k"].to(self.k.dtype), "v": state["v"].to(self.v.dtype), "length": state["length"]}
         B, S = self.q.shape[0], self.slots or 0
@@ -72,26 +80,25 @@ class Attend:
 def recurrent(update: Attend, state: Cache | None = None) -> tuple[Tensor, Cache]:
     """The definition, one token after the other."""
     u, cache = without_padding(update), update.initial(state)
-    heads = u.q.shape[2] // u.k.shape[2]
     outputs = []
     for t in range(u.tokens):
         now = slice(t, t + 1)
         token = _tokens(u, now)
         rows = append(token, cache)
-        k, v = (rows[name].repeat_interleave(heads, 2) for name in ("k", "v"))  # [B, S + 1, H, …]
+        k, v = (repeat_heads(rows[name], u.q.shape[2]) for name in ("k", "v"))  # [B, S + 1, H, …]
         scores = torch.einsum("bhk,bshk->bhs", u.q[:, t], k) * u.q.shape[-1] ** -0.5
         seen = torch.arange(k.shape[1], device=k.device) >= first_seen(token, cache)  # [B, S + 1]
         outputs.append(torch.einsum("bhs,bshv->bhv", u.weigh(scores, seen), v))
         cache = advance(token, rows, cache)
-    return silence_padding(update, torch.stack(outputs, 1)), cache
+    return zero_padding(torch.stack(outputs, 1), update.mask), cache
 
 
 def parallel(update: Attend, state: Cache | None = None) -> tuple[Tensor, Cache]:
-    """All tokens at once, through torch's fused attention; a window longer than itself in blocks, so linear in T."""
+    """All tokens at once, through torch's fused attention. More tokens than the window run in blocks, so linear in T."""
     u, cache = without_padding(update), update.initial(state)
     rows = append(u, cache)
     if state is None and u.reset is None and (u.window is None or u.tokens <= u.window):
-        o = _fused(u.q, u.k, u.v)  # padding comes last, so that being causal is enough
+        o = _fused(u.q, u.k, u.v)  # padding comes last, so a causal mask is enough
     elif u.window is None or u.tokens <= u.window:
         S = cache["k"].shape[1]
         slot = torch.arange(rows["k"].shape[1], device=u.q.device)
@@ -101,10 +108,11 @@ def parallel(update: Attend, state: Cache | None = None) -> tuple[Tensor, Cache]
             o = _fused(u.q, rows["k"], rows["v"], seen)
     else:
         o = _in_blocks(u, rows, first_seen(u, cache))
-    return silence_padding(update, o), advance(u, rows, cache)
+    return zero_padding(o, update.mask), advance(u, rows, cache)
 
 
 def check_state(update: Attend, state: Cache | None) -> None:
+    """A state must be a cache of the update's batch, heads and sizes."""
     if state is None:
         return
     if not isinstance(state, dict) or set(state) != {"k", "v", "length"}:
@@ -115,16 +123,17 @@ def check_state(update: Attend, state: Cache | None) -> None:
         slots = x.shape[1] if update.slots is None and x.ndim == 4 else update.slots
         if tuple(x.shape) != (B, slots, G, last):
             raise ValueError(f"state {name!r} has shape {list(x.shape)}, expected [B, S, G, ·] = {[B, slots, G, last]}")
-    if tuple(state["length"].shape) != (B,):
-        raise ValueError(f"state 'length' has shape {list(state['length'].shape)}, expected [B] = {[B]}")
+    check_shape("state 'length'", state["length"], (B,), "[B]")
 
 
 def _tokens(u: Attend, some: slice) -> Attend:
+    """The update of some of the tokens."""
     reset, mask = (None if x is None else x[:, some] for x in (u.reset, u.mask))
     return replace(u, q=u.q[:, some], k=u.k[:, some], v=u.v[:, some], reset=reset, mask=mask)
 
 
 def append(u: Attend, cache: Cache) -> Cache:
+    """Keys and values of the cache, then those of the tokens: `[B, S + T, G, …]`."""
     return {name: torch.cat([cache[name], x], 1) for name, x in (("k", u.k), ("v", u.v))}
 
 
@@ -154,7 +163,7 @@ def advance(u: Attend, rows: Cache, cache: Cache) -> Cache:
     slots = S + T if u.slots is None else u.slots
     uneven = u.mask is not None or u.reset is not None
     if u.slots is None and uneven and values_may_be_read(u.k):
-        slots = int(length.max())  # slots that no row needs any more; looking costs nothing here
+        slots = int(length.max())  # drop slots that no row needs; reading the value is cheap here
     new = {}
     for name, x in rows.items():
         if u.mask is not None:  # move every row's last real token to the end
@@ -169,7 +178,7 @@ def advance(u: Attend, rows: Cache, cache: Cache) -> Cache:
 
 
 def _in_blocks(u: Attend, rows: Cache, first: Tensor) -> Tensor:
-    """Queries in blocks of W = window tokens: each block sees itself and the W slots before it, and nothing else."""
+    """Queries in blocks of W = window tokens: each block sees itself and the W slots before it."""
     W, T = u.window or 0, u.tokens
     before = rows["k"].shape[1] - T
     N = -(-T // W)
@@ -181,7 +190,7 @@ def _in_blocks(u: Attend, rows: Cache, first: Tensor) -> Tensor:
 
     q = F.pad(u.q, (0, 0, 0, 0, 0, end)).unflatten(1, (N, W)).flatten(0, 1)
     own = torch.arange(N * W, device=q.device)
-    # First slots by the count of the padded rows, then of the block; padding queries see their own (zero) slot.
+    # First slots, counted in the padded rows, then in the block; padding queries see their own (zero) slot.
     start = torch.cat([first + W - before, (own[T:] + W).expand(first.shape[0], -1)], 1)
     start = (start - own // W * W).reshape(-1, W)  # [B·N, W]
     slot = torch.arange(2 * W, device=q.device)
@@ -191,7 +200,7 @@ def _in_blocks(u: Attend, rows: Cache, first: Tensor) -> Tensor:
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """`[B, T, H, K]`, `[B, S, G, ·]` → `[B, T, H, V]`; causal, or over what `seen` `[B, T, S]` allows."""
+    """`[B, T, H, K]`, `[B, S, G, ·]` → `[B, T, H, V]`; causal, or over the slots that `seen` `[B, T, S]` allows."""
     o = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -204,31 +213,25 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tenso
 
 
 def _any_length(q: Tensor) -> AbstractContextManager[None]:
-    """For a cache that grows: torch may give masked attention to cuDNN, which plans anew for every length it meets."""
+    """Backends for a cache that grows. Not cuDNN, which torch may choose: it makes a new plan for every length."""
     if not q.is_cuda:
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def without_padding(u: Attend) -> Attend:
+    """The update with zeros on padding, where resets are ignored."""
     if u.mask is None:
         return u
-    real = u.mask[..., None, None]
-    q, k, v = (torch.where(real, x, 0.0) for x in (u.q, u.k, u.v))
-    return replace(u, q=q, k=k, v=v, reset=None if u.reset is None else u.reset & u.mask)
-
-
-def silence_padding(u: Attend, o: Tensor) -> Tensor:
-    return o if u.mask is None else torch.where(u.mask[..., None, None], o, 0.0)
+    q, k, v = (zero_padding(x, u.mask) for x in (u.q, u.k, u.v))
+    return replace(u, q=q, k=k, v=v, reset=real_resets(u.reset, u.mask))
 
 
 def _check(u: Attend) -> None:
     for name, letters in (("q", "[B, T, H, K]"), ("k", "[B, T, G, K]"), ("v", "[B, T, G, V]")):
         x = getattr(u, name)
         if not isinstance(x, Tensor) or x.ndim != 4:
-            raise ValueError(
-                f"{name} must be a tensor of shape {letters}, got {list(getattr(x, 'shape', [])) or type(x)}"
-            )
+            raise ValueError(f"{name} must be a tensor of shape {letters}, got {describe(x)}")
     B, T, H, K = u.q.shape
     G = u.k.shape[2]
     if T == 0:
@@ -237,11 +240,6 @@ def _check(u: Attend) -> None:
         raise ValueError(f"k has shape {list(u.k.shape)}, expected [B, T, G, K] = {[B, T, 'G', K]} with G dividing {H}")
     if tuple(u.v.shape[:3]) != (B, T, G):
         raise ValueError(f"v has shape {list(u.v.shape)}, expected [B, T, G, V] = {[B, T, G, 'V']}")
-    if u.window is not None and (not isinstance(u.window, int) or u.window < 1):
-        raise ValueError(f"window must be a whole number ≥ 1 or None, got {u.window!r}")
-    for name in ("reset", "mask"):
-        x = getattr(u, name)
-        if x is not None and (tuple(x.shape) != (B, T) or x.dtype != torch.bool):
-            raise ValueError(f"{name} must be bool of shape [B, T] = {[B, T]}, got {x.dtype} {list(x.shape)}")
-    if u.mask is not None and values_may_be_read(u.mask) and bool((u.mask[:, 1:] & ~u.mask[:, :-1]).any()):
-        raise ValueError("mask has padding before real tokens: Attend takes real tokens first (Mixer takes any order)")
+    check_integer("window", u.window, optional=True)
+    check_flags(u.reset, u.mask, (B, T))
+    check_padding_last(u.mask, "Attend")

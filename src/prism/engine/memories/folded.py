@@ -1,7 +1,7 @@
-"""Several memories a row, side by side in the batch (a mixture of memories).
+"""Several memories per sequence, folded into the batch (a mixture of memories).
 
-The wrapped update has batch B·M: row b·M + m is memory m of sequence b. Whatever computes that update computes this one; only
-the state is handed on with the batch first, a dict of tensors `[B, M, …]`, so that rows of a batch can be picked and joined.
+The wrapped update has batch B·M: row b·M + m is memory m of sequence b. The engine of that update computes this one. Only
+the state differs: a dict of tensors `[B, M, …]`, batch first, so that rows of a batch can be selected and concatenated.
 """
 
 from __future__ import annotations
@@ -11,25 +11,27 @@ from typing import Any
 
 from torch import Tensor
 
+from prism.engine.checks import check_integer
 from prism.engine.dispatch import memory
 
 _ALONE = "memories"
-"""The name of a state that has none."""
+"""Key for a state that is one tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """Args:
-    update: of any type, its batch B·M.
-    memories: M.
+    """M memories per sequence.
+
+    Args:
+        update: of any type, with batch B·M.
+        memories: M.
     """
 
     update: Any
     memories: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.memories, int) or self.memories < 1:
-            raise ValueError(f"memories must be a whole number ≥ 1, got {self.memories!r}")
+        check_integer("memories", self.memories)
 
     @property
     def tokens(self) -> int:
@@ -47,7 +49,7 @@ def unfold(x: Tensor, memories: int) -> Tensor:
 
 
 def delegate(update: Folded, state: Any, form: str, backend: str) -> tuple[Any, Any]:
-    """Outputs stay folded, `[B·M, T, …]`."""
+    """Compute the wrapped update. Outputs stay folded, `[B·M, T, …]`."""
     inner: Any = None if state is None else {name: fold(x) for name, x in state.items()}
     if inner is not None and _ALONE in inner:
         inner = inner[_ALONE]
@@ -57,7 +59,7 @@ def delegate(update: Folded, state: Any, form: str, backend: str) -> tuple[Any, 
 
 
 def check_state(update: Folded, state: Any) -> None:
-    """Shapes are checked by the wrapped update's engine."""
+    """A state must be a dict of tensors `[B, M, …]`; the wrapped update's engine checks the other dimensions."""
     if state is not None and not (isinstance(state, dict) and all(isinstance(x, Tensor) for x in state.values())):
         raise ValueError("state of a Folded must be a dict of tensors [B, M, …], as `memory` returned it")
     for name, x in (state or {}).items():

@@ -1,13 +1,13 @@
-"""A memory that solves its regression anew at every token (Mesa).
+"""A memory that solves its regression at every token (Mesa).
 
     min_S Σ_j ζ_j ‖Sᵀk_j - v_j‖² + Σ_d λ_d ‖S_d‖²     is solved by     S = (G_t + Λ)⁻¹ H_t
     H_t = γ_t H_{t-1} + β_t k_t v_tᵀ          G_t = γ_t G_{t-1} + β_t k_t k_tᵀ          o_t = H_tᵀ (G_t + Λ)⁻¹ q_t
 
-H and G are one linear memory with values [v | k], so its state is `[B, H, K, V + K]` and nothing about it is new. The read is:
+H and G are one linear memory with values [v | k] and state `[B, H, K, V + K]`. Only the read differs:
 x_t = (G_t + Λ)⁻¹ q_t by conjugate gradients, all tokens of a chunk at once: G_t p_t for every t is a read of the memory.
 
 Gradients are those of the solution, not of the iterations: with z = (G + Λ)⁻¹ ∂x, another solve, ∂q = z and
-∂(G + Λ) = -z xᵀ. The memory of the iterations is never needed.
+∂(G + Λ) = -z xᵀ. The iterations need not be kept.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from prism.engine.autocast import without_autocast
-from prism.engine.linear.block import blocks, hand_on, unblocks
+from prism.engine.checks import check_integer, check_shape
+from prism.engine.linear.block import from_blocks, incoming_states, to_blocks
 from prism.engine.linear.decay import HeadDecay
 from prism.engine.linear.steps import resolve
 from prism.engine.update import Update
-from prism.engine.update import check_state as check_memory
+from prism.engine.update import check_state as check_linear_state
 
 CHUNK = 64
 Operator = Callable[..., Tensor]
@@ -32,12 +33,12 @@ Operator = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LeastSquares:
-    """What is written and asked, and how the answer is found.
+    """The tensors of T tokens, and how each read is solved.
 
     Args:
         linear: the memory `[H | G]`: it writes β k [v | k]ᵀ, with one decay per head or none, and erases nothing.
         ridge: Λ, `[H, K]`, positive.
-        iterations: of conjugate gradients.
+        iterations: number of conjugate-gradient iterations.
     """
 
     linear: Update
@@ -50,10 +51,8 @@ class LeastSquares:
             raise ValueError("linear must be a plain write per token, with one decay per head and no erase")
         if u.value_dim <= u.key_dim:
             raise ValueError(f"linear must write [v | k], V + K = more than K = {u.key_dim} values, got {u.value_dim}")
-        if tuple(self.ridge.shape) != (u.heads, u.key_dim):
-            raise ValueError(f"ridge has shape {list(self.ridge.shape)}, expected [H, K] = {[u.heads, u.key_dim]}")
-        if not isinstance(self.iterations, int) or self.iterations < 1:
-            raise ValueError(f"iterations must be a whole number ≥ 1, got {self.iterations!r}")
+        check_shape("ridge", self.ridge, (u.heads, u.key_dim), "[H, K]")
+        check_integer("iterations", self.iterations)
 
     @property
     def tokens(self) -> int:
@@ -82,9 +81,10 @@ def recurrent(update: LeastSquares, state: Tensor | None = None) -> tuple[Tensor
 
 
 def chunkwise(update: LeastSquares, state: Tensor | None = None, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """Chunks of `chunk` tokens in matrix products; one solve for all tokens."""
     steps, V = resolve(update.linear), update.value_dim
-    rows = blocks(steps, min(chunk, steps.rows))
-    incoming, S = hand_on(rows, steps.initial(state))
+    rows = to_blocks(steps, min(chunk, steps.rows))
+    incoming, S = incoming_states(rows, steps.initial(state))
     decay = rows.decay()
     assert isinstance(decay, HeadDecay)
     left = decay.from_start(torch.ones_like(rows.q[..., :1]), before=False)  # [B, H, N, C, 1]
@@ -92,23 +92,26 @@ def chunkwise(update: LeastSquares, state: Tensor | None = None, chunk: int = CH
     written, ridge = rows.w.squeeze(-3), update.ridge.to(S.dtype)[:, None, None]  # [H, 1, 1, K]
     x = solve(_by_chunk, (*shared, incoming[..., V:], written[..., V:], ridge), rows.q, update.iterations)
     o = _seen(x, *shared, incoming[..., :V], written[..., :V])
-    return steps.read(unblocks(o, steps.rows)), S
+    return steps.read(from_blocks(o, steps.rows)), S
 
 
 def check_state(update: LeastSquares, state: Tensor | None) -> None:
-    check_memory(update.linear, state)
+    check_linear_state(update.linear, state)
 
 
 def solve(operator: Operator, tensors: tuple[Tensor, ...], b: Tensor, iterations: int) -> Tensor:
-    """x with operator(x, *tensors) = b, for a symmetric positive operator that is linear in x. Differentiable in both."""
+    """Solve operator(x, *tensors) = b for x, differentiably in b and the tensors.
+
+    The operator must be linear in x, symmetric and positive.
+    """
     with torch.no_grad():
         x = conjugate_gradients(lambda p: operator(p, *tensors), b, iterations)
-    # b - A x is zero but for rounding; its derivatives are those of b and -A, which is what the solution's are made of.
+    # b - A x is zero except for rounding; its derivatives are those of b and -A, from which the solution's follow.
     return _Solution.apply(b - operator(x, *tensors), x, operator, iterations, *tensors)
 
 
 def conjugate_gradients(apply: Callable[[Tensor], Tensor], b: Tensor, iterations: int) -> Tensor:
-    """Vectors are the last dimension; every other one is a system of its own."""
+    """Solve A x = b with `apply(p)` = A p. Vectors are the last dimension; all others are independent systems."""
     tiny = torch.finfo(b.dtype).tiny
     x, r, p = torch.zeros_like(b), b, b
     size = r.square().sum(-1, keepdim=True)
@@ -122,7 +125,7 @@ def conjugate_gradients(apply: Callable[[Tensor], Tensor], b: Tensor, iterations
 
 
 class _Solution(torch.autograd.Function):
-    """Hands on x; pulls a gradient back to the residual by one more solve."""
+    """Returns x; the backward pass maps its gradient to the residual by one more solve."""
 
     @staticmethod
     def forward(ctx: Any, residual: Tensor, x: Tensor, operator: Operator, iterations: int, *tensors: Tensor) -> Tensor:
@@ -132,10 +135,12 @@ class _Solution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # asked with create_graph=True; the residual's derivative holds x still
-            raise NotImplementedError("a memory that solves for its answer has no second derivatives")
+        if torch.is_grad_enabled():  # create_graph=True; the residual's derivative treats x as constant
+            raise NotImplementedError(
+                "LeastSquares (rule mesa) has no second derivatives: call backward without create_graph"
+            )
         tensors = ctx.saved_tensors
-        # Autocast is on here if `backward()` was called where it is.
+        # Autocast is on here if `backward()` was called inside an autocast block.
         z = without_autocast(conjugate_gradients, lambda p: ctx.operator(p, *tensors), gradients[0], ctx.iterations)
         return (z, *[None] * (3 + len(tensors)))
 
@@ -146,10 +151,10 @@ def _by_matrix(p: Tensor, G: Tensor, ridge: Tensor) -> Tensor:
 
 
 def _by_chunk(p: Tensor, left: Tensor, k: Tensor, weights: Tensor, G: Tensor, written: Tensor, ridge: Tensor) -> Tensor:
-    """`[B, H, N, C, K]`: (G_t + Λ) p_t for every token, without any G_t."""
+    """`[B, H, N, C, K]`: (G_t + Λ) p_t for every token, without forming G_t."""
     return _seen(p, left, k, weights, G, written) + ridge * p
 
 
 def _seen(p: Tensor, left: Tensor, k: Tensor, weights: Tensor, S: Tensor, written: Tensor) -> Tensor:
-    """S_tᵀ p_t: what the chunk began with, and what its own tokens wrote."""
+    """S_tᵀ p_t: from the chunk's incoming state, and from the writes of its tokens."""
     return (p * left) @ S + ((p @ k.transpose(-1, -2)) * weights) @ written

@@ -1,10 +1,10 @@
-"""Pointwise attention: every token that is seen counts by itself, without competing for one share of attention.
+"""Pointwise attention: each visible token has its own weight, without a softmax over all of them.
 
     o_t = (1 / n_t) Σ_j SiLU(q_tᵀ k_j · K^-½ + bias(t - j)) v_j      over the n_t tokens j ≤ t of t's document
 
-Dividing by the number of tokens that are seen, rather than by a longest length, makes an output depend on nothing but what
-came before it: a stream gives what one pass gives, at any length. The bias is learned by distance: each of the nearest
-distances has its own, farther ones share it, eight to a doubling. The state is attention's cache (attention.py).
+The sum is divided by the number of visible tokens, not by a maximum length, so an output depends only on the tokens
+before it: streaming equals one pass, at any length. The bias is learned per distance: each of the nearest distances has
+its own, farther ones share, with eight per doubling. The state is attention's cache (attention.py).
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.engine.memories.attention import Attend, Cache, advance, append, first_seen, silence_padding, without_padding
+from prism.engine.memories.attention import Attend, Cache, advance, append, first_seen, without_padding
+from prism.engine.padding import repeat_heads, zero_padding
 
 NEAR, FAR_PER_DOUBLING = 32, 8
 DISTANCES = 128
-"""Entries of a bias table: 32 for distances 0 … 31, 96 for twelve doublings, up to 131,071; the last one also for more."""
+"""Entries of a bias table: 32 for distances 0 … 31, 96 for twelve doublings, up to 131,071; the last one also beyond."""
 
 _QUERIES = 256
-"""Tokens whose weights are computed at once, over the slots up to the last of them."""
+"""Queries per block; each block computes its weights over the slots up to its last query."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pointwise(Attend):
-    """As `Attend`, without a window, and
+    """`Attend` with pointwise weights; `window` must be None.
 
     Args:
-        bias: `[H, DISTANCES]`, what is added to scores by distance; None adds nothing.
+        bias: `[H, DISTANCES]`, added to the scores by distance; None adds nothing.
     """
 
     bias: Tensor | None = None
@@ -38,14 +39,14 @@ class Pointwise(Attend):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.window is not None:
-            raise ValueError(f"window must be None: pointwise attention sees all tokens, got {self.window}")
+            raise ValueError(f"window must be None, because pointwise attention sees all tokens, got {self.window}")
         if self.bias is not None and tuple(self.bias.shape) != (self.q.shape[2], DISTANCES):
             raise ValueError(f"bias has shape {list(self.bias.shape)}, expected [H, {DISTANCES}]")
 
     def weigh(self, scores: Tensor, seen: Tensor) -> Tensor:
         raised = scores if self.bias is None else scores + by_distance(self.bias, 1, scores.shape[-1])[:, 0]
         weights = F.silu(raised).masked_fill(~seen[:, None], 0.0) / seen.sum(-1)[:, None, None]
-        return weights.to(scores.dtype)  # a bias is float32 whatever the model is
+        return weights.to(scores.dtype)  # a bias is float32, independent of the model's dtype
 
 
 def distance_entry(distance: Tensor) -> Tensor:
@@ -56,8 +57,10 @@ def distance_entry(distance: Tensor) -> Tensor:
 
 
 def by_distance(bias: Tensor, queries: int, slots: int) -> Tensor:
-    """`[H, DISTANCES]` → `[H, queries, slots]` for queries that have the last slots as their own; where a slot comes after
-    its query it means nothing."""
+    """`[H, DISTANCES]` → `[H, queries, slots]`, for queries whose own slots are the last ones.
+
+    Entries where a slot comes after its query have no meaning.
+    """
     slot = torch.arange(slots, device=bias.device)
     own = slot[slots - queries :, None]
     per_distance = bias[:, distance_entry(slot)]  # [H, slots], of distances 0, 1, …
@@ -68,11 +71,11 @@ def parallel(update: Pointwise, state: Cache | None = None) -> tuple[Tensor, Cac
     """Blocks of queries, each against all slots up to its last."""
     u, cache = without_padding(update), update.initial(state)
     rows = append(u, cache)
-    S, heads = cache["k"].shape[1], u.q.shape[2] // u.k.shape[2]
+    S = cache["k"].shape[1]
     first = first_seen(u, cache)  # [B, T]
     own = S + torch.arange(u.tokens, device=u.q.device)
     q = u.q.transpose(1, 2) * u.q.shape[-1] ** -0.5
-    k, v = (rows[name].repeat_interleave(heads, 2).transpose(1, 2) for name in ("k", "v"))  # [B, H, S + T, …]
+    k, v = (repeat_heads(rows[name], u.q.shape[2]).transpose(1, 2) for name in ("k", "v"))  # [B, H, S + T, …]
     outputs = []
     for start in range(0, u.tokens, _QUERIES):
         end = min(start + _QUERIES, u.tokens)
@@ -86,4 +89,4 @@ def parallel(update: Pointwise, state: Cache | None = None) -> tuple[Tensor, Cac
         outputs.append(weights.to(v.dtype) @ v[:, :, :slots])
     count = own - first + 1
     o = torch.cat(outputs, 2).transpose(1, 2) / count[..., None, None]
-    return silence_padding(update, o), advance(u, rows, cache)
+    return zero_padding(o, update.mask), advance(u, rows, cache)

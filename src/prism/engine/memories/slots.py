@@ -1,10 +1,10 @@
-"""Slot memories: M slots hold keys and values, a query looks for slots by their keys and reads their values.
+"""Slot memories: M slots hold keys and values; a query finds slots by their keys and reads their values.
 
     K̃_t = Diag(exp g_t) K̃_{t-1} + s_t k_tᵀ          Ṽ_t = Diag(exp g_t) Ṽ_{t-1} + s_t v_tᵀ          o_t = Ṽ_tᵀ softmax(K̃_t q_t)
 
-Both recurrences are linear with a decay per slot; only the read between them is not. Ṽ is a memory of the normal form whose
-key channels are the slots. K̃ is read the other way round, over its values: in a chunk that is the attention matrix q kᵀ
-spread over the slots (`ChannelDecay.spread`). The state is `{"keys": [B, H, M, K], "values": [B, H, M, V]}`.
+Both recurrences are linear with a decay per slot; only the softmax between them is not. Ṽ is a memory of the normal form
+whose key channels are the slots. K̃ is read the other way round, over its values: in a chunk that is the attention matrix
+q kᵀ spread over the slots (`ChannelDecay.spread`). The state is `{"keys": [B, H, M, K], "values": [B, H, M, V]}`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prism.engine.linear.block import blocks, hand_on, unblocks
+from prism.engine.checks import describe
+from prism.engine.linear.block import from_blocks, incoming_states, to_blocks
 from prism.engine.linear.chunkwise import chunkwise as linear_chunkwise
 from prism.engine.linear.decay import ChannelDecay
 from prism.engine.linear.recurrent import recurrent as linear_recurrent
 from prism.engine.linear.steps import Steps, resolve
+from prism.engine.padding import zero_padding
 from prism.engine.update import Update
-from prism.engine.update import check_state as check_memory
+from prism.engine.update import check_state as check_linear_state
 
 Memories = dict[str, Tensor]
 CHUNK = 32
@@ -32,9 +34,9 @@ class Slots:
     """The tensors of T tokens.
 
     Args:
-        q: `[B, T, H, K]`, what is asked.
-        k: `[B, T, H, K]`, what the slots are found by.
-        v: `[B, T, H, V]`, what they answer.
+        q: `[B, T, H, K]`, the queries.
+        k: `[B, T, H, K]`, written into the slots' keys.
+        v: `[B, T, H, V]`, written into the slots' values.
         write: s, `[B, T, H, M]`, how much of the token each slot takes.
         log_decay: g, `[B, T, H, M]`; finite and ≤ 0.
         reset, mask: as in `Update`.
@@ -49,16 +51,10 @@ class Slots:
     mask: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name, x in (
-            ("q", self.q),
-            ("k", self.k),
-            ("v", self.v),
-            ("write", self.write),
-            ("log_decay", self.log_decay),
-        ):
+        for name in ("q", "k", "v", "write", "log_decay"):
+            x = getattr(self, name)
             if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[:3] != self.q.shape[:3]:
-                got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{name} must be a tensor of shape [B, T, H, ·] like q, got {got}")
+                raise ValueError(f"{name} must be a tensor of shape [B, T, H, ·] like q, got {describe(x)}")
         if self.q.shape != self.k.shape:
             raise ValueError(f"k has shape {list(self.k.shape)}, expected that of q, {list(self.q.shape)}")
         self.written(self.k)  # checks the rest
@@ -67,10 +63,10 @@ class Slots:
     def tokens(self) -> int:
         return self.q.shape[1]
 
-    def written(self, what: Tensor, asked: Tensor | None = None) -> Update:
-        """The memory `[M, ·]` that takes `what` `[B, T, H, ·]` into its slots, asked with a weight per slot."""
-        q = self.write if asked is None else asked
-        return Update(q, self.write.unsqueeze(3), what.unsqueeze(3), self.log_decay, reset=self.reset, mask=self.mask)
+    def written(self, x: Tensor, read: Tensor | None = None) -> Update:
+        """The linear memory `[M, ·]` that writes x `[B, T, H, ·]` into its slots; `read` `[B, T, H, M]`: weights per slot."""
+        q = self.write if read is None else read
+        return Update(q, self.write.unsqueeze(3), x.unsqueeze(3), self.log_decay, reset=self.reset, mask=self.mask)
 
 
 def recurrent(update: Slots, state: Memories | None = None) -> tuple[Tensor, Memories]:
@@ -87,36 +83,37 @@ def recurrent(update: Slots, state: Memories | None = None) -> tuple[Tensor, Mem
 
 
 def chunkwise(update: Slots, state: Memories | None = None, chunk: int = CHUNK) -> tuple[Tensor, Memories]:
+    """Both memories in chunks of `chunk` tokens, in matrix products."""
     steps, keys = _keys(update, state)
-    rows = blocks(steps, min(chunk, steps.rows))
-    incoming, keys = hand_on(rows, keys)
+    rows = to_blocks(steps, min(chunk, steps.rows))
+    incoming, keys = incoming_states(rows, keys)
     decay = rows.decay()
     assert isinstance(decay, ChannelDecay)
     attention = rows.q @ rows.w.squeeze(-3).transpose(-1, -2)  # q kᵀ, [B, H, N, C, C]
     scores = decay.spread(attention, rows.k.squeeze(-3)) + decay.from_start(rows.q @ incoming.mT, before=False)
-    return _values(update, unblocks(scores, steps.rows), keys, state, linear_chunkwise)
+    return _values(update, from_blocks(scores, steps.rows), keys, state, linear_chunkwise)
 
 
 def check_state(update: Slots, state: Memories | None) -> None:
+    """A state must be the memories `keys` `[B, H, M, K]` and `values` `[B, H, M, V]`."""
     if state is None:
         return
     if not isinstance(state, dict) or set(state) != {"keys", "values"}:
         raise ValueError("state of a Slots must be a dict of the tensors keys and values, as `memory` returned it")
-    check_memory(update.written(update.k), state["keys"])
-    check_memory(update.written(update.v), state["values"])
+    check_linear_state(update.written(update.k), state["keys"])
+    check_linear_state(update.written(update.v), state["values"])
 
 
 def _keys(u: Slots, state: Memories | None) -> tuple[Steps, Tensor]:
-    """The rows of K̃ with the real query in them, and K̃ before the first."""
+    """The steps of K̃, with the update's own q as queries, and K̃ before the first."""
     steps = resolve(u.written(u.k))
-    q = u.q.to(steps.q.dtype)
-    if u.mask is not None:
-        q = torch.where(u.mask[..., None, None], q, 0.0)
+    q = zero_padding(u.q.to(steps.q.dtype), u.mask)
     return replace(steps, q=q), steps.initial(None if state is None else state["keys"])
 
 
 def _values(
     u: Slots, scores: Tensor, keys: Tensor, state: Memories | None, form: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Memories]:
+    """Outputs and state: Ṽ in `form`, read with the softmax of `scores` `[B, T, H, M]`."""
     o, values = form(u.written(u.v, scores.softmax(-1)), None if state is None else state["values"])
     return o, {"keys": keys, "values": values}

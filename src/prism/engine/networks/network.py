@@ -1,4 +1,4 @@
-"""The network inside a memory: what it answers, and the gradient of its loss with respect to its weights.
+"""The network inside a memory: its answers, and the gradient of its loss with respect to its weights.
 
     z_1 = x W_1 + b_1     x_{l+1} = gelu(z_l)     z_{l+1} = x_{l+1} W_{l+1} + b_{l+1}     f(x) = [x +] [LayerNorm](z_L)
 
@@ -16,44 +16,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Muon's orthogonalisation: every singular value of a matrix moves towards 1, by matrix products alone.
-
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of Jordan et al. (2024): steep at 0, singular values end up in about [.7, 1.2]
-
-EPS = 1e-6
-
-
-def orthogonalize(x: Tensor, steps: int) -> Tensor:
-    """`[…, K, V]` → `[…, K, V]`: X ← aX + (bXXᵀ + c(XXᵀ)²)X from X/‖X‖, `steps` times."""
-    a, b, c = COEFFICIENTS
-    flat = x.transpose(-1, -2) if x.shape[-2] > x.shape[-1] else x
-    # Epsilon inside the root: next to nothing is not made a full step, and the slope there stays finite.
-    flat = flat * (flat.square().sum((-2, -1), keepdim=True) + EPS).rsqrt()
-    for _ in range(steps):
-        gram = flat @ flat.transpose(-1, -2)
-        flat = a * flat + (b * gram + c * gram @ gram) @ flat
-    return flat.transpose(-1, -2) if x.shape[-2] > x.shape[-1] else flat
-
-
 Weights = tuple[Tensor, ...]
 """Of one network per row and head: W_1 … W_L `[B, H, in, out]`, then, if there are any, b_1 … b_L `[B, H, 1, out]`."""
 
 LN_EPS = 1e-6
 
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients of Jordan et al. (2024): steep at 0; singular values end up in about [.7, 1.2]."""
+NEWTON_SCHULZ_EPS = 1e-6
+
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """What f is, and the weights it starts with.
+    """The function f, its loss, and its initial weights.
 
     Args:
         weights: W_1 … W_L at the start of a document, `[H, in, out]` each.
         biases: b_1 … b_L, `[H, out]` each; None leaves them out.
         norm: scale and shift `[H, V]` of a LayerNorm on the answer, the same for every token; None leaves it out.
-        residual: whether x is added to the answer (keys and values then have one size).
+        residual: whether x is added to the answer (keys and values then have the same size).
         loss_scale: 0.5 for ½‖f(k) - v‖², 1 for ‖f(k) - v‖².
     """
 
@@ -78,7 +59,7 @@ class Network:
         return z if self.biases is None else z + weights[self.depth + layer]
 
     def logits(self, weights: Weights, x: Tensor) -> Tensor:
-        """z_L, what the network says before norm and residual."""
+        """z_L `[…, n, V]`, the output before norm and residual, for x `[…, n, K]`."""
         for layer in range(self.depth):
             x = self.affine(weights, layer, gelu(x) if layer else x)
         return x
@@ -130,12 +111,28 @@ def normalize(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalize_backward(grad: Tensor, normal: Tensor, inverse: Tensor) -> Tensor:
-    """∂/∂z of Σ grad · normal: what is left of `grad` after its mean and its part along `normal` are taken out."""
+    """∂/∂z of Σ grad · normal: `grad` without its mean and its part along `normal`, times `inverse`."""
     along = (grad * normal).mean(-1, keepdim=True)
     return (grad - grad.mean(-1, keepdim=True) - normal * along) * inverse
 
 
+def orthogonalize(x: Tensor, steps: int) -> Tensor:
+    """Move every singular value of x `[…, K, V]` towards 1, by matrix products alone (Muon's Newton-Schulz iteration).
+
+    X ← aX + (bXXᵀ + c(XXᵀ)²)X from X/‖X‖, `steps` times.
+    """
+    a, b, c = NEWTON_SCHULZ
+    flat = x.transpose(-1, -2) if x.shape[-2] > x.shape[-1] else x
+    # Epsilon inside the root: a tiny x is not scaled up to a full step, and the slope there stays finite.
+    flat = flat * (flat.square().sum((-2, -1), keepdim=True) + NEWTON_SCHULZ_EPS).rsqrt()
+    for _ in range(steps):
+        gram = flat @ flat.transpose(-1, -2)
+        flat = a * flat + (b * gram + c * gram @ gram) @ flat
+    return flat.transpose(-1, -2) if x.shape[-2] > x.shape[-1] else flat
+
+
 def gelu(x: Tensor) -> Tensor:
+    """The tanh approximation, whose derivative is `gelu_slope`."""
     return F.gelu(x, approximate="tanh")
 
 

@@ -1,4 +1,4 @@
-"""The definition, token by token, with every token's weights written out: slow, short, and what the other forms equal."""
+"""The definition of a network memory: token by token, every token's weights formed. Slow, short, the oracle of the tests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from torch import Tensor
 
 from prism.engine.networks.layout import places, position_after
 from prism.engine.networks.network import Weights, orthogonalize, outer
-from prism.engine.networks.state import Fast, Learned, advance, initial, pick, restart, tensors, zeros
+from prism.engine.networks.state import Learned, NetworkState, advance, pack, restart, select, unpack, zeros_like
 from prism.engine.networks.update import Averaged, InnerUpdate
 
 
 def recurrent(update: InnerUpdate, state: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    u = update.plain()
-    fast = initial(u, state)
-    learned, window = fast.learned, fast.window
-    place = places(u.tokens, u.mini_batch, fast.position, u.reset, u.q)
+    """Outputs `[B, T, H, V]` and the state after the last token."""
+    u = update.prepared()
+    incoming = unpack(u, state)
+    learned, window = incoming.learned, incoming.window
+    place = places(u.tokens, u.mini_batch, incoming.position, u.reset, u.q)
     outputs = []
     for t in range(u.tokens):
         if u.reset is not None:
@@ -34,14 +35,14 @@ def recurrent(update: InnerUpdate, state: dict[str, Tensor] | None = None) -> tu
                 x[:, 1:] if real is None else torch.where(_rows(real, x), x[:, 1:], old)
                 for x, old in zip(examples, window, strict=True)
             )
-    position = position_after(place, u.mini_batch, fast.position, u.mask)
-    return u.finish(torch.stack(outputs, 1), update.v.dtype), tensors(u, Fast(learned, position, window))
+    position = position_after(place, u.mini_batch, incoming.position, u.mask)
+    return u.finish(torch.stack(outputs, 1), update.v.dtype), pack(u, NetworkState(learned, position, window))
 
 
 def _step(
     u: InnerUpdate, learned: Learned, examples: tuple[Tensor, ...], place: Tensor, t: int
 ) -> tuple[Weights, Weights]:
-    """W_t and U_t."""
+    """W_t and U_t from c examples k, v, rate `[B, c, H, …]`, the last one token t's."""
     k, v, rate = (x.transpose(1, 2) for x in examples)  # [B, H, c, …]
     inputs, deltas = u.network.gradient(learned.start, k, v)
     gradient = outer(u.network, inputs, deltas, rate.unsqueeze(-1))
@@ -66,18 +67,20 @@ def _step(
 
 
 def _where(real: Tensor, a: Learned, b: Learned) -> Learned:
-    old = b.gradient if b.gradient is not None or a.gradient is None else zeros(a.gradient)
+    """Rows of a where `real` `[B]` is True, else of b."""
+    old = b.gradient if b.gradient is not None or a.gradient is None else zeros_like(a.gradient)
     return Learned(
-        pick(real, a.start, b.start),
-        None if a.current is None or b.current is None else pick(real, a.current, b.current),
-        None if a.gradient is None or old is None else pick(real, a.gradient, old),
+        select(real, a.start, b.start),
+        None if a.current is None or b.current is None else select(real, a.current, b.current),
+        None if a.gradient is None or old is None else select(real, a.gradient, old),
     )
 
 
 def _forget(window: tuple[Tensor, ...], where: Tensor) -> tuple[Tensor, ...]:
-    """An example of another document weighs nothing."""
+    """The window with rate 0 in the rows `where` `[B]`: an example of another document weighs nothing."""
     return (*window[:2], torch.where(_rows(where, window[2]), 0.0, window[2])) if window else ()
 
 
 def _rows(flag: Tensor, like: Tensor) -> Tensor:
+    """`flag` `[B]` as `[B, 1, …]`, to broadcast against `like`."""
     return flag.reshape(-1, *[1] * (like.ndim - 1))
