@@ -47,8 +47,8 @@ def test_a_saved_language_model_gives_the_same_logits(saved: Path) -> None:
 
 
 def test_a_saved_text_state_continues(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "generate lm --state state.safetensors --max-new-tokens 4 --temperature 0 --device cpu --prompt".split()
-    assert main([*words, " b"]) == 0
+    words = ["generate", "lm", "--state", "state.safetensors", "--max-new-tokens", "4", "--temperature", "0"]
+    assert main([*words, "--device", "cpu", "--prompt", " b"]) == 0
     assert "4 tokens" in capsys.readouterr().err
 
 
@@ -71,6 +71,17 @@ def test_a_saved_recommender_ranks_the_same_items(saved: Path, folder: str) -> N
 
 
 def test_a_saved_user_state_continues(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "recommend rec --states user.safetensors --k 5 --json --device cpu --no-filter-seen".split()
+    words = [
+        "recommend",
+        "rec",
+        "--states",
+        "user.safetensors",
+        "--k",
+        "5",
+        "--json",
+        "--device",
+        "cpu",
+        "--no-filter-seen",
+    ]
     assert main([*words, "--exclude", "series001-01", "series001-02", "series002-03"]) == 0
     assert json.loads(capsys.readouterr().out)["items"] == EXPECTED["recommended"]
