@@ -21,9 +21,9 @@ from prism.recommend.evaluate import (
     sampler,
 )
 from prism.recommend.events import Histories, Split, leave_one_out
-from prism.recommend.events.dataset import translate
+from prism.recommend.events.dataset import reindex_items
 from prism.recommend.events.ids import Catalogue
-from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.events.synthetic import synthetic_dataset
 from prism.recommend.report import report
 
 ITEMS = 30
@@ -199,18 +199,18 @@ def test_a_model_with_gaps_needs_times(model: PrismForRecommendation, split: Spl
 
 
 def test_a_log_in_terms_of_another_catalogue() -> None:
-    log = synthetic_log(users=10, items=120, events=200)
-    names = list(log.catalogue.items)
+    dataset = synthetic_dataset(users=10, items=120, events=200)
+    names = list(dataset.catalogue.items)
     catalogue = Catalogue([*names[:3], "another", *names[5:]])
-    other = translate(log, catalogue)
+    other = reindex_items(dataset, catalogue)
     for user in range(10):
-        kept = [name for name in log.catalogue.names(log.histories.user(user)[0]) if name not in names[3:5]]
+        kept = [name for name in dataset.catalogue.names(dataset.histories.user(user)[0]) if name not in names[3:5]]
         assert catalogue.names(other.histories.user(user)[0]) == kept
     assert other.manifest["counts"]["unknown_items"] == 2
     assert len(other.histories.items) + other.manifest["counts"]["events_of_unknown_items"] == 200
-    assert other.digest != log.digest
+    assert other.digest != dataset.digest
     with pytest.raises(ValueError, match="no event whose item the model knows"):
-        translate(log, Catalogue(["else"]))
+        reindex_items(dataset, Catalogue(["else"]))
 
 
 def test_the_report_stands_alone(model: PrismForRecommendation, split: Split, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from prism.cli import main
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender, UserStates
 from prism.recommend.events import Catalogue, Histories, Users
-from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.events.synthetic import synthetic_dataset
 
 ITEMS = 12
 NAMES = [f"i{n}" for n in range(1, ITEMS + 1)]
@@ -216,7 +216,7 @@ def test_bad_input_is_named() -> None:
         (lambda: Recommender(it.model, Catalogue(["a"])), "the catalogue has 1 items, the model 12"),
         (lambda: Recommender(it.model, it.catalogue, Users(["a"]), it.histories), "1 users, but histories of 3"),
         (lambda: UserStates.concatenate([]), "must not be empty"),
-        (lambda: Recommender.fit("log.csv", data={"source": "other.csv"}), "leave it out"),
+        (lambda: Recommender.fit("events.csv", data={"source": "other.csv"}), "leave it out"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
@@ -224,10 +224,10 @@ def test_bad_input_is_named() -> None:
 
 def frame() -> Any:
     """A made-up log as a table with the usual names."""
-    log = synthetic_log(users=40, items=120, events=900, seed=3)
-    users = np.repeat(np.arange(len(log.histories)), log.histories.lengths)
-    columns = {"user": [f"u{user}" for user in users], "item": log.catalogue.names(log.histories.items)}
-    return pl.DataFrame({**columns, "time": log.histories.times})
+    dataset = synthetic_dataset(users=40, items=120, events=900, seed=3)
+    users = np.repeat(np.arange(len(dataset.histories)), dataset.histories.lengths)
+    columns = {"user": [f"u{user}" for user in users], "item": dataset.catalogue.names(dataset.histories.items)}
+    return pl.DataFrame({**columns, "time": dataset.histories.times})
 
 
 def test_from_a_frame_to_recommendations(tmp_path: Path) -> None:
@@ -238,17 +238,17 @@ def test_from_a_frame_to_recommendations(tmp_path: Path) -> None:
     it.save(tmp_path / "model")
     assert Recommender.load(tmp_path / "model", device="cpu").recommend(["u7"]).items == it.recommend(["u7"]).items
 
-    table.write_csv(tmp_path / "log.csv")
+    table.write_csv(tmp_path / "events.csv")
     quick = {**QUICK, "data": {"length": 10, "cache": str(tmp_path / "cache")}}
-    same = Recommender.fit(tmp_path / "log.csv", out=tmp_path / "run", preset="sasrec", **quick)
+    same = Recommender.fit(tmp_path / "events.csv", out=tmp_path / "run", preset="sasrec", **quick)
     assert same.model.config.layers == "softmax"
     again = Recommender.load(tmp_path / "run", device="cpu")  # finds the log of training by itself
     again.save(tmp_path / "moved")  # with the histories, although nobody has asked for them yet
-    (tmp_path / "log.csv").rename(tmp_path / "away.csv")
+    (tmp_path / "events.csv").rename(tmp_path / "away.csv")
     moved = Recommender.load(tmp_path / "moved", device="cpu")
-    (tmp_path / "away.csv").rename(tmp_path / "log.csv")
+    (tmp_path / "away.csv").rename(tmp_path / "events.csv")
     assert moved.recommend(["u7"]).items == again.recommend(["u7"]).items == same.recommend(["u7"]).items
-    other = Recommender.load(tmp_path / "run", data=tmp_path / "log.csv", device="cpu")
+    other = Recommender.load(tmp_path / "run", data=tmp_path / "events.csv", device="cpu")
     assert other.recommend(["u7"]).items == same.recommend(["u7"]).items
 
 
@@ -257,14 +257,14 @@ def test_columns_are_named_as_on_the_command_line(tmp_path: Path, kind: str) -> 
     names = {"user": "customer", "item": "product", "time": "when"}
     table = frame().rename(names)
     table.write_csv(tmp_path / "events.csv")
-    log = {"polars": table, "pandas": pd.DataFrame(table.to_dict(as_series=False)), "csv": tmp_path / "events.csv"}[
+    events = {"polars": table, "pandas": pd.DataFrame(table.to_dict(as_series=False)), "csv": tmp_path / "events.csv"}[
         kind
     ]
     quick = {**QUICK, "data": {"length": 10, "cache": str(tmp_path / "cache")}}
     with pytest.raises(ValueError, match=r"usual name for the user.*customer, product, when.*user=\"NAME\" in Python"):
-        Recommender.fit(log, **quick)
-    by_name = Recommender.fit(log, **names, **quick)
-    by_section = Recommender.fit(log, **{**quick, "data": {**quick["data"], **names}})
+        Recommender.fit(events, **quick)
+    by_name = Recommender.fit(events, **names, **quick)
+    by_section = Recommender.fit(events, **{**quick, "data": {**quick["data"], **names}})
     plain = Recommender.fit(frame(), **QUICK)
     assert by_name.recommend(["u7"]).items == by_section.recommend(["u7"]).items == plain.recommend(["u7"]).items
 
@@ -286,9 +286,9 @@ def test_a_column_named_in_two_places_is_refused() -> None:
 def test_a_later_log_serves_everyone_in_it(tmp_path: Path) -> None:
     """Also users with fewer events than training wanted, and without the columns that describe items."""
     table = frame()
-    table.with_columns(kind=table["item"].str.slice(0, 9)).write_csv(tmp_path / "log.csv")
+    table.with_columns(kind=table["item"].str.slice(0, 9)).write_csv(tmp_path / "events.csv")
     data = {"length": 10, "cache": str(tmp_path / "cache"), "features": ["kind"], "min_user": 3, "min_item": 2}
-    it = Recommender.fit(tmp_path / "log.csv", out=tmp_path / "run", **{**QUICK, "data": data})
+    it = Recommender.fit(tmp_path / "events.csv", out=tmp_path / "run", **{**QUICK, "data": data})
     item = it.catalogue.items[3]
     pl.DataFrame({"user": ["new", "u1", "u1"], "item": [item, item, "?"], "time": [1, 1, 2]}).write_csv(
         tmp_path / "now.csv"

@@ -12,7 +12,7 @@ import pytest
 
 from prism.cli import main
 from prism.recommend import Recommender
-from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.events.synthetic import synthetic_dataset
 
 QUICK: dict[str, Any] = {
     "steps": 2,
@@ -26,10 +26,10 @@ QUICK: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def fitted() -> Recommender:
-    log = synthetic_log(users=30, items=100, events=600, seed=3)
-    users = [user for user, events in enumerate(log.histories.lengths) for _ in range(events)]
-    items = log.catalogue.names(log.histories.items)
-    frame = pl.DataFrame({"user": users, "item": items, "time": log.histories.times})
+    dataset = synthetic_dataset(users=30, items=100, events=600, seed=3)
+    users = [user for user, events in enumerate(dataset.histories.lengths) for _ in range(events)]
+    items = dataset.catalogue.names(dataset.histories.items)
+    frame = pl.DataFrame({"user": users, "item": items, "time": dataset.histories.times})
     return Recommender.fit(frame, log={"every": 1}, **QUICK)  # `log` is a section of the settings, too
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prism.recommend.events import Catalogue, Histories, Prepared, Samples, Users
+from prism.recommend.events import Catalogue, Dataset, Histories, Samples, Users
 from prism.recommend.sample_table import SampleTable
 from prism.recommend.task import RecTask, train_rec
 from prism.train.checkpoint import checkpoint_names
@@ -61,17 +61,17 @@ def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path, layers: str, l
     from transformers import AutoModel
 
     opened = AutoModel.from_pretrained(outcome.model)
-    task = RecTask(small(tmp_path, model=model), _log(tmp_path))
+    task = RecTask(small(tmp_path, model=model), _dataset(tmp_path))
     assert torch.equal(opened.item_counts, torch.from_numpy(task.counts))
     items = torch.tensor([[3, 1, 4], [1, 5, 9]])
     gaps = torch.zeros(items.shape) if layers == "prism" else None
     assert opened.scores(opened(items, gaps=gaps).hidden).isfinite()[..., 1:].all()
 
 
-def _log(root: Path) -> Prepared:
-    from prism.recommend.events import prepare_log
+def _dataset(root: Path) -> Dataset:
+    from prism.recommend.events import prepare_dataset
 
-    return prepare_log(small(root).data.recipe(), root / "cache")
+    return prepare_dataset(small(root).data.recipe(), root / "cache")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -141,7 +141,7 @@ def test_the_best_step_survives_and_is_the_model(tmp_path: Path) -> None:
 
 
 def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path) -> None:
-    task = RecTask(small(tmp_path, steps=0, epochs=2.5, validation={"every": 0, "epochs": 0.5}), _log(tmp_path))
+    task = RecTask(small(tmp_path, steps=0, epochs=2.5, validation={"every": 0, "epochs": 0.5}), _dataset(tmp_path))
     an_epoch = len(task.table) / 8
     assert task.settings.steps == round(2.5 * an_epoch) and task.settings.validation.every == round(0.5 * an_epoch)
     never = small(tmp_path, validation={"every": 0, "epochs": 0.0})
@@ -149,11 +149,11 @@ def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path) -> None:
 
 
 def test_a_log_in_memory_and_items_with_features(tmp_path: Path) -> None:
-    log = _log(tmp_path)
-    assert log.catalogue.features, "the synthetic log says what cluster an item is of"
+    dataset = _dataset(tmp_path)
+    assert dataset.catalogue.features, "the synthetic log says what cluster an item is of"
     settings = small(tmp_path, steps=3)
-    first = train_rec(settings, log)
-    other = Prepared(log.histories, Catalogue(log.catalogue.items), log.users)
+    first = train_rec(settings, dataset)
+    other = Dataset(dataset.histories, Catalogue(dataset.catalogue.items), dataset.users)
     with pytest.raises(ValueError, match=r"was started with other events"):
         train_rec(settings, other)
     second = train_rec(replace(settings, out=tmp_path / "plain"), other)
@@ -184,7 +184,7 @@ def test_an_order_asked_for_in_stretches_is_the_same_order() -> None:
 
 
 def test_bad_settings_are_refused_in_one_sentence_before_anything_is_written(tmp_path: Path) -> None:
-    log = Prepared(
+    dataset = Dataset(
         Histories(np.array([0, 4, 8]), np.array([1, 2, 3, 4, 4, 3, 2, 1])), Catalogue([*"abcd"]), Users([*"uv"])
     )
     cases: dict[str, dict[str, Any]] = {
@@ -200,7 +200,7 @@ def test_bad_settings_are_refused_in_one_sentence_before_anything_is_written(tmp
     }
     for sentence, change in cases.items():
         with pytest.raises(ValueError, match=sentence) as caught:
-            train_rec(small(tmp_path, **change), log)
+            train_rec(small(tmp_path, **change), dataset)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
-    assert train_rec(small(tmp_path, steps=2), log).step == 2
+    assert train_rec(small(tmp_path, steps=2), dataset).step == 2

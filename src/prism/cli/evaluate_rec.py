@@ -19,7 +19,7 @@ from prism.messages import say
 from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
 from prism.recommend.evaluate import Sampled, evaluate_split, protocol_line
-from prism.recommend.events import Prepared
+from prism.recommend.events import Dataset
 from prism.recommend.report import FEW_TARGETS, SHOWN_AT, figure_table, group_table, is_small
 from prism.recommend.report import report as write_report
 from prism.recommend.saved import model_folder, training_of
@@ -64,15 +64,15 @@ def evaluate_rec(
     with model_folder(model, say) as folder:
         recommender = open_weights(PrismForRecommendation, folder, device)
         training = training_of(folder)
-    log = training.log(say) if data is None else training.other_log(data, say)
+    dataset = training.dataset(say) if data is None else training.other_dataset(data, say)
     if data is not None:
-        for note in log.manifest.get("notes", []):
+        for note in dataset.manifest.get("notes", []):
             say(note)
     with progress_bars(MofNCompleteColumn()) as progress:
         bar = progress.add_task(f"ranking {split} events")
         results = evaluate_split(
             recommender,
-            training.data.split_of(log.histories),
+            training.data.split_of(dataset.histories),
             split,
             max_length=recommender.config.max_length if max_length is None else max_length,
             filter_seen=filter_seen,
@@ -96,7 +96,7 @@ def evaluate_rec(
             results,
             title=f"Recommender {(run or model.resolve()).name}",
             command=command,
-            about=_about(recommender, log, results, log.digest == training.facts["digest"]),
+            about=_about(recommender, dataset, results, dataset.digest == training.facts["digest"]),
             log=[] if run is None else read_log(run / "log.jsonl"),
         )
         print("report:", page)
@@ -131,7 +131,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def _about(
-    model: PrismForRecommendation, log: Prepared, results: Mapping[str, Any], of_training: bool
+    model: PrismForRecommendation, dataset: Dataset, results: Mapping[str, Any], of_training: bool
 ) -> list[tuple[str, str]]:
     def counted(counts: Mapping[str, int]) -> str:
         return ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in counts.items() if value)
@@ -139,9 +139,9 @@ def _about(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return [
         ("model", f"{model.config.num_hidden_layers} layers of {model.config.layers}, {parameters:,} parameters"),
-        ("log of training" if of_training else "another log", counted(log.manifest.get("counts", {}))),
+        ("log of training" if of_training else "another log", counted(dataset.manifest.get("counts", {}))),
         ("split", counted(results["split"])),
-        *(("note", note) for note in log.manifest.get("notes", [])),
+        *(("note", note) for note in dataset.manifest.get("notes", [])),
     ]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from prism.overrides import override
-from prism.recommend.events.dataset import Prepared
-from prism.recommend.events.recipe import make_log, prepare_log
+from prism.recommend.events.dataset import Dataset
+from prism.recommend.events.recipe import make_dataset, prepare_dataset
 from prism.recommend.events.tables import Columns
 from prism.recommend.settings import preset
 from prism.recommend.task import train_rec
@@ -17,7 +17,7 @@ from prism.train.run import check_folder
 
 def fit(
     log: Any, out: Path, preset_name: str | None, columns: Columns, settings: dict[str, Any]
-) -> tuple[Path, Prepared, str]:
+) -> tuple[Path, Dataset, str]:
     """Train, and return the model's folder, the prepared log and the device it was trained on."""
     data = settings.get("data", {})
     if "source" in data:
@@ -32,7 +32,7 @@ def fit(
     chosen = override(preset(preset_name), {**settings, "data": data, "out": str(out)}, "fit")
     check_folder(chosen.out, chosen.resume)
     recipe = chosen.data.recipe()
-    prepared = prepare_log(recipe, chosen.data.cache) if named else make_log(recipe, log)
+    prepared = prepare_dataset(recipe, chosen.data.cache) if named else make_dataset(recipe, log)
     outcome = train_rec(chosen, prepared)
     if outcome.model is None:
         raise ValueError(f"training was stopped after step {outcome.step}, before there was a model")

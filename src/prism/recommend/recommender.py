@@ -23,8 +23,8 @@ from torch import Tensor
 from prism.files import MANIFEST, seal_weights, whole_folder, write_json
 from prism.models import PrismForRecommendation
 from prism.models.loading import differs, open_weights, without_progress_bars
-from prism.recommend.events import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
-from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, translate
+from prism.recommend.events import Catalogue, Dataset, EventRecipe, Histories, Users, prepare_dataset
+from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, reindex_items
 from prism.recommend.events.tables import AUTO, Columns
 from prism.recommend.reading import Unknown, as_histories, blank, encode, is_several, read_on, several
 from prism.recommend.results import Recommendations, best_items
@@ -64,7 +64,7 @@ class Recommender:
     @classmethod
     def fit(
         cls,
-        log: Any,
+        events: Any,
         /,
         out: Path | str | None = None,
         preset: str | None = None,
@@ -92,12 +92,12 @@ class Recommender:
 
         columns = Columns(user, item, time, tuple(features))
         if out is not None:
-            return cls.load(*fit(log, Path(out), preset, columns, settings))
+            return cls.load(*fit(events, Path(out), preset, columns, settings))
         with tempfile.TemporaryDirectory() as folder:
-            return cls.load(*fit(log, Path(folder) / "run", preset, columns, settings))
+            return cls.load(*fit(events, Path(folder) / "run", preset, columns, settings))
 
     @classmethod
-    def load(cls, folder: Path | str, data: Prepared | Path | str | None = None, device: str = "auto") -> Recommender:
+    def load(cls, folder: Path | str, data: Dataset | Path | str | None = None, device: str = "auto") -> Recommender:
         """A model's folder, as `save` or `prism train rec` wrote it, or a run.
 
         Args:
@@ -114,14 +114,16 @@ class Recommender:
             training = training_of(opened) if (opened / TRAINING).is_file() else None
         if data is None:
             return cls(model, catalogue, users, histories, training)
-        if isinstance(data, Prepared):
-            log = data
+        if isinstance(data, Dataset):
+            dataset = data
         elif training is not None:
-            log = training.other_log(str(data), everyone=True)
+            dataset = training.other_dataset(str(data), everyone=True)
         else:
-            log = prepare_log(LogRecipe(source=str(data)))
-        log = log if list(log.catalogue.items) == list(catalogue.items) else translate(log, catalogue)
-        return cls(model, catalogue, log.users, log.histories, training)
+            dataset = prepare_dataset(EventRecipe(source=str(data)))
+        dataset = (
+            dataset if list(dataset.catalogue.items) == list(catalogue.items) else reindex_items(dataset, catalogue)
+        )
+        return cls(model, catalogue, dataset.users, dataset.histories, training)
 
     def save(self, folder: Path | str, histories: bool = True) -> None:
         """A folder that `load` opens, replacing a recommender that is there; without `histories` no user's events are in it."""
@@ -262,8 +264,8 @@ class Recommender:
     def _meet(self) -> None:
         """Open the log of training, if no histories came with the model."""
         if self.histories is None and self._training is not None and self._training.named:
-            log = self._training.log()
-            self.users, self.histories = log.users, log.histories
+            dataset = self._training.dataset()
+            self.users, self.histories = dataset.users, dataset.histories
 
     def _check(self, states: UserStates) -> None:
         if not isinstance(states, UserStates):

@@ -11,8 +11,8 @@ from typing import Any
 from prism.files import read_json
 from prism.models.loading import is_run
 from prism.overrides import override
-from prism.recommend.events import Catalogue, Histories, Prepared, Users, open_prepared, prepare_log
-from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, translate
+from prism.recommend.events import Catalogue, Dataset, Histories, Users, open_dataset, prepare_dataset
+from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, reindex_items
 from prism.recommend.events.recipe import RecDataSettings
 
 
@@ -45,10 +45,10 @@ class Training:
         """Whether the log can be found again: a DataFrame cannot, unless its events were saved with the model."""
         return self.facts.get("folder") is not None or (self.folder / EVENTS).is_file()
 
-    def log(self, report: Callable[[str], None] = lambda message: None) -> Prepared:
+    def dataset(self, report: Callable[[str], None] = lambda message: None) -> Dataset:
         """The log of training: saved with the model, from where it was prepared, or read again. It must not have changed."""
         if (self.folder / EVENTS).is_file():
-            saved = Prepared(Histories.load(self.folder / EVENTS), self.catalogue, Users.load(self.folder / USERS))
+            saved = Dataset(Histories.load(self.folder / EVENTS), self.catalogue, Users.load(self.folder / USERS))
             if saved.digest == self.facts["digest"]:
                 return saved
         kept = self.facts.get("folder")
@@ -58,18 +58,18 @@ class Training:
             )
         try:
             if Path(kept).is_dir():
-                log = open_prepared(Path(kept))
+                dataset = open_dataset(Path(kept))
             else:
-                log = prepare_log(self.data.recipe(), self.data.cache, report=report)
+                dataset = prepare_dataset(self.data.recipe(), self.data.cache, report=report)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"the log of training is gone ({error}): give one with --data") from error
-        if log.digest != self.facts["digest"]:
+        if dataset.digest != self.facts["digest"]:
             raise ValueError("the log of training is gone or has changed since: give one with --data")
-        return log
+        return dataset
 
-    def other_log(
+    def other_dataset(
         self, source: str, report: Callable[[str], None] = lambda message: None, everyone: bool = False
-    ) -> Prepared:
+    ) -> Dataset:
         """Another log, read in the same way, in the terms of the model's items.
 
         It needs no columns of features: what is known of an item, the model knows.
@@ -80,8 +80,8 @@ class Training:
         recipe = replace(self.data.recipe(), source=source, features=())
         if everyone:
             recipe = replace(recipe, min_user=1, min_item=1)
-        other = prepare_log(recipe, self.data.cache, report=report)
-        return other if other.digest == self.facts["digest"] else translate(other, self.catalogue)
+        other = prepare_dataset(recipe, self.data.cache, report=report)
+        return other if other.digest == self.facts["digest"] else reindex_items(other, self.catalogue)
 
 
 def training_of(folder: Path) -> Training:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prism.messages import say
 from prism.overrides import to_plain
 from prism.recommend.evaluate import rank_targets
-from prism.recommend.events import Prepared, RecBatch, Samples, Split, prepare_log
+from prism.recommend.events import Dataset, RecBatch, Samples, Split, prepare_dataset
 from prism.recommend.events.dataset import ITEMS, USERS
 from prism.recommend.export import write_model
 from prism.recommend.learner import Learner, build_recommender, make_loss
@@ -81,11 +81,11 @@ def _all_of(learner: Learner, build: Callable[[], nn.Module], world: World) -> L
 # The task of `prism train rec`: predict the next event of a user.
 
 
-def train_rec(settings: RecSettings, log: Prepared | None = None, report: Report | None = None) -> Outcome:
+def train_rec(settings: RecSettings, dataset: Dataset | None = None, report: Report | None = None) -> Outcome:
     """Train, or go on training, a recommender. All bad input is refused before anything is written.
 
     Args:
-        log: what to learn from, instead of what `settings.data` names.
+        dataset: what to learn from, instead of what `settings.data` names.
         report: is told step and loss after every step; there is no bar then.
     """
     settings.check()
@@ -93,12 +93,12 @@ def train_rec(settings: RecSettings, log: Prepared | None = None, report: Report
     check_stack(settings.model)
     weights = None if settings.model.weights is None else read_weights(settings.model.weights)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if log is None:
+    if dataset is None:
         data = settings.data
-        log = prepare_log(data.recipe(), data.cache, data.verify and first, say)
-    task = RecTask(settings, log, weights)
+        dataset = prepare_dataset(data.recipe(), data.cache, data.verify and first, say)
+    task = RecTask(settings, dataset, weights)
     if first:
-        say("\n".join(log.summary()))
+        say("\n".join(dataset.summary()))
     return train(task, report)
 
 
@@ -108,24 +108,24 @@ class RecTask:
     name = "rec"
     unit = "events"
 
-    def __init__(self, given: RecSettings, log: Prepared, weights: dict[str, Tensor] | None = None) -> None:
-        self.given, self.log, self.weights = given, log, weights
-        if given.model.time_gaps and log.histories.times is None:
+    def __init__(self, given: RecSettings, dataset: Dataset, weights: dict[str, Tensor] | None = None) -> None:
+        self.given, self.dataset, self.weights = given, dataset, weights
+        if given.model.time_gaps and dataset.histories.times is None:
             raise ValueError("model.time_gaps needs a log with times: name their column with data.time")
-        self.split = given.data.split_of(log.histories)
-        self.counts = self.split.train.counts(log.num_items)
-        self.loss_function = make_loss(given.loss, log.num_items, self.counts)
+        self.split = given.data.split_of(dataset.histories)
+        self.counts = self.split.train.counts(dataset.num_items)
+        self.loss_function = make_loss(given.loss, dataset.num_items, self.counts)
         samples = Samples(self.split.train, given.data.length, given.data.order)
         self.table = SampleTable(samples, given.seed, given.model.time_gaps)
         self.settings = given.for_samples(len(samples))
         self.validation = RankingValidation(self.split, given.validation, given.data.length)
 
     def build(self) -> Learner:
-        return Learner(build_recommender(self.given, self.log.catalogue), self.loss_function)
+        return Learner(build_recommender(self.given, self.dataset.catalogue), self.loss_function)
 
     def initialize(self, model: nn.Module) -> None:
         assert isinstance(model, Learner)
-        model.start(self.given.seed, self.weights, self.counts, self.log.catalogue)
+        model.start(self.given.seed, self.weights, self.counts, self.dataset.catalogue)
 
     def identity(self) -> dict[str, Any]:
         given = self.given
@@ -139,16 +139,16 @@ class RecTask:
             "seed": given.seed,
             "batch.sequences": given.batch.sequences,
             "optimizer.name": given.optimizer.name,
-            "events": self.log.digest,
+            "events": self.dataset.digest,
         }
 
     def config(self) -> dict[str, Any]:
-        histories = self.log.histories
+        histories = self.dataset.histories
         seen = {
-            "digest": self.log.digest,
-            "folder": None if self.log.folder is None else str(self.log.folder.resolve()),
+            "digest": self.dataset.digest,
+            "folder": None if self.dataset.folder is None else str(self.dataset.folder.resolve()),
             "users": len(histories),
-            "items": self.log.num_items,
+            "items": self.dataset.num_items,
             "events": len(histories.items),
             "split": self.split.name,
             "cuts": self.split.cuts,
@@ -158,7 +158,7 @@ class RecTask:
         return {"settings": to_plain(self.given), "training_data": seen}
 
     def files(self) -> dict[str, bytes]:
-        return {ITEMS: self.log.catalogue.to_bytes(), USERS: self.log.users.to_bytes()}
+        return {ITEMS: self.dataset.catalogue.to_bytes(), USERS: self.dataset.users.to_bytes()}
 
     def samples(self, numbers: np.ndarray, device: torch.device) -> RecBatch:
         return self.table.batch(numbers, device)

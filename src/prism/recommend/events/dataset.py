@@ -14,27 +14,27 @@ from prism.recommend.events.histories import Histories
 from prism.recommend.events.ids import Catalogue, Users
 
 
-def translate(log: Prepared, catalogue: Catalogue) -> Prepared:
+def reindex_items(dataset: Dataset, catalogue: Catalogue) -> Dataset:
     """The log's events with the catalogue's numbers. Events whose item the catalogue lacks are left out and counted."""
-    known = catalogue.rows(log.catalogue.items)
-    items = np.concatenate([[-1], known])[log.histories.items]
+    known = catalogue.rows(dataset.catalogue.items)
+    items = np.concatenate([[-1], known])[dataset.histories.items]
     kept = items > 0
     if not kept.any():
         raise ValueError("the log has no event whose item the model knows")
     before = np.concatenate([[0], np.cumsum(kept)])
-    times = log.histories.times
-    histories = Histories(before[log.histories.offsets], items[kept], None if times is None else times[kept])
+    times = dataset.histories.times
+    histories = Histories(before[dataset.histories.offsets], items[kept], None if times is None else times[kept])
     lost = {"events_of_unknown_items": int((~kept).sum()), "unknown_items": int((known < 0).sum())}
-    notes = [*log.manifest.get("notes", [])]
+    notes = [*dataset.manifest.get("notes", [])]
     if lost["unknown_items"]:
         notes.append(
             f"{lost['events_of_unknown_items']:,} events of {lost['unknown_items']:,} items that the model does not know "
             "are left out"
         )
-    counts = {**log.manifest.get("counts", {}), **lost, "events": int(kept.sum()), "items": len(catalogue)}
-    manifest = {**log.manifest, "counts": counts, "notes": notes}
+    counts = {**dataset.manifest.get("counts", {}), **lost, "events": int(kept.sum()), "items": len(catalogue)}
+    manifest = {**dataset.manifest, "counts": counts, "notes": notes}
     manifest.pop("digest", None)
-    return Prepared(histories, catalogue, log.users, manifest)
+    return Dataset(histories, catalogue, dataset.users, manifest)
 
 
 # A prepared log: arrays and JSON in a folder. recipe.py makes one from a log, and finds it again.
@@ -54,7 +54,7 @@ TRAINING = "training.json"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Dataset:
     """A log as arrays. `manifest` says how it came about: recipe, counts, notes."""
 
     histories: Histories
@@ -85,8 +85,8 @@ class Prepared:
             lines.append(f"{found['events_dropped']:,} events are left out with {without}")
         return [*lines, *self.manifest.get("notes", [])]
 
-    def save(self, folder: Path) -> Prepared:
-        """Write a folder that must not exist yet; returns what `open_prepared` would."""
+    def save(self, folder: Path) -> Dataset:
+        """Write a folder that must not exist yet; returns what `open_dataset` would."""
         if folder.exists():
             raise ValueError(f"{folder} exists already")
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class Prepared:
         for name, content in {**contents, MANIFEST: json_bytes(manifest)}.items():
             (partial / name).write_bytes(content)
         commit_folder(partial, folder)
-        return Prepared(self.histories, self.catalogue, self.users, manifest, folder)
+        return Dataset(self.histories, self.catalogue, self.users, manifest, folder)
 
     def _contents(self) -> dict[str, bytes]:
         return {
@@ -106,8 +106,8 @@ class Prepared:
         }
 
 
-def open_prepared(folder: Path, verify: bool = True) -> Prepared:
-    """A folder that `Prepared.save` or `prepare_log` wrote; `verify` compares its contents with their digest."""
+def open_dataset(folder: Path, verify: bool = True) -> Dataset:
+    """A folder that `Dataset.save` or `prepare_dataset` wrote; `verify` compares its contents with their digest."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     missing = [name for name in (MANIFEST, EVENTS, ITEMS, USERS) if not (folder / name).is_file()]
@@ -121,7 +121,7 @@ def open_prepared(folder: Path, verify: bool = True) -> Prepared:
         if _digest(contents) != manifest["digest"]:
             raise ValueError(f"the prepared log in {folder} is damaged: remove the folder and it is made again")
     histories = Histories.load(folder / EVENTS)
-    return Prepared(histories, Catalogue.load(folder / ITEMS), Users.load(folder / USERS), manifest, folder)
+    return Dataset(histories, Catalogue.load(folder / ITEMS), Users.load(folder / USERS), manifest, folder)
 
 
 def _digest(contents: dict[str, bytes]) -> str:

@@ -1,23 +1,23 @@
-"""From a file or a DataFrame to a Log. Nothing is guessed about values: what is not right is refused with a sentence."""
+"""From a file or a DataFrame to a EventTable. Nothing is guessed about values: what is not right is refused with a sentence."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
 
-from prism.recommend.events.table import Log, feature_column
+from prism.recommend.events.table import EventTable, feature_column
 from prism.recommend.events.tables import Columns, Format, pl, read_table
 
-__all__ = ["Columns", "Format", "Log", "read_log"]
+__all__ = ["Columns", "EventTable", "Format", "read_events"]
 
 
-def read_log(
+def read_events(
     source: Any,
     columns: Columns | None = None,
     *,
     format: str = "auto",
     duplicates: Literal["keep", "drop"] = "keep",
-) -> Log:
+) -> EventTable:
     """Read a log of events.
 
     Ids that are all whole numbers become integers, also where they are written as texts ("007" stays a text, and so do
@@ -56,7 +56,7 @@ def read_log(
     counts = {"rows": len(frame), "duplicates": repeats, "duplicates_dropped": repeats if duplicates == "drop" else 0}
     if duplicates == "drop" and repeats:
         frame = frame.unique(key, keep="first", maintain_order=True)
-    return Log(frame, found.features, counts, tuple(notes))
+    return EventTable(frame, found.features, counts, tuple(notes))
 
 
 def _table_of(source: Any) -> pl.DataFrame:

@@ -15,10 +15,10 @@ from typing import Any, Literal
 from filelock import FileLock
 
 from prism.files import check_target, default_cache, not_there
-from prism.recommend.events.dataset import Prepared, open_prepared
+from prism.recommend.events.dataset import Dataset, open_dataset
 from prism.recommend.events.histories import Histories
 from prism.recommend.events.split import Split, global_time, leave_one_out
-from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.events.synthetic import synthetic_dataset
 
 VERSION = 2
 """Raise it when the same log would give other arrays: old caches are then no longer found."""
@@ -35,7 +35,7 @@ class Synthetic:
 
 
 @dataclass(frozen=True)
-class LogRecipe:
+class EventRecipe:
     """Everything that decides which arrays come out."""
 
     source: str | None = None
@@ -61,7 +61,7 @@ class LogRecipe:
 
 
 @dataclass(frozen=True)
-class RecDataSettings(LogRecipe):
+class RecDataSettings(EventRecipe):
     split: Literal["leave_one_out", "global_time"] = "leave_one_out"
     """What is held out: every user's last event to test and the one before it to validate, or all events after a time."""
     valid_from: float | None = None
@@ -77,9 +77,9 @@ class RecDataSettings(LogRecipe):
     verify: bool = True
     """Compare the prepared log with its hash before every run."""
 
-    def recipe(self) -> LogRecipe:
+    def recipe(self) -> EventRecipe:
         """The part that decides which events come out."""
-        return LogRecipe(**{part.name: getattr(self, part.name) for part in fields(LogRecipe)})
+        return EventRecipe(**{part.name: getattr(self, part.name) for part in fields(EventRecipe)})
 
     def split_of(self, histories: Histories) -> Split:
         """What is learned from and what is held out."""
@@ -88,12 +88,12 @@ class RecDataSettings(LogRecipe):
         return global_time(histories, self.valid_from, self.test_from)
 
 
-def prepare_log(
-    recipe: LogRecipe,
+def prepare_dataset(
+    recipe: EventRecipe,
     cache: Path | None = None,
     verify: bool = True,
     report: Callable[[str], None] = lambda message: None,
-) -> Prepared:
+) -> Dataset:
     """The arrays of a recipe, made now if no one has made them before.
 
     Args:
@@ -103,7 +103,7 @@ def prepare_log(
     """
     source = None if recipe.source is None else Path(recipe.source).expanduser()
     if source is not None and source.is_dir():
-        return open_prepared(source, verify)
+        return open_dataset(source, verify)
     if source is not None and not source.is_file():
         raise FileNotFoundError(not_there(str(recipe.source)))
     cache = check_target((cache or default_cache()) / "logs", folder=True, name="data.cache")
@@ -112,25 +112,25 @@ def prepare_log(
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             report(f"reading {'the synthetic log' if source is None else source}, once")
-            make_log(recipe, source).save(folder)
-    return open_prepared(folder, verify)
+            make_dataset(recipe, source).save(folder)
+    return open_dataset(folder, verify)
 
 
-def make_log(recipe: LogRecipe, source: Any) -> Prepared:
+def make_dataset(recipe: EventRecipe, source: Any) -> Dataset:
     """The arrays, made now and kept nowhere; source is a file, a polars or pandas DataFrame, or None: the synthetic log."""
     if source is None:
-        made = synthetic_log(**asdict(recipe.synthetic))
+        made = synthetic_dataset(**asdict(recipe.synthetic))
     else:
-        from prism.recommend.events.read import Columns, read_log
+        from prism.recommend.events.read import Columns, read_events
         from prism.recommend.events.table import k_core  # works on polars' tables
 
         columns = Columns(recipe.user, recipe.item, recipe.time, recipe.features)
-        log = read_log(source, columns, format=recipe.format, duplicates=recipe.duplicates)
-        made = k_core(log, users=recipe.min_user, items=recipe.min_item).prepare()
-    return Prepared(made.histories, made.catalogue, made.users, {**made.manifest, "recipe": asdict(recipe)})
+        table = read_events(source, columns, format=recipe.format, duplicates=recipe.duplicates)
+        made = k_core(table, users=recipe.min_user, items=recipe.min_item).to_dataset()
+    return Dataset(made.histories, made.catalogue, made.users, {**made.manifest, "recipe": asdict(recipe)})
 
 
-def _key(recipe: LogRecipe, source: Path | None) -> str:
+def _key(recipe: EventRecipe, source: Path | None) -> str:
     """A file counts as the same while its place, size and time stay."""
     what: dict[str, Any] = asdict(recipe)
     if source is not None:

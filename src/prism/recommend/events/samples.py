@@ -80,7 +80,7 @@ class Samples:
         """These samples, in this order."""
         indices = np.asarray(indices)
         starts, counts = self._starts[indices], self._counts[indices]
-        events = stretches(self.histories, starts, counts, self.width)
+        events = gather_events(self.histories, starts, counts, self.width)
         following = np.minimum(events.places + 1, len(self.histories.items) - 1)
         return RecBatch(
             inputs=torch.from_numpy(events.items),
@@ -92,7 +92,7 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Stretches:
+class PaddedEvents:
     """Rows of consecutive events, padded at the end: places in the histories, items, mask, gaps, all `[B, T]`."""
 
     places: np.ndarray
@@ -101,7 +101,7 @@ class Stretches:
     gaps: np.ndarray | None
 
 
-def stretches(histories: Histories, starts: np.ndarray, counts: np.ndarray, length: int) -> Stretches:
+def gather_events(histories: Histories, starts: np.ndarray, counts: np.ndarray, length: int) -> PaddedEvents:
     """`counts[b]` ≤ length events from place `starts[b]` of the flat arrays on; a stretch lies within one user."""
     steps = np.arange(length)
     mask = steps < counts[:, None]
@@ -113,11 +113,11 @@ def stretches(histories: Histories, starts: np.ndarray, counts: np.ndarray, leng
         users = np.searchsorted(histories.offsets, starts, "right") - 1
         gaps[histories.offsets[users] == starts, 0] = 0  # a user's first event: before it stands another user's
         gaps = gaps.astype(np.float32)
-    return Stretches(places, np.where(mask, histories.items[places], 0), mask, gaps)
+    return PaddedEvents(places, np.where(mask, histories.items[places], 0), mask, gaps)
 
 
-def contexts(histories: Histories, users: np.ndarray, ends: np.ndarray, length: int) -> Stretches:
+def contexts(histories: Histories, users: np.ndarray, ends: np.ndarray, length: int) -> PaddedEvents:
     """The last `length` events before event `ends[b]` of user `users[b]`, as rows of the longest one's length."""
     first = histories.offsets[users]
     counts = np.minimum(ends, length)
-    return stretches(histories, first + ends - counts, counts, int(counts.max(initial=1)))
+    return gather_events(histories, first + ends - counts, counts, int(counts.max(initial=1)))

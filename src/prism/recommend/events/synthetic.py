@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prism.recommend.events.dataset import Prepared
+from prism.recommend.events.dataset import Dataset
 from prism.recommend.events.histories import Histories
 from prism.recommend.events.ids import Catalogue, Feature, Users
 
@@ -27,7 +27,7 @@ _START = 1_700_000_000
 _YEAR = 365 * 86_400
 
 
-def synthetic_log(
+def synthetic_dataset(
     users: int = 600,
     items: int = 400,
     events: int = 40_000,
@@ -38,7 +38,7 @@ def synthetic_log(
     stay: float = 0.6,
     follow: float = 0.8,
     drift: float = 0.02,
-) -> Prepared:
+) -> Dataset:
     """Make up a log of exactly `events` events. Histories have very different lengths, from 5 to half of the items.
 
     Args:
@@ -73,7 +73,7 @@ def synthetic_log(
         "notes": [f"made up, with seed {seed}"],
         "times": True,
     }
-    return Prepared(
+    return Dataset(
         Histories(offsets, places.astype(np.int64) + 1, times),
         Catalogue(names, {"series": feature}),
         Users([f"user{n + 1:05d}" for n in range(users)]),
@@ -82,7 +82,7 @@ def synthetic_log(
 
 
 def _lengths(users: int, events: int, longest: int, random: np.random.Generator) -> np.ndarray:
-    """Log-normal, from _SHORTEST to `longest`, exactly `events` together; int64 `[users]`."""
+    """EventTable-normal, from _SHORTEST to `longest`, exactly `events` together; int64 `[users]`."""
     weights = random.lognormal(0, 0.8, users)
     ends = np.round(np.cumsum(weights) / weights.sum() * (events - users * _SHORTEST)).astype(np.int64)
     lengths = np.minimum(np.diff(ends, prepend=0) + _SHORTEST, longest)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from prism.recommend.events.dataset import Prepared
+from prism.recommend.events.dataset import Dataset
 from prism.recommend.events.histories import Histories
 from prism.recommend.events.ids import Catalogue, Feature, Users
 from prism.recommend.events.tables import pl
 
 
 @dataclass(frozen=True)
-class Log:
+class EventTable:
     """`frame` has the columns user, item, time (where there are times) and the features' (`feature_column`), one row an event,
     in the order of the input; `counts` and `notes` tell what was found and what was dropped."""
 
@@ -33,11 +33,11 @@ class Log:
     def has_times(self) -> bool:
         return "time" in self.frame.columns
 
-    def keep(self, rows: np.ndarray, dropped: dict[str, int]) -> Log:
+    def keep(self, rows: np.ndarray, dropped: dict[str, int]) -> EventTable:
         """Only these rows, bool `[N]`; `dropped` joins the counts."""
         return replace(self, frame=self.frame.filter(pl.Series(rows)), counts={**self.counts, **dropped})
 
-    def prepare(self) -> Prepared:
+    def to_dataset(self) -> Dataset:
         """As arrays. Users and items are numbered in the order of their ids, whatever the order of the input."""
         users, items = (self.frame[name].unique().sort() for name in ("user", "item"))
         coded = self.frame.select(
@@ -67,7 +67,7 @@ class Log:
         for name, (_, torn) in features.items():
             if torn:
                 notes.append(f"{torn:,} items have more than one {name}: the first is used")
-        return Prepared(histories, catalogue, Users(users.to_list()), manifest)
+        return Dataset(histories, catalogue, Users(users.to_list()), manifest)
 
     def _feature(self, name: str, items: pl.Series) -> tuple[Feature, int]:
         """The first value that the log has for each item, and how many items have several."""
@@ -103,18 +103,18 @@ def _zero(times: pl.Series) -> pl.Expr | pl.Series:
 # The k-core of a log: what is left when users and items with few events are taken out until none is left.
 
 
-def k_core(log: Log, users: int = 1, items: int = 1) -> Log:
+def k_core(table: EventTable, users: int = 1, items: int = 1) -> EventTable:
     """Every user has at least `users` events and every item at least `items`, repeated events counted each."""
     for name, least in (("users", users), ("items", items)):
         if least < 1:
             raise ValueError(f"{name} must be at least 1, got {least}")
-    coded = [codes(log.frame[name], log.frame[name].unique().sort()).to_numpy() for name in ("user", "item")]
+    coded = [codes(table.frame[name], table.frame[name].unique().sort()).to_numpy() for name in ("user", "item")]
     kept = core_mask(coded[0], coded[1], users, items)
     if not kept.any():
         raise ValueError(f"no event is left with at least {users} events of each user and {items} of each item")
     before = [len(np.unique(column)) for column in coded]
     after = [len(np.unique(column[kept])) for column in coded]
-    return log.keep(
+    return table.keep(
         kept,
         {
             "users_dropped": before[0] - after[0],
