@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ir_measures import RR, Qrel, ScoredDoc, Success, nDCG
 
 from prism.recommend.evaluate import history_lengths, item_popularity, popularity_bias
-from prism.recommend.ranking import CUTOFFS, Ranking, candidates, count, ranks, top_k
+from prism.recommend.ranking import CUTOFFS, Ranking, candidates, count, ranks
+from prism.recommend.results import top_k
 
 property_test = settings(max_examples=40, deadline=None)
 

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from prism.recommend.events import Catalogue, Dataset, Histories, Samples, Users
-from prism.recommend.sample_table import SampleTable
-from prism.recommend.task import RecTask, train_rec
+from prism.recommend.task import RecTask, SampleTable, train_rec
 from prism.train.checkpoint import checkpoint_names
 from prism.train.order import Order, windows_of
 from tests.children import final_tensors, finish, kill_when, reached, same_tensors

@@ -18,8 +18,7 @@ from prism.language.task import train_lm
 from prism.overrides import override
 from prism.probes.demo import TrainedModel, write_report
 from prism.probes.jobs import run_jobs
-from prism.reports.plots import pyplot
-from prism.reports.results import machine, write_results
+from prism.reports.results import machine, pyplot, write_results
 from prism.train.run import read_log
 
 MODELS = {"PRISM, L = 2": "prism", "Gated DeltaNet": "gated_delta", "linear attention": "linear"}

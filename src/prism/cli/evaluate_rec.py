@@ -15,7 +15,7 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from prism.files import check_target
-from prism.messages import say
+from prism.messages import progress_bars, say
 from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
 from prism.recommend.evaluate import Sampled, evaluate_split, protocol_line
@@ -23,7 +23,6 @@ from prism.recommend.events import Dataset
 from prism.recommend.report import FEW_TARGETS, SHOWN_AT, figure_table, group_table, is_small
 from prism.recommend.report import report as write_report
 from prism.recommend.saved import model_folder, training_of
-from prism.reports.bars import progress_bars
 from prism.reports.results import write_results
 from prism.train.run import read_log
 

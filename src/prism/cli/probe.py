@@ -17,8 +17,7 @@ from prism import rules as registry
 from prism.files import check_target
 from prism.probes.jobs import run_jobs
 from prism.probes.mqar import Recall, RecallRun, train_recall
-from prism.reports.plots import pyplot, recall_picture
-from prism.reports.results import write_results
+from prism.reports.results import pyplot, recall_picture, write_results
 
 SETTINGS = {
     "easy": RecallRun("", Recall(pairs=8, length=32), key_dim=16, steps=600, batch=64, test_pairs=(2, 4, 6, 8)),

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from prism.files import write_atomically
 from prism.reports import page
 from prism.reports.charts import Series, line_chart, percent
-from prism.reports.plots import recall_curve
+from prism.reports.results import recall_curve
 
 
 class TrainedModel(TypedDict):

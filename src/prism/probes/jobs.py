@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
-from prism.reports.bars import progress_bars
+from prism.messages import progress_bars
 
 _channel: Any = None
 """In a worker: where progress is told."""

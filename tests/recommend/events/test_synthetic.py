@@ -1,4 +1,4 @@
-"""The made-up log is what its description says, and the same for the same seed."""
+"""Synthetic events follow their description and are the same for the same seed."""
 
 from __future__ import annotations
 

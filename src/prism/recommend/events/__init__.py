@@ -1,6 +1,18 @@
-"""Logs of events (who, what, when): read once, kept as arrays, split, and cut into training samples.
+"""User events (who, what, when), from a file to training samples.
 
-Only read.py and core.py work on tables (polars); everything after a log is prepared works on numpy arrays and JSON.
+The flow, one module a step:
+
+    file or DataFrame
+      → formats.py      a table of text, as the file has it; columns.py says which columns matter
+      → event_table.py  EventTable: checked values, one row an event; k_core leaves out rare users and items
+      → dataset.py      Dataset: arrays and ids in a folder (histories, catalogue, users, manifest)
+      → histories.py    Histories: each user's events in order, in three flat arrays
+      → split.py        Split: what is learned from, what is held out to validate and to test
+      → samples.py      Samples, RecBatch: histories cut into training samples of one length
+
+ids.py maps ids of users and items to rows. recipe.py holds the settings of all this and caches the Dataset.
+synthetic.py makes a Dataset from a seed. Only formats.py and event_table.py work on tables (polars). Everything after
+them works on numpy arrays and JSON, so training on a prepared dataset and serving need no polars.
 """
 
 from prism.recommend.events.dataset import Dataset, open_dataset

@@ -1,4 +1,4 @@
-"""Logs of every format become the same histories; what is wrong with one is said in a sentence, and nothing is lost."""
+"""Events of every file format become the same histories; bad input is refused in one sentence, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism.recommend.events import Catalogue, Dataset, EventRecipe, Feature, Users, open_dataset, prepare_dataset
-from prism.recommend.events.read import Columns, read_events
-from prism.recommend.events.table import core_mask, k_core
+from prism.recommend.events.columns import Columns
+from prism.recommend.events.event_table import core_mask, k_core, read_events
 
 ROWS = [("b", "x", 3), ("a", "y", 5), ("a", "x", 1), ("b", "z", 3), ("b", "x", 2), ("a", "z", 5)]
 """Unsorted, with ties in time."""
@@ -110,7 +110,7 @@ def test_frames_and_parquet(tmp_path: Path) -> None:
     for source in (frame, frame.lazy(), pandas, tmp_path / "events.parquet", str(tmp_path / "events.parquet")):
         assert histories(read_events(source).to_dataset()) == ORDERED
     assert histories(read_events(frame, Columns(time=None)).to_dataset()) == BY_INPUT
-    with pytest.raises(ValueError, match="a log is a path"):
+    with pytest.raises(ValueError, match="events must be a path"):
         read_events([1, 2])
     mixed = pandas.assign(item=pandas["item"].astype(object).where(pandas["item"] != "y", 7))
     assert histories(read_events(mixed).to_dataset())["a"] == ["7" if item == "y" else item for item in ORDERED["a"]]
@@ -138,7 +138,7 @@ def test_moments_of_every_kind_are_ordered_and_become_seconds(make: Any) -> None
         assert prepared.histories.times is not None
         scale = {3: 86400, 4: 86400, 5: 0.25, 6: 0.25}.get(kind, 1)
         assert (np.diff(prepared.histories.times[:3]) / scale).tolist() == [4, 0]
-        assert any("the log was sorted" in note for note in prepared.manifest["notes"])
+        assert any("the events were sorted by time" in note for note in prepared.manifest["notes"])
 
 
 def test_ids_keep_what_they_are(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_ids_keep_what_they_are(tmp_path: Path) -> None:
     large = pl.DataFrame({"user": pl.Series([2**63 + 5, 1], dtype=pl.UInt64), "item": [2.0, 2.0**52]})
     assert read_events(large).frame.rows() == [("9223372036854775813", 2), ("1", 2**52)]
     for wrong in ([float("inf"), 1.0], [1e300, 1.0], [[1], [2]]):
-        with pytest.raises(ValueError, match="ids are texts or whole numbers"):
+        with pytest.raises(ValueError, match="ids must be text or integers"):
             read_events(pl.DataFrame({"user": wrong, "item": [1, 2]}))
     with pytest.raises(ValueError, match="fractions"):
         items([1.5, 2.0])
@@ -168,7 +168,7 @@ def test_an_id_as_number_and_as_text_is_one_and_is_reported(ids: list[Any]) -> N
     both = {value for value in ids if isinstance(value, int)} & {
         int(value) for value in ids if str(value).isdecimal() and isinstance(value, str)
     }
-    said = [note for note in prepared.manifest["notes"] if "both as a number and as a text" in note]
+    said = [note for note in prepared.manifest["notes"] if "both as a number and as text" in note]
     assert len(said) == bool(both)
     assert all(f"column 'item' has {len(both)} ids" in note for note in said)
     assert len(prepared.catalogue) == len({str(value) for value in ids})
@@ -178,24 +178,24 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
     ("events.csv", "", {}, "is empty"),
     ("events.csv", "user,item\n", {}, "is empty"),
     ("events.txt", "\n\n", {}, "is empty"),
-    ("events.csv", "user,item\na,x\nb,y\n", {}, "no user of the log has 2 or more events"),
+    ("events.csv", "user,item\na,x\nb,y\n", {}, "no user has 2 or more events"),
     ("events.csv", table(), {"columns": Columns(item="product")}, "has no column 'product' .item.; it has user, item, time"),
     ("events.csv", table(), {"columns": Columns(features=("brand",))}, "has no column 'brand'.*--data.features NAME"),
-    ("events.csv", table(), {"columns": Columns("item")}, "asked for twice"),
-    ("events.csv", table(names="a,b,c"), {}, "usual name for the user; it has a, b, c .*user=.NAME. in Python, --data.user NAME"),
+    ("events.csv", table(), {"columns": Columns("item")}, "must be different columns"),
+    ("events.csv", table(names="a,b,c"), {}, "usual name for the user; it has a, b, c .*user=.NAME. in Python, --data.user"),
     ("events.csv", table(names="user,b,c"), {}, "usual name for the item.*item=.NAME. in Python, --data.item NAME"),
     ("events.csv", table(names="user,user,item"), {}, "has more than one column 'user': rename one of them"),
     ("events.csv", table(names='user,"item","item"'), {}, "has more than one column 'item': rename"),
     ("events.inter", "user_id:token\titem_id:token\titem_id:float\na\tx\t3\na\ty\t4\n", {}, "more than one column 'item_id'"),
-    ("events.csv", table(names=""), {}, "has 3 columns without names: say which is the time"),
+    ("events.csv", table(names=""), {}, "has 3 columns and no header: name the time"),
     ("events.csv", table(names=""), {"columns": Columns("0", "7")}, "no column '7'"),
     ("events.csv", table(rows=[*ROWS, ("a", "x", "")]), {}, "missing in 1 of 7 events, first in event 7.*order of the input"),
     ("events.csv", table(rows=[*ROWS, ("a", "", 3)]), {}, "'item' of .* is missing in 1 of 7 events"),
     ("events.csv", table(rows=[*ROWS, ("a", "x", "soon")]), {}, "'soon', neither a number nor an ISO 8601 time"),
     ("events.csv", table(rows=[*ROWS, ("a", "x", "inf")]), {}, "not finite"),
-    ("events.csv", table(rows=[*ROWS, ("a", "x", "3", "4")]), {}, "does not read as a table"),
+    ("events.csv", table(rows=[*ROWS, ("a", "x", "3", "4")]), {}, "cannot be read as a table"),
     ("events.txt", "a 1 2 3\nb 1 2 3\n", {}, "every line of .* has 4 fields: a table, or a user and items"),
-    ("events.txt", "a 1\na 2\n", {"columns": Columns(time="when")}, "lines of a user and items: it has no column 'when'"),
+    ("events.txt", "a 1\na 2\n", {"columns": Columns(time="when")}, "lines of a user and items, so it has no column 'when'"),
     ("events.csv.xz", table(), {}, "does not decompress"),
     ("events.csv.gz", table(), {}, "does not decompress"),
     ("events.csv", table(), {"format": "xml"}, "format must be one of"),
@@ -250,7 +250,9 @@ def test_features_of_items() -> None:
     assert [size.values[v] for v in size.of_item] == [None, 3, 1, 3]
     assert any("1 items have more than one size" in note for note in prepared.manifest["notes"])
 
-    with pytest.raises(ValueError, match=r"'brand' of the DataFrame holds List.*: a feature is one value an item"):
+    with pytest.raises(
+        ValueError, match=r"'brand' of the DataFrame holds List.*: a feature must be one value per item"
+    ):
         read_events(frame.with_columns(brand=pl.concat_list("size", "size")), Columns(features=("brand",)))
 
 
@@ -286,7 +288,7 @@ def test_core_of_a_log() -> None:
     core = k_core(events, items=2)
     assert histories(core.to_dataset()) == {"a": ["x", "z"], "b": ["x", "x", "z"]}
     assert core.to_dataset().manifest["counts"]["events_dropped"] == core.counts["items_dropped"] == 1
-    with pytest.raises(ValueError, match="no event is left with at least 9"):
+    with pytest.raises(ValueError, match="no event is left if each user needs 9"):
         k_core(events, users=9)
     with pytest.raises(ValueError, match="users must be at least 1"):
         k_core(events, users=0)
@@ -297,9 +299,9 @@ def test_ids_and_rows() -> None:
     assert catalogue.index(["7", "x", 7]).tolist() == [3, 1, 3]
     assert Users([5, 6]).index(["6", 5, np.int64(6)]).tolist() == [1, 0, 1]
     assert catalogue.index(["x", "no", "y"], unknown="skip").tolist() == [1, 2]
-    with pytest.raises(ValueError, match="2 of 3 items are not in the log: 'no', 8"):
+    with pytest.raises(ValueError, match="2 of 3 items are unknown: 'no', 8"):
         catalogue.index(["no", "x", 8])
-    with pytest.raises(ValueError, match="1 of 1 users are not in the log: 'six'"):
+    with pytest.raises(ValueError, match="1 of 1 users are unknown: 'six'"):
         Users([5, 6]).index(["six"])
     with pytest.raises(ValueError, match="'error' or 'skip'"):
         catalogue.index([], unknown="guess")
@@ -336,16 +338,16 @@ def test_damaged_or_wrong_folders_are_refused(tmp_path: Path) -> None:
     assert folder is not None
     items = folder / "items.json"
     items.write_text(items.read_text().replace("x", "w"))
-    with pytest.raises(ValueError, match="is damaged: remove the folder"):
+    with pytest.raises(ValueError, match="are damaged: remove the folder"):
         open_dataset(folder)
     items.unlink()
-    with pytest.raises(ValueError, match=r"is not a prepared log: it has no items.json"):
+    with pytest.raises(ValueError, match=r"is not a folder of prepared events: it has no items.json"):
         open_dataset(folder)
     with pytest.raises(FileNotFoundError, match="there is no file or folder"):
         prepare_dataset(EventRecipe(source=str(tmp_path / "none.csv")), tmp_path / "cache")
 
 
-def test_a_prepared_log_needs_no_polars(tmp_path: Path) -> None:
+def test_prepared_events_need_no_polars(tmp_path: Path) -> None:
     (tmp_path / "events.csv").write_text(table())
     folder = prepare_dataset(EventRecipe(source=str(tmp_path / "events.csv")), tmp_path / "cache").folder
     code = f"""
@@ -372,7 +374,7 @@ except ImportError as error:
         (b"user,item\na,b\n\xe9,c\n", r"events\.csv is not UTF-8 text: .* in line 3$"),
         (
             b"user,item\na,b\nb,c\na,b,c,d\n",
-            r"events\.csv does not read as a table: line 4 has 4 fields, the first line 2$",
+            r"events\.csv cannot be read as a table: line 4 has 4 fields, the first line 2$",
         ),
         (b"customer,item\na,b\n", r"no column with a usual name for the user.* --data\.user NAME"),
     ],
