@@ -1,4 +1,4 @@
-"""`prism evaluate rec`: where held-out events land in a recommender's ranking."""
+"""`prism evaluate rec`: ranking metrics of a recommender on held-out events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from prism.reports.results import write_results
 from prism.train.run import read_log
 
 _MANY_REPEATS = 0.05
-"""Share of targets seen before from which leaving out seen items flatters a model."""
+"""Fraction of targets seen before above which leaving out seen items flatters the model."""
 
 
 def evaluate_rec(
@@ -45,18 +45,18 @@ def evaluate_rec(
     """Rank held-out events among all items: HR, NDCG, MRR, AUC, coverage.
 
     Args:
-        model: a folder with a saved recommender, or a run folder of `prism train rec`.
-        data: another log than the one of training, read and split in the same way; events of items that the model does
-            not know are left out and counted.
-        split: which held-out events.
-        max_length: events of a history that are read; None: as many as in training.
-        filter_seen: items that the user has had before are not ranked (the target always is).
-        sampled: rank the target among this many others instead of all items. Such figures are labelled, and not to be
-            compared with others.
-        sampled_by: how those others are drawn.
+        model: folder of a saved recommender, or run folder of `prism train rec`.
+        data: evaluate on other events, read and split in the same way; events of items that the model does not know are
+            dropped and counted. None: the training data's held-out events.
+        split: which held-out events to rank.
+        max_length: most events of a history to read. None: as many as in training.
+        filter_seen: leave out items that the user already had (the target is always ranked).
+        sampled: rank the target among this many sampled items instead of all. Such metrics are labelled "sampled"; do not
+            compare them with full ones.
+        sampled_by: how the other items are sampled.
         batch: targets at once; changes memory and speed, not the result.
-        output: a folder for results.json (with command and machine) and report.html.
-        device: cpu, cuda …; auto is cuda where there is one.
+        output: folder for results.json (with command and machine) and report.html.
+        device: cpu, cuda, cuda:1 … auto: cuda if available.
     """
     if output is not None:
         check_target(output, folder=True)
@@ -83,8 +83,8 @@ def evaluate_rec(
     again = results["protocol"]["targets_seen_before"]
     if filter_seen and again > results["targets"] * _MANY_REPEATS:
         say(
-            f"note: {again / results['targets']:.0%} of the targets were seen before, and rivals that were are left out: "
-            "--no-filter-seen ranks them too"
+            f"note: {again / results['targets']:.0%} of the targets were seen before, while other seen items are left out: "
+            "--no-filter-seen ranks all of them"
         )
     if output is not None:
         command = shlex.join(["prism", *sys.argv[1:]])
@@ -102,7 +102,7 @@ def evaluate_rec(
 
 
 def show(results: Mapping[str, Any]) -> None:
-    """The figures for people, each table with what its figures depend on."""
+    """Print the metrics, each table with its protocol."""
     console, line = Console(highlight=False), protocol_line(results["protocol"])
     metrics, errors, label = results["metrics"], results["standard_errors"], results["protocol"]["label"]
     names = [f"{label}{name}@{SHOWN_AT}" for name in ("HR", "NDCG")]
@@ -138,12 +138,12 @@ def _about(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return [
         ("model", f"{model.config.num_hidden_layers} layers of {model.config.layers}, {parameters:,} parameters"),
-        ("log of training" if of_training else "another log", counted(dataset.manifest.get("counts", {}))),
+        ("training events" if of_training else "other events", counted(dataset.manifest.get("counts", {}))),
         ("split", counted(results["split"])),
         *(("note", note) for note in dataset.manifest.get("notes", [])),
     ]
 
 
 def _run_of(model: Path) -> Path | None:
-    """The run folder that a path is, or is the model of."""
+    """The run folder that a path is, or whose model it is."""
     return next((path for path in (model.resolve(), model.resolve().parent) if (path / "log.jsonl").is_file()), None)
