@@ -66,7 +66,7 @@ def test_another_log_is_read_in_the_models_terms(run: Path, tmp_path: Path, caps
     results = evaluated(run, tmp_path / "out", "--data", str(tmp_path / "events.csv"))
     assert results["targets"] == 8 and results["protocol"]["items"] == len(names)
     assert "1 events of 1 items that the model does not know are left out" in capsys.readouterr().err
-    assert "another log" in (tmp_path / "out" / "report.html").read_text()
+    assert "other events" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_the_log_of_training_must_be_the_same(run: Path, tmp_path: Path, capsys: Captured) -> None:
@@ -84,7 +84,7 @@ def test_the_log_of_training_must_be_the_same(run: Path, tmp_path: Path, capsys:
     stored["settings"]["data"]["source"] = str(tmp_path / "gone.csv")
     (moved / "training.json").write_text(json.dumps(stored))
     assert main(["evaluate", "rec", str(moved)]) == 2
-    assert "the log of training is gone" in capsys.readouterr().err
+    assert "the training events are gone" in capsys.readouterr().err
     same = prepare_dataset(training_of(run / "model").data.recipe(), training_of(run / "model").data.cache)
     assert main(["evaluate", "rec", str(moved), "--device", "cpu", "--data", str(same.folder)]) == 0
 

@@ -43,9 +43,9 @@ def test_a_file_becomes_a_model_and_a_report(
 ) -> None:
     source = ["--data.source", str(write_csv(tmp_path / "events.csv"))]
     assert main([*command, *source]) == 0
-    shown, told = capsys.readouterr()
-    assert "241 events of 30 users with 10 items\n1 events repeat an earlier one and are kept\n" in told
-    assert "210 events were before the one above them in time: the log was sorted" in told
+    shown, messages = capsys.readouterr()
+    assert "241 events of 30 users with 10 items\n1 events repeat an earlier one and are kept\n" in messages
+    assert "210 events were earlier than the one above them: the events were sorted by time" in messages
     assert "trained 6 steps" in shown and "NDCG@10" in shown and "at most 10" in shown
     run = tmp_path / "run"
     assert {path.name for path in (run / "report").iterdir()} == {"results.json", "report.html"}
@@ -57,7 +57,7 @@ def test_a_file_becomes_a_model_and_a_report(
     assert main(["evaluate", "rec", str(run), "--split", "validation"]) == 0
 
 
-def test_a_prepared_log_is_trained_on_without_polars_tyro_or_tokens(tmp_path: Path) -> None:
+def test_prepared_events_are_trained_on_without_polars_tyro_or_tokens(tmp_path: Path) -> None:
     """As on a machine that has torch and transformers and little else."""
     recipe = override(RecSettings(), {"data": {"synthetic": {"users": 60, "items": 120, "events": 1500}}}, "test")
     dataset = prepare_dataset(recipe.data.recipe(), tmp_path / "cache")
@@ -93,7 +93,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     write_json(tmp_path / "text" / "config.json", {"task": "lm", "settings": {}, "identity": {}})
     cases = {
         "there is no file or folder nowhere.csv": "--data.source nowhere.csv",
-        "no user of the log has 2 or more events": f"--data.source {once}",
+        "no user has 2 or more events": f"--data.source {once}",
         "colour": f"--data.source {source} --data.user colour",
         "unknown preset 'sasrek' (did you mean 'sasrec'?)": "--preset sasrek",
         "unknown setting --data.lenght (did you mean --data.length?)": "--data.lenght 3",
@@ -103,7 +103,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     }
     for sentence, words in cases.items():
         assert main([*command, *shlex.split(words)]) == 2, sentence
-        said = capsys.readouterr().err.splitlines()  # facts about the log may stand before it
+        said = capsys.readouterr().err.splitlines()  # facts about the events may come before it
         assert said[-1].startswith("prism train rec: ") and sentence in said[-1], f"expected {sentence!r}, got: {said}"
         assert not [line for line in said if "Traceback" in line]
     assert main([*command, "--data.source", str(empty)]) == 2

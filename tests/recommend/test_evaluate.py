@@ -68,7 +68,7 @@ def by_hand(model: PrismForRecommendation, split: Split, max_length: int, filter
 def test_ranks_are_those_found_by_hand(
     model: PrismForRecommendation, split: Split, max_length: int, batch: int, filter_seen: bool
 ) -> None:
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     ranking = rank_targets(
         model,
         split.test,
@@ -76,11 +76,11 @@ def test_ranks_are_those_found_by_hand(
         max_length=max_length,
         filter_seen=filter_seen,
         batch=batch,
-        progress=lambda done, of: told.append((done, of)),
+        progress=lambda done, of: calls.append((done, of)),
     )
     expected = by_hand(model, split, max_length, filter_seen)
     assert list(zip(ranking.ranks.tolist(), ranking.candidates.tolist(), strict=True)) == expected
-    assert told[-1] == (len(split.test), len(split.test))
+    assert calls[-1] == (len(split.test), len(split.test))
     assert model.training, "the model is left as it was"
 
 
@@ -130,7 +130,7 @@ def test_results_name_their_protocol(model: PrismForRecommendation, split: Split
 def test_popularity_is_that_of_what_was_learned_from(model: PrismForRecommendation, split: Split) -> None:
     results = evaluate_split(model, split, "validation", max_length=7)
     unknown = int((split.train.counts(ITEMS)[split.validation.items] == 0).sum())
-    assert unknown, "an item that nobody had before: in the whole log it occurs"
+    assert unknown, "an item that is new in the context but occurs elsewhere"
     groups = {group["group"]: group["targets"] for group in results["by_popularity"]}
     assert groups["never in training"] == unknown
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_ranked(model: PrismForRecommendation, split: Split, argu
 
 def test_a_model_with_gaps_needs_times(model: PrismForRecommendation, split: Split) -> None:
     untimed = Histories(split.histories.offsets, split.histories.items)
-    with pytest.raises(ValueError, match="the log needs times"):
+    with pytest.raises(ValueError, match="the events need times"):
         rank_targets(model, split.test, untimed, max_length=5)
     for wrong in ({"count": 0}, {"count": 5, "by": "age"}):
         with pytest.raises(ValueError, match="sampled"):
@@ -221,7 +221,7 @@ def test_the_report_stands_alone(model: PrismForRecommendation, split: Split, tm
     )
     page = path.read_text()
     line = protocol_line(results["protocol"])
-    assert page.count(line) >= 4, "beside every figure"
+    assert page.count(line) >= 4, "with every metric"
     assert "A &lt;small&gt; model" in page and page.count('role="img"') == 3
     assert "http" not in page.replace("http-equiv", "")
     for name in ("HR", "NDCG", "MRR", "coverage"):

@@ -76,7 +76,7 @@ def test_users_are_their_histories() -> None:
     assert known.items == it.recommend(histories, 3).items == it.recommend(users=["eve", "ann"], k=3).items
     states = it.observe(it.start(2), histories)
     assert it.recommend(states, 3).items == it.recommend(histories, 3, False).items
-    with pytest.raises(ValueError, match="1 of 1 users are not in the log: 'dan'"):
+    with pytest.raises(ValueError, match="1 of 1 users are unknown: 'dan'"):
         it.recommend(["dan"])
     alone = Recommender(it.model, it.catalogue)
     with pytest.raises(ValueError, match="no histories came with the model"):
@@ -100,7 +100,7 @@ def test_someone_new_gets_what_is_popular() -> None:
     assert it.recommend(["bob"], k=4).items == [expected]
     assert it.recommend(states=it.start(2), k=4, exclude=[[], ["i1"]]).items == [expected, NAMES[1:5]]
     it.model.item_counts.zero_()
-    with pytest.raises(ValueError, match="was not told their counts"):
+    with pytest.raises(ValueError, match="the model has no item counts"):
         it.recommend(sequences=[[]])
 
 
@@ -156,8 +156,8 @@ def test_sequences_come_in_any_shape() -> None:
             assert numbered.recommend(sequences, k=3).items == expected.items
         states = numbered.observe(numbered.observe(numbered.start(2), tensor[:, 0]), tensor[:, 1])
     assert numbered.recommend(states, 3, exclude=[[1, 2], [3, 4]]).items == expected.items
-    nobody = it.recommend([], k=3)
-    assert len(nobody) == 0 and nobody.rows.shape == (0, 3) and nobody.items == []
+    none = it.recommend([], k=3)
+    assert len(none) == 0 and none.rows.shape == (0, 3) and none.items == []
     assert (
         it.recommend(["ann"], ITEMS, False, exclude=["i9"]).items
         == it.recommend(["ann"], ITEMS, False, exclude=[["i9"]]).items
@@ -223,7 +223,7 @@ def test_bad_input_is_named() -> None:
 
 
 def frame() -> Any:
-    """A made-up log as a table with the usual names."""
+    """Synthetic events as a table with the usual column names."""
     dataset = synthetic_dataset(users=40, items=120, events=900, seed=3)
     users = np.repeat(np.arange(len(dataset.histories)), dataset.histories.lengths)
     columns = {"user": [f"u{user}" for user in users], "item": dataset.catalogue.names(dataset.histories.items)}
@@ -242,8 +242,8 @@ def test_from_a_frame_to_recommendations(tmp_path: Path) -> None:
     quick = {**QUICK, "data": {"length": 10, "cache": str(tmp_path / "cache")}}
     same = Recommender.fit(tmp_path / "events.csv", out=tmp_path / "run", preset="sasrec", **quick)
     assert same.model.config.layers == "softmax"
-    again = Recommender.load(tmp_path / "run", device="cpu")  # finds the log of training by itself
-    again.save(tmp_path / "moved")  # with the histories, although nobody has asked for them yet
+    again = Recommender.load(tmp_path / "run", device="cpu")  # finds the training events by itself
+    again.save(tmp_path / "moved")  # with the histories, although they have not been used yet
     (tmp_path / "events.csv").rename(tmp_path / "away.csv")
     moved = Recommender.load(tmp_path / "moved", device="cpu")
     (tmp_path / "away.csv").rename(tmp_path / "events.csv")
@@ -322,7 +322,7 @@ class TestCommand:
         assert len(found["scores"]) == 3
         assert self.answer(capsys, folder, "--k", "2")[0]["items"] == NAMES[:2]
 
-    def test_states_go_on(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_states_continue(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         first, second = str(tmp_path / "first.safetensors"), str(tmp_path / "second.safetensors")
         self.answer(capsys, folder, "--sequence", "i1", "i2", "--save-states", first)
         (found,) = self.answer(capsys, folder, "--states", first, "--sequence", "i3", "--save-states", second)
@@ -338,14 +338,14 @@ class TestCommand:
         shown = capsys.readouterr()
         for item in recommender().recommend(sequences=[["i1"]], k=2).items[0]:
             assert item in shown.out
-        assert shown.err == "1 of 2 events are left out, the model does not know 'new'\n"
+        assert shown.err == "1 of 2 events are dropped: the model does not know 'new'\n"
 
     def test_bad_input_is_named(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         it = recommender()
         it.start(2).save(tmp_path / "two.safetensors")
         for flags, words in (
-            (["--users", "ann", "--sequence", "i1"], "--users are found in the log"),
-            (["--users", "dan"], "not in the log"),
+            (["--users", "ann", "--sequence", "i1"], "--users cannot be used with --sequence"),
+            (["--users", "dan"], "users are unknown"),
             (["--sequence", "i1", "--save-states", "states.bin"], "ends in .safetensors"),
             (["--states", str(tmp_path / "two.safetensors"), "--sequence", "i1"], "holds 2 users"),
             (["--states", str(tmp_path / "none.safetensors")], "there is no state file"),

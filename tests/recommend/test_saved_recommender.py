@@ -30,7 +30,7 @@ def fitted() -> Recommender:
     users = [user for user, events in enumerate(dataset.histories.lengths) for _ in range(events)]
     items = dataset.catalogue.names(dataset.histories.items)
     frame = pl.DataFrame({"user": users, "item": items, "time": dataset.histories.times})
-    return Recommender.fit(frame, log={"every": 1}, **QUICK)  # `log` is a section of the settings, too
+    return Recommender.fit(frame, log={"every": 1}, **QUICK)  # `log` is a section of the settings
 
 
 def test_only_recommenders_are_replaced(fitted: Recommender, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_saved_recommender_is_evaluated(
     fitted.save(tmp_path / "without", histories=False)
     capsys.readouterr()
     assert main(["evaluate", "rec", str(tmp_path / "without"), "--device", "cpu"]) == 2
-    assert "trained on a DataFrame that is not saved with it: give a log with --data" in capsys.readouterr().err
+    assert "trained on a DataFrame that is not saved with it: give events with --data" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no histories came with the model"):
         Recommender.load(tmp_path / "without", device="cpu").recommend(users=[1])
 

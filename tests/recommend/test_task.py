@@ -29,7 +29,7 @@ def dataset() -> Dataset:
 
 @pytest.mark.parametrize("split", ["leave_one_out", "global_time"])
 def test_nothing_that_is_held_out_is_learned_from(tmp_path: Path, dataset: Dataset, split: str) -> None:
-    """Every (user, item) pair of the log is there once, so that what is held out can be told from the rest."""
+    """Every (user, item) pair occurs once, so that held-out events can be recognised."""
     task = RecTask(small(tmp_path, data={"split": split}), dataset)
     batch = task.samples(np.arange(len(task.table)), torch.device("cpu"))
     learned = {
@@ -112,7 +112,7 @@ def test_validation_is_a_ranking_of_all_items(tmp_path: Path, dataset: Dataset, 
 
 def test_everything_said_of_a_log_reaches_its_recipe() -> None:
     said: dict[str, Any] = {
-        "source": "log",
+        "source": "events.csv",
         "format": "csv",
         "user": "u",
         "item": "i",

@@ -228,7 +228,7 @@ def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
         read_events(tmp_path / "events.csv")
 
 
-def test_duplicates_are_counted_and_dropped_only_if_told() -> None:
+def test_duplicates_are_counted_and_dropped_only_on_request() -> None:
     frame = pl.DataFrame([*ROWS, ROWS[0], ROWS[3], ROWS[0]], schema=["user", "item", "time"], orient="row")
     kept = read_events(frame).to_dataset()
     assert kept.manifest["counts"]["duplicates"] == 3
@@ -369,7 +369,7 @@ except ImportError as error:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"user,item\na,b\n\xe9,c\n", r"events\.csv is not UTF-8 text: .* in line 3$"),
         (
@@ -379,7 +379,7 @@ except ImportError as error:
         (b"customer,item\na,b\n", r"no column with a usual name for the user.* --data\.user NAME"),
     ],
 )
-def test_a_bad_table_is_told_with_its_line_or_flag(tmp_path: Path, content: bytes, told: str) -> None:
+def test_errors_of_a_bad_table_name_its_line_or_flag(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "events.csv").write_bytes(content)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_events(tmp_path / "events.csv")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.recommend.events.histories import Histories
-from prism.recommend.events.samples import Samples, contexts
+from prism.recommend.events.histories import Histories, contexts
+from prism.recommend.events.samples import Samples
 from prism.recommend.events.split import check_leakage, global_time, leave_one_out
 
 
