@@ -153,5 +153,5 @@ def test_every_setting_has_a_flag_and_a_text(capsys: pytest.CaptureFixture[str])
 
     for flag in flags(RecSettings()):
         assert flag in shown
-    for phrase in ("Epochs between validations", "as in SASRec", "counts each for the items it stands for"):
+    for phrase in ("Epochs between validations", "as in SASRec", "Apply the logQ correction"):
         assert phrase in " ".join(shown.replace("│", " ").split())

@@ -198,7 +198,7 @@ def test_a_model_with_gaps_needs_times(model: PrismForRecommendation, split: Spl
             Sampled(**wrong)
 
 
-def test_a_log_in_terms_of_another_catalogue() -> None:
+def test_events_with_the_item_rows_of_another_catalogue() -> None:
     dataset = synthetic_dataset(users=10, items=120, events=200)
     names = list(dataset.catalogue.items)
     catalogue = Catalogue([*names[:3], "another", *names[5:]])
@@ -209,7 +209,7 @@ def test_a_log_in_terms_of_another_catalogue() -> None:
     assert other.manifest["counts"]["unknown_items"] == 2
     assert len(other.histories.items) + other.manifest["counts"]["events_of_unknown_items"] == 200
     assert other.digest != dataset.digest
-    with pytest.raises(ValueError, match="no event whose item the model knows"):
+    with pytest.raises(ValueError, match="no event is of an item that the model knows"):
         reindex_items(dataset, Catalogue(["else"]))
 
 

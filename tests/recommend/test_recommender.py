@@ -79,7 +79,7 @@ def test_users_are_their_histories() -> None:
     with pytest.raises(ValueError, match="1 of 1 users are unknown: 'dan'"):
         it.recommend(["dan"])
     alone = Recommender(it.model, it.catalogue)
-    with pytest.raises(ValueError, match="no histories came with the model"):
+    with pytest.raises(ValueError, match="the model has no histories"):
         alone.recommend(["eve"])
 
 
@@ -107,7 +107,7 @@ def test_someone_new_gets_what_is_popular() -> None:
 def test_unknown_items_are_left_out_or_refused() -> None:
     it = recommender()
     expected = it.recommend(sequences=[["i1", "i3"]])
-    with pytest.warns(UserWarning, match="1 of 3 events are left out, the model does not know 'new'"):
+    with pytest.warns(UserWarning, match="1 of 3 events are dropped: the model does not know 'new'"):
         found = it.recommend(sequences=[["i1", "new", "i3"]])
     assert found.items == expected.items
     with pytest.warns(UserWarning, match="2 of 2 events"):
@@ -196,8 +196,8 @@ def test_bad_input_is_named() -> None:
     it = recommender()
     states = it.start(2)
     for call, words in (
-        (lambda: it.recommend(), "one of them"),
-        (lambda: it.recommend(["ann"], sequences=[["i1"]]), "one of them"),
+        (lambda: it.recommend(), "exactly one of users"),
+        (lambda: it.recommend(["ann"], sequences=[["i1"]]), "exactly one of users"),
         (lambda: it.recommend(["ann"], k=0), "k must be at least 1"),
         (lambda: it.recommend(["ann"], max_length=-1), "max_length must be"),
         (lambda: it.recommend(["ann"], exclude=[]), "one list of items for each of 1"),
@@ -279,7 +279,7 @@ def test_time_none_keeps_the_order_of_the_rows_and_features_are_columns() -> Non
 
 
 def test_a_column_named_in_two_places_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"fit is given user='a' and data\['user'\]='b': give one of them"):
+    with pytest.raises(ValueError, match=r"fit got both user='a' and data\['user'\]='b': give one of them"):
         Recommender.fit(frame(), user="a", data={"user": "b"})
 
 

@@ -60,7 +60,7 @@ def test_a_saved_recommender_is_evaluated(
     capsys.readouterr()
     assert main(["evaluate", "rec", str(tmp_path / "without"), "--device", "cpu"]) == 2
     assert "trained on a DataFrame that is not saved with it: give events with --data" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="no histories came with the model"):
+    with pytest.raises(ValueError, match="the model has no histories"):
         Recommender.load(tmp_path / "without", device="cpu").recommend(users=[1])
 
 

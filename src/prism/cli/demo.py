@@ -104,9 +104,9 @@ def _check_output(output: Path) -> None:
         )
 
 
-def _is_demo(figures: Path) -> bool:
+def _is_demo(results: Path) -> bool:
     try:
-        return {"models", "recall"} <= set(read_json(figures)["results"])
+        return {"models", "recall"} <= set(read_json(results)["results"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

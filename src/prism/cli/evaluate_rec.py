@@ -20,7 +20,7 @@ from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
 from prism.recommend.evaluate import Sampled, evaluate_split, protocol_line
 from prism.recommend.events import Dataset
-from prism.recommend.report import FEW_TARGETS, SHOWN_AT, figure_table, group_table, is_small
+from prism.recommend.report import FEW_TARGETS, SHOWN_AT, group_table, is_small, metric_table
 from prism.recommend.report import report as write_report
 from prism.recommend.saved import model_folder, training_of
 from prism.reports.results import write_results
@@ -106,16 +106,16 @@ def show(results: Mapping[str, Any]) -> None:
     console, line = Console(highlight=False), protocol_line(results["protocol"])
     metrics, errors, label = results["metrics"], results["standard_errors"], results["protocol"]["label"]
     names = [f"{label}{name}@{SHOWN_AT}" for name in ("HR", "NDCG")]
-    figures = _table(f"{results['targets']:,} held-out events", *figure_table(results, spread=False))
+    overall = _table(f"{results['targets']:,} held-out events", *metric_table(results, spread=False))
     if results["targets"] > 1:
-        figures.caption = ", ".join(f"{name} {metrics[name]:.4f} ± {errors[name]:.4f}" for name in names)
+        overall.caption = ", ".join(f"{name} {metrics[name]:.4f} ± {errors[name]:.4f}" for name in names)
     by_length = results["by_history_length"]
     grouped = _table("By events before the target", *group_table(by_length, names))
     if any(map(is_small, by_length)):
         grouped.caption = f"grey: fewer than {FEW_TARGETS} targets, too few to compare"
     for row, group in zip(grouped.rows, by_length, strict=True):
         row.style = "dim" if is_small(group) else None
-    for table in (figures, grouped):
+    for table in (overall, grouped):
         console.print(table)
         console.print(line, style="dim")
 

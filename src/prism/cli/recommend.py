@@ -64,7 +64,7 @@ def recommend(
         raise ValueError("a state has read all events: --max-length cannot be used with --states and --save-states")
     with _plain_warnings():
         recommender = Recommender.load(model, data, device)
-        moments = [times] if times else None
+        event_times = [times] if times else None
         if users:
             unwanted = [exclude] * len(users)
             found = recommender.recommend(users, k=k, filter_seen=filter_seen, exclude=unwanted, max_length=max_length)
@@ -74,19 +74,19 @@ def recommend(
                 k=k,
                 filter_seen=filter_seen,
                 exclude=[exclude],
-                times=moments,
+                times=event_times,
                 max_length=max_length,
             )
         else:
-            held = recommender.start(1) if states is None else UserStates.load(states, recommender.device)
+            current = recommender.start(1) if states is None else UserStates.load(states, recommender.device)
             if sequence:
-                if len(held) != 1:
-                    raise ValueError(f"{states} holds {len(held)} users: --sequence needs the state of one user")
-                held = recommender.observe(held, [sequence], moments)
+                if len(current) != 1:
+                    raise ValueError(f"{states} holds {len(current)} users: --sequence needs the state of one user")
+                current = recommender.observe(current, [sequence], event_times)
             had = sequence if filter_seen else ()
-            found = recommender.recommend(states=held, k=k, exclude=[(*exclude, *had)] * len(held))
+            found = recommender.recommend(states=current, k=k, exclude=[(*exclude, *had)] * len(current))
             if save_states is not None:
-                held.save(save_states)
+                current.save(save_states)
     names: Sequence[Any] = users or range(len(found))
     if json:
         _print_json(found, names)

@@ -158,7 +158,7 @@ def evaluate_ranking(
     )
     label = "" if sampled is None else "sampled "
 
-    def figures(of: Ranking) -> dict[str, Any]:
+    def metrics_of(of: Ranking) -> dict[str, Any]:
         return {
             "targets": len(of),
             "metrics": {label + name: value for name, value in of.metrics().items()},
@@ -166,7 +166,7 @@ def evaluate_ranking(
         }
 
     def grouped(groups: list[tuple[str, np.ndarray]]) -> list[dict[str, Any]]:
-        return [{"group": name, **figures(ranking.take(rows))} for name, rows in groups if rows.any()]
+        return [{"group": name, **metrics_of(ranking.take(rows))} for name, rows in groups if rows.any()]
 
     ranked = (
         f"all {num_items:,} items" if sampled is None else f"target and {sampled.count:,} sampled items ({sampled.by})"
@@ -181,7 +181,7 @@ def evaluate_ranking(
             "ties": "count against the target",
             "items": num_items,
         },
-        **figures(ranking),
+        **metrics_of(ranking),
         "coverage": recommended.coverage(),
         "by_history_length": grouped(history_lengths(targets.ends)),
         "by_popularity": grouped(item_popularity(targets.items, popularity)),

@@ -87,13 +87,13 @@ class Ranking:
     def per_target(self, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, np.ndarray]:
         """Every metric for every target, float64 `[M]`."""
         rank = self.ranks.astype(np.float64)
-        figures = {}
+        metrics = {}
         for name, gain in (("HR", np.ones_like(rank)), ("NDCG", 1 / np.log2(1 + rank)), ("MRR", 1 / rank)):
             for k in cutoffs:
-                figures[f"{name}@{k}"] = np.where(self.ranks <= k, gain, 0.0)
+                metrics[f"{name}@{k}"] = np.where(self.ranks <= k, gain, 0.0)
         others = np.maximum(self.candidates - 1, 1)  # a target without rivals: AUC 1
-        figures["AUC"] = 1 - (rank - 1) / others
-        return figures
+        metrics["AUC"] = 1 - (rank - 1) / others
+        return metrics
 
     def metrics(self, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, float]:
         """Every metric, as the mean over the targets."""

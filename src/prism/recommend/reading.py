@@ -42,7 +42,7 @@ def as_histories(
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     asked = [item for row in rows for item in row]
     found = catalogue.rows(asked)
-    moments = None if times is None else _times_array(times, lengths)
+    event_times = None if times is None else _times_array(times, lengths)
     known = found > 0
     if not known.all():
         lost = [item for item, is_known in zip(asked, known, strict=True) if not is_known]
@@ -52,7 +52,7 @@ def as_histories(
         warnings.warn(f"{len(lost)} of {len(asked)} events are dropped: the model does not know {shown}", stacklevel=4)
     kept = np.concatenate([[0], np.cumsum(known)])
     offsets = kept[np.concatenate([[0], np.cumsum(lengths)])]
-    return Histories(offsets, found[known], None if moments is None else moments[known])
+    return Histories(offsets, found[known], None if event_times is None else event_times[known])
 
 
 def is_list(events: Any) -> bool:
@@ -70,18 +70,18 @@ def as_list(events: Any) -> Sequence[Any]:
 
 
 def _times_array(times: Sequence[Any], lengths: np.ndarray) -> np.ndarray:
-    rows = [as_list(moments) for moments in times]
+    rows = [as_list(event_times) for event_times in times]
     if [len(row) for row in rows] != lengths.tolist():
         raise ValueError("times must have the shape of the events: one number for each event")
     try:
-        moments = np.array([moment for row in rows for moment in row], dtype=np.float64)
+        event_times = np.array([time for row in rows for time in row], dtype=np.float64)
     except (TypeError, ValueError):
-        moments = np.array([np.nan])
-    if not np.isfinite(moments).all():
+        event_times = np.array([np.nan])
+    if not np.isfinite(event_times).all():
         raise ValueError(
             "times must be finite numbers, in the unit of the training events (for dates: seconds since 1970, UTC)"
         )
-    return moments
+    return event_times
 
 
 PAIRS_AT_ONCE = 2**26
@@ -161,11 +161,11 @@ def _advance_batch(
     last, row = torch.from_numpy(counts - 1).to(device), torch.arange(len(states), device=device)
     gaps, last_time = None, states.last_time
     if model.config.time_gaps:
-        moments = torch.from_numpy(_require_times(histories.times)[places]).to(device)
-        first = torch.where(last_time.isnan(), moments[:, 0], last_time)
-        gaps = (moments - torch.cat([first[:, None], moments[:, :-1]], 1)).masked_fill(~real, 0.0)
+        event_times = torch.from_numpy(_require_times(histories.times)[places]).to(device)
+        first = torch.where(last_time.isnan(), event_times[:, 0], last_time)
+        gaps = (event_times - torch.cat([first[:, None], event_times[:, :-1]], 1)).masked_fill(~real, 0.0)
         gaps = gaps.float()  # the dtype of the histories' gaps: a rounding difference may be another bucket
-        last_time = moments[row, last]
+        last_time = event_times[row, last]
     cache = PrismCache()
     cache.update(list(states.layers), 0)
     out = model(inputs, real, gaps, cache, use_cache=True)

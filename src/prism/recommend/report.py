@@ -94,8 +94,8 @@ def report(
         tiles(_tiles(results)),
         *([facts(about)] if about else []),
         commands(command),
-        heading("Figures"),
-        table(*figure_table(results)),
+        heading("Metrics"),
+        table(*metric_table(results)),
         paragraph(
             f"{line}. ± is the standard error over targets. HR: fraction of targets in the list; NDCG and MRR: more if "
             "further up; AUC: fraction of the other candidates placed below the target; coverage: fraction of all items in "
@@ -171,7 +171,7 @@ def _bias(bias: Mapping[str, Any], line: str) -> list[str]:
     return [figure([chart], f"Recommended items compared with the training events: {line}.", names)]
 
 
-def figure_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[str], list[list[str]]]:
+def metric_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the metrics: a row per metric, a column per cutoff; `spread` adds the standard errors."""
     metrics, errors, coverage = results["metrics"], results["standard_errors"], results["coverage"]
     label = results["protocol"]["label"]

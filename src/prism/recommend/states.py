@@ -88,14 +88,14 @@ class UserStates:
             if key.startswith("layers."):
                 _, layer, name = key.split(".", 2)
                 layers.setdefault(int(layer), {})[name] = x
-        held = cls(
+        loaded = cls(
             tuple(State.load(layers[i]) for i in sorted(layers)),
             tensors["hidden"],
             tensors["events"],
             tensors["last_time"],
             {name: value for name, value in about.items() if name != "format"},
         )
-        return held.to(device)
+        return loaded.to(device)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> UserStates:
         return replace(

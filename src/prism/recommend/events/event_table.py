@@ -279,14 +279,14 @@ def _parsed(texts: pl.Series, where: str) -> pl.Series:
         if not numbers.null_count():
             return numbers
     try:
-        moments = texts.str.to_datetime(strict=False)
+        dates = texts.str.to_datetime(strict=False)
     except pl.exceptions.PolarsError:  # no date format that polars knows
-        moments = pl.Series([None] * len(texts), dtype=pl.Datetime)
-    if moments.null_count():
-        neither = texts.filter(moments.is_null() & numbers.is_null())
+        dates = pl.Series([None] * len(texts), dtype=pl.Datetime)
+    if dates.null_count():
+        neither = texts.filter(dates.is_null() & numbers.is_null())
         example = (neither if len(neither) else texts)[0]
         raise ValueError(f"column {texts.name!r} of {where} holds {example!r}, neither a number nor an ISO 8601 time")
-    return moments
+    return dates
 
 
 def _labels(column: pl.Series, where: str) -> pl.Series:

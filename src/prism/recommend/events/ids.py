@@ -94,8 +94,8 @@ class Users(Ids):
         return self.users
 
     @classmethod
-    def from_json(cls, held: dict[str, Any]) -> Users:
-        return cls(held["users"])
+    def from_json(cls, content: dict[str, Any]) -> Users:
+        return cls(content["users"])
 
     @classmethod
     def load(cls, path: Path) -> Users:
@@ -136,12 +136,12 @@ class Catalogue(Ids):
         return {**super().to_json(), "features": features}
 
     @classmethod
-    def from_json(cls, held: dict[str, Any]) -> Catalogue:
+    def from_json(cls, content: dict[str, Any]) -> Catalogue:
         features = {
             name: Feature(feature["values"], np.array(feature["of_item"], dtype=np.int64))
-            for name, feature in held["features"].items()
+            for name, feature in content["features"].items()
         }
-        return cls(held["items"], features)
+        return cls(content["items"], features)
 
     @classmethod
     def load(cls, path: Path) -> Catalogue:

@@ -33,8 +33,8 @@ class RecBatch:
     users: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        held = {name: getattr(self, name) for name in ("inputs", "targets", "mask", "gaps", "users")}
-        return {name: value for name, value in held.items() if value is not None}
+        tensors = {name: getattr(self, name) for name in ("inputs", "targets", "mask", "gaps", "users")}
+        return {name: value for name, value in tensors.items() if value is not None}
 
     def __getitem__(self, rows: slice | Tensor) -> RecBatch:
         return self._map(lambda x: x[rows])
