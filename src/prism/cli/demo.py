@@ -44,8 +44,8 @@ def demo(
 
     Args:
         output: folder for report.html, the models and the results as JSON; those of an earlier demo are replaced.
-        minutes: approximate duration on 2 idle cores. It only sets `steps`: the same value gives the same models on any
-            machine of the same type, busy or not.
+        minutes: approximate duration on 2 idle cores. It only sets `steps`.
+            The same value gives the same models on any machine of the same type, busy or not.
         steps: training steps of each language model. None: 90 per minute, at least 40.
         recall_steps: training steps of the recall probe. None: its default.
         prompt: text that the samples start with.

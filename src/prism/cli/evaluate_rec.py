@@ -46,13 +46,13 @@ def evaluate_rec(
 
     Args:
         model: folder of a saved recommender, or run folder of `prism train rec`.
-        data: evaluate on other events, read and split in the same way; events of items that the model does not know are
-            dropped and counted. None: the training data's held-out events.
+        data: other events to evaluate on, read and split in the same way. None: the held-out events of the training data.
+            Events of items that the model does not know are dropped and counted.
         split: which held-out events to rank.
         max_length: most events of a history to read. None: as many as in training.
         filter_seen: leave out items that the user already had (the target is always ranked).
-        sampled: rank the target among this many sampled items instead of all. Such metrics are labelled "sampled"; do not
-            compare them with full ones.
+        sampled: rank the target among this many sampled items instead of all.
+            Such metrics are labelled "sampled"; do not compare them with full ones.
         sampled_by: how the other items are sampled.
         batch: targets at once; changes memory and speed, not the result.
         output: folder for results.json (with command and machine) and report.html.

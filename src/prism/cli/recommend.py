@@ -41,8 +41,8 @@ def recommend(
     Args:
         model: folder of a saved recommender, or run folder of `prism train rec`.
         users: ids of users in the training events, or in --data.
-        sequence: item ids of one history, in order; with --states, the new events of its one user. Items that the model
-            does not know are dropped, with a warning.
+        sequence: item ids of one history, in order; with --states, the new events of its one user.
+            Items that the model does not know are dropped, with a warning.
         times: times of the events of --sequence, in the unit of the training events, for models with time gaps.
         states: file of user states, written with --save-states; its users are 0, 1, …
         save_states: write the states after the sequence to this file (.safetensors); --states continues from it.

@@ -44,8 +44,8 @@ class RecModelSettings(StackSettings):
 @dataclass(frozen=True)
 class LossSettings:
     name: Literal["full_softmax", "sampled_softmax", "bce", "gbce"] = "full_softmax"
-    """full_softmax compares with all items. With sampled negatives: sampled_softmax, bce (binary cross-entropy), or gbce
-    (gSASRec's calibrated bce)."""
+    """full_softmax compares with all items.
+    With sampled negatives: sampled_softmax, bce (binary cross-entropy), or gbce (gSASRec's calibrated bce)."""
     negatives: Literal["uniform", "popularity", "in_batch"] = "uniform"
     """How negatives are sampled: uniform over all items, by popularity, or from the other targets of the batch."""
     count: int = 256
@@ -67,8 +67,8 @@ class RecValidationSettings(ValidationSettings):
     sequences: int = 0
     """Number of held-out events to predict, spread evenly. 0: all."""
     metric: str = "NDCG@10"
-    """Metric that chooses the best model, on a ranking of all items: HR, NDCG or MRR at 1, 5, 10, 20, 50, 100, 200 or 500,
-    such as NDCG@10; or AUC."""
+    """Metric that chooses the best model, on a ranking of all items.
+    HR, NDCG or MRR at 1, 5, 10, 20, 50, 100, 200 or 500 (such as NDCG@10), or AUC."""
     filter_seen: bool = True
     """Leave out items that the user already had."""
 

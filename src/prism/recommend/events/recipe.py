@@ -30,9 +30,13 @@ class Synthetic:
     """Size and seed of the synthetic events, which are used when no source is given; see synthetic.py."""
 
     users: int = 600
+    """Number of users."""
     items: int = 400
+    """Number of items to choose from."""
     events: int = 40_000
+    """Number of events in total."""
     seed: int = 0
+    """Seed of the events."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,8 @@ class EventRecipe:
     """Everything that the arrays depend on."""
 
     source: str | None = None
-    """File of events: csv, tsv, parquet, RecBole's .inter, or lines "user item" or "user item item …" (text also as .gz or
-    .xz); or a folder of prepared events. None: synthetic events of users whose interests drift."""
+    """File of events: csv, tsv, parquet, RecBole's .inter, or lines "user item item …" (text also as .gz or .xz).
+    Or a folder of prepared events. None: synthetic events of users whose interests drift."""
     format: str = "auto"
     """File format: auto, csv, tsv, inter, parquet or lines. auto: from the file name and the first lines."""
     user: str = "auto"
@@ -64,12 +68,13 @@ class EventRecipe:
 @dataclass(frozen=True)
 class RecDataSettings(EventRecipe):
     split: Literal["leave_one_out", "global_time"] = "leave_one_out"
-    """What is held out. leave_one_out: each user's last event for test, the one before for validation. global_time: all
-    events after a point in time."""
+    """What is held out.
+    leave_one_out: each user's last event for test, the one before for validation.
+    global_time: all events after a point in time."""
     valid_from: float | None = None
-    """global_time: start of validation, in the unit of the time column. None: the last fifth of the events begins there."""
+    """global_time: start of validation, in the unit of the time column. None: where the last fifth of the events begins."""
     test_from: float | None = None
-    """global_time: start of the test. None: the last tenth of the events begins there."""
+    """global_time: start of the test. None: where the last tenth of the events begins."""
     length: int = 50
     """Events per training sample, and most events of a history that are read when ranking."""
     order: Literal["windows", "last"] = "windows"
