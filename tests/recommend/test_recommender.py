@@ -214,7 +214,10 @@ def test_bad_input_is_named() -> None:
         (lambda: it.observe(states, ["i1"]), "one entry for each of the 2 users"),
         (lambda: it.observe(states, ["i1", "i2"], [1.0, float("nan")]), "finite"),
         (lambda: Recommender(it.model, Catalogue(["a"])), "the catalogue has 1 items, but the model 12"),
-        (lambda: Recommender(it.model, it.catalogue, Users(["a"]), it.histories), "must have the same length, got 1 and 3"),
+        (
+            lambda: Recommender(it.model, it.catalogue, Users(["a"]), it.histories),
+            "must have the same length, got 1 and 3",
+        ),
         (lambda: UserStates.concatenate([]), "must not be empty"),
         (lambda: Recommender.fit("events.csv", data={"source": "other.csv"}), "leave it out"),
     ):

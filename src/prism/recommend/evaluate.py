@@ -26,14 +26,12 @@ from torch import Tensor
 from prism.models import PrismForRecommendation
 from prism.recommend.events.histories import Histories, contexts
 from prism.recommend.events.split import Split, Targets
-from prism.recommend.ranking import CUTOFFS, SCORES_AT_ONCE, Ranking, candidates, count, ranks
+from prism.recommend.ranking import CUTOFFS, EVENTS_AT_ONCE, SCORES_AT_ONCE, Ranking, candidates, count, ranks
 from prism.recommend.results import top_k
 
 Progress = Callable[[int, int], None]
 """Called with (targets done, targets in total)."""
 BATCH = 256
-EVENTS_AT_ONCE = 2**17
-"""Most events read at once, for any batch size: histories may have thousands of events."""
 _LENGTHS = (0, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 _DECILES = 10
 

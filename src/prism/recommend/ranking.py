@@ -23,6 +23,8 @@ from torch import Tensor
 CUTOFFS = (1, 5, 10, 20, 50, 100, 200, 500)
 SCORES_AT_ONCE = 2**25
 """Most scores (users × items) held at once, in evaluation and in serving: a catalogue may have millions of items."""
+EVENTS_AT_ONCE = 2**17
+"""Most events read at once, for any batch size: histories may have thousands of events."""
 _BLOCK = 128
 
 

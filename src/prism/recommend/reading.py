@@ -18,12 +18,14 @@ from torch import Tensor
 from prism import rules
 from prism.models import PrismCache, PrismForRecommendation
 from prism.models.loading import identity
-from prism.recommend.evaluate import EVENTS_AT_ONCE
 from prism.recommend.events import Catalogue, Histories
 from prism.recommend.events.histories import contexts
+from prism.recommend.ranking import EVENTS_AT_ONCE
 from prism.recommend.states import UserStates
 
 Unknown = Literal["skip", "error"]
+PAIRS_AT_ONCE = 2**26
+"""Most pairs of an event and an earlier one at once, for models that attend to all earlier events."""
 
 
 def as_histories(
@@ -82,10 +84,6 @@ def _times_array(times: Sequence[Any], lengths: np.ndarray) -> np.ndarray:
             "times must be finite numbers, in the unit of the training events (for dates: seconds since 1970, UTC)"
         )
     return event_times
-
-
-PAIRS_AT_ONCE = 2**26
-"""Most pairs of an event and an earlier one at once, for models that attend to all earlier events."""
 
 
 def encode(model: PrismForRecommendation, histories: Histories, max_length: int | None) -> Tensor:
