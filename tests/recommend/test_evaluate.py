@@ -12,8 +12,8 @@ import torch
 
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend.evaluate import (
-    Recommended,
     Sampled,
+    TopKCounts,
     evaluate_ranking,
     evaluate_split,
     protocol_line,
@@ -136,7 +136,7 @@ def test_popularity_is_that_of_what_was_learned_from(model: PrismForRecommendati
 
 
 def test_coverage_counts_what_is_in_the_lists(model: PrismForRecommendation, split: Split) -> None:
-    recommended = Recommended(ITEMS)
+    recommended = TopKCounts(ITEMS)
     how = {"max_length": 20, "filter_seen": False}
     rank_targets(model, split.test, split.histories, recommended=recommended, **how)
     assert set(recommended.counts) == {1, 5, 10, 20}, "no list is longer than the catalogue"
@@ -167,9 +167,9 @@ def test_sampled_by_popularity_draws_what_is_popular(model: PrismForRecommendati
     """The share of tries in which a rare item is drawn is far below that of a popular one."""
     popularity = np.array([0, 1000, *[10] * (ITEMS - 2), 0])
     wanted = torch.full((400,), 2)
-    taking_part = torch.ones(400, ITEMS + 1, dtype=torch.bool)
-    taking_part[:, 0] = False
-    kept = sampler(Sampled(3, "popularity"), ITEMS, popularity)(taking_part, wanted, np.arange(400))
+    candidate_mask = torch.ones(400, ITEMS + 1, dtype=torch.bool)
+    candidate_mask[:, 0] = False
+    kept = sampler(Sampled(3, "popularity"), ITEMS, popularity)(candidate_mask, wanted, np.arange(400))
     assert (kept.sum(1) == 4).all() and kept[:, 2].all()
     share = kept.float().mean(0)
     assert share[1] > 0.95 and share[ITEMS] == 0 and not kept[:, 0].any()

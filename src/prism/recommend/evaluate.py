@@ -51,20 +51,22 @@ class Sampled:
             raise ValueError(f"sampled_by must be 'uniform' or 'popularity', got {self.by!r}")
 
 
-class Recommended:
+class TopKCounts:
     """Count the items in the top-k lists: int64 `[N + 1]` for every cutoff."""
 
     def __init__(self, num_items: int, cutoffs: tuple[int, ...] = CUTOFFS) -> None:
         self.cutoffs = tuple(k for k in cutoffs if k <= num_items) or (num_items,)
         self.counts = {k: np.zeros(num_items + 1, dtype=np.int64) for k in self.cutoffs}
 
-    def add(self, scores: Tensor, taking_part: Tensor) -> None:
-        lists = top_k(scores, taking_part, self.cutoffs[-1]).cpu().numpy()
+    def add(self, scores: Tensor, candidate_mask: Tensor) -> None:
+        """Count the lists of a batch; scores and candidate_mask `[B, N + 1]`."""
+        lists = top_k(scores, candidate_mask, self.cutoffs[-1]).cpu().numpy()
         for k, counts in self.counts.items():
             counts += np.bincount(lists[:, :k].ravel(), minlength=len(counts))
             counts[0] = 0
 
     def coverage(self) -> dict[str, float]:
+        """Fraction of all items that are in at least one list, for every cutoff."""
         return {f"coverage@{k}": float((counts[1:] > 0).mean()) for k, counts in self.counts.items()}
 
 
@@ -79,7 +81,7 @@ def rank_targets(
     batch: int = BATCH,
     sampled: Sampled | None = None,
     popularity: np.ndarray | None = None,
-    recommended: Recommended | None = None,
+    recommended: TopKCounts | None = None,
     progress: Progress | None = None,
 ) -> Ranking:
     """Rank each target, in the order of `targets`.
@@ -108,13 +110,13 @@ def rank_targets(
         scores = _scores(model, part, histories, max_length)
         wanted = torch.from_numpy(part.items).to(scores.device)
         seen = _seen(part, histories).to(scores.device) if filter_seen else None
-        taking_part = candidates(num_items, wanted, seen)
+        candidate_mask = candidates(num_items, wanted, seen)
         if recommended is not None:
-            recommended.add(scores, taking_part)
+            recommended.add(scores, candidate_mask)
         if others is not None:
-            taking_part = others(taking_part, wanted, rows)
-        found[0, rows] = ranks(scores, wanted, taking_part=taking_part).cpu().numpy()
-        found[1, rows] = count(taking_part).cpu().numpy()
+            candidate_mask = others(candidate_mask, wanted, rows)
+        found[0, rows] = ranks(scores, wanted, candidate_mask=candidate_mask).cpu().numpy()
+        found[1, rows] = count(candidate_mask).cpu().numpy()
         done += len(rows)
         if progress is not None:
             progress(done, len(targets))
@@ -141,7 +143,7 @@ def evaluate_ranking(
     """
     num_items = model.config.num_items
     popularity = histories.counts(num_items) if popularity is None else popularity
-    recommended = Recommended(num_items)
+    recommended = TopKCounts(num_items)
     ranking = rank_targets(
         model,
         targets,
@@ -223,16 +225,16 @@ def sampler(
         weights = np.maximum(popularity, 1e-9).astype(np.float64)
     log_weights = torch.from_numpy(np.log(weights))
 
-    def keep(taking_part: Tensor, wanted: Tensor, rows: np.ndarray) -> Tensor:
+    def keep(candidate_mask: Tensor, wanted: Tensor, rows: np.ndarray) -> Tensor:
         # Gumbel top-k: the largest log-weights with noise are a weighted draw without replacement
         noise = np.stack(
             [np.random.default_rng((sampled.seed, row)).gumbel(size=num_items + 1) for row in rows.tolist()]
         )
-        keys = (log_weights + torch.from_numpy(noise)).to(taking_part.device)
-        free = taking_part.scatter(1, wanted[:, None], False)
+        keys = (log_weights + torch.from_numpy(noise)).to(candidate_mask.device)
+        free = candidate_mask.scatter(1, wanted[:, None], False)
         keys = keys.masked_fill(~free, -torch.inf)
         drawn = keys.topk(sampled.count, dim=1).indices
-        kept = torch.zeros_like(taking_part).scatter_(1, drawn, True) & free
+        kept = torch.zeros_like(candidate_mask).scatter_(1, drawn, True) & free
         return kept.scatter_(1, wanted[:, None], True)
 
     return keep

@@ -41,20 +41,22 @@ def candidates(num_items: int, targets: Tensor, exclude: Tensor | None = None) -
     return mask.scatter_(1, targets[:, None], True)
 
 
-def ranks(scores: Tensor, targets: Tensor, exclude: Tensor | None = None, taking_part: Tensor | None = None) -> Tensor:
+def ranks(
+    scores: Tensor, targets: Tensor, exclude: Tensor | None = None, candidate_mask: Tensor | None = None
+) -> Tensor:
     """Pessimistic ranks of the targets, from 1, int64 `[B]`; scores `[B, N + 1]`, targets int64 `[B]`.
 
     Args:
         exclude: see `candidates`.
-        taking_part: the mask of `candidates`, instead of `exclude`.
+        candidate_mask: the mask of `candidates`, instead of `exclude`.
     """
     if not torch.is_floating_point(scores) or scores.ndim != 2 or targets.shape != scores.shape[:1]:
         raise ValueError(f"scores must be [B, N + 1] and targets [B], got {list(scores.shape)}, {list(targets.shape)}")
-    if taking_part is None:
-        taking_part = candidates(scores.shape[1] - 1, targets, exclude)
+    if candidate_mask is None:
+        candidate_mask = candidates(scores.shape[1] - 1, targets, exclude)
     own = scores.gather(1, targets[:, None])
     return count(
-        (scores < own).logical_not_().logical_and_(taking_part)
+        (scores < own).logical_not_().logical_and_(candidate_mask)
     )  # the target is among them: ranks start from 1
 
 

@@ -93,9 +93,9 @@ def best_items(
     return Recommendations(rows, scores, catalogue)
 
 
-def top_k(scores: Tensor, taking_part: Tensor, k: int) -> Tensor:
+def top_k(scores: Tensor, candidate_mask: Tensor, k: int) -> Tensor:
     """The k best items of each row, best first, int64 `[B, k]`; 0 where fewer than k candidates have a score above -inf."""
-    usable = (scores > -torch.inf).logical_and_(taking_part)
+    usable = (scores > -torch.inf).logical_and_(candidate_mask)
     best = torch.where(usable, scores, -torch.inf).topk(min(k, scores.shape[1] - 1), dim=1)
     return best.indices * (best.values > -torch.inf)
 

@@ -23,6 +23,8 @@ from prism.recommend.events.synthetic import synthetic_dataset
 
 VERSION = 2
 """Raise it when the same events would give other arrays: old cache entries are then ignored."""
+_CACHE_FOLDER = "logs"
+"""Stays as it is, so that caches of earlier versions are found."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def prepare_dataset(
         return open_dataset(source, verify)
     if source is not None and not source.is_file():
         raise FileNotFoundError(not_there(str(recipe.source)))
-    cache = check_target((cache or default_cache()) / "logs", folder=True, name="data.cache")
+    cache = check_target((cache or default_cache()) / _CACHE_FOLDER, folder=True, name="data.cache")
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / _key(recipe, source)
     with FileLock(f"{folder}.lock"):
