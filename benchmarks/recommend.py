@@ -4,7 +4,7 @@
     python benchmarks/recommend.py ml-100k.inter --peer rectools/bin/python
     python benchmarks/recommend.py ml-100k.inter                                # ours alone
 
-Everything counts: reading the log, 20 epochs, ranking all items for every user's last event. Each run is a process of its
+Everything counts: reading the events, 20 epochs, ranking all items for every user's last event. Each run is a process of its
 own, whose imports are not timed, and they take turns, so that a busy moment hits them alike. Of the repeats the fastest
 stands for what the machine can do; all are in the file. Seen items are left out of the ranking, at most `--length` events of
 a history are read. Neither validates while training.
@@ -39,14 +39,14 @@ MODELS = ("sasrec", "prism", "gated_delta")
 
 def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
     """One of our models, end to end."""
-    import polars  # noqa: F401  (reading the log would import it on the clock)
+    import polars  # noqa: F401  (reading the events would import it on the clock)
     import torch
 
     from prism.models import PrismForRecommendation
     from prism.overrides import override
     from prism.recommend.evaluate import evaluate_ranking
     from prism.recommend.settings import PRESETS, preset
-    from prism.recommend.task import prepare_log, train_rec
+    from prism.recommend.task import prepare_dataset, train_rec
 
     torch.set_num_threads(settings["threads"])
     with tempfile.TemporaryDirectory() as folder:
@@ -73,13 +73,13 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
             "benchmark",
         )
         started = time.perf_counter()
-        log = prepare_log(chosen.data.recipe(), chosen.data.cache)
+        dataset = prepare_dataset(chosen.data.recipe(), chosen.data.cache)
         read = time.perf_counter()
-        outcome = train_rec(chosen, log, report=lambda step, loss: None)
+        outcome = train_rec(chosen, dataset, report=lambda step, loss: None)
         trained = time.perf_counter()
         assert outcome.model is not None
         recommender = PrismForRecommendation.from_pretrained(outcome.model).eval()
-        split = chosen.data.split_of(log.histories)
+        split = chosen.data.split_of(dataset.histories)
         found = evaluate_ranking(recommender, split.test, split.histories, max_length=settings["length"])
         ranked = time.perf_counter()
     return {
@@ -108,7 +108,9 @@ def start(command: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", help="a RecBole .inter file with user_id, item_id and timestamp, such as MovieLens-100K")
+    parser.add_argument(
+        "events", help="a RecBole .inter file with user_id, item_id and timestamp, such as MovieLens-100K"
+    )
     parser.add_argument("--peer", type=Path, help="a Python that has rectools[torch]")
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="presets or rules")
     parser.add_argument("--repeats", type=int, default=3)
@@ -120,16 +122,16 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = {name: getattr(arguments, name) for name in (*SETTINGS, "threads")}
     if arguments.one:
-        print(json.dumps(run_ours(arguments.log, arguments.one, settings)))
+        print(json.dumps(run_ours(arguments.events, arguments.one, settings)))
         return
 
     from prism.reports.results import write_results
 
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    commands = {name: [sys.executable, __file__, arguments.log, "--one", name, *flags] for name in arguments.models}
+    commands = {name: [sys.executable, __file__, arguments.events, "--one", name, *flags] for name in arguments.models}
     if arguments.peer is not None:
         script = str(Path(__file__).with_name("rectools_sasrec.py"))
-        commands["rectools-sasrec"] = [str(arguments.peer), script, arguments.log, json.dumps(settings)]
+        commands["rectools-sasrec"] = [str(arguments.peer), script, arguments.events, json.dumps(settings)]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
     for _ in range(arguments.repeats):
         for name, command in commands.items():

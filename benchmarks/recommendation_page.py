@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prism.reports.plots import COLORS, pyplot, save
+from prism.reports.results import COLORS, pyplot, save
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 NAMES = {
@@ -131,7 +131,7 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", help="lengths, or the name of a log")
+    parser.add_argument("what", help="lengths, or the name of a data set")
     parser.add_argument("results", type=Path)
     arguments = parser.parse_args()
     written = json.loads(arguments.results.read_text())

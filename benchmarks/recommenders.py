@@ -1,4 +1,4 @@
-"""Recommenders side by side on one log: leave-one-out, full ranking, several seeds, a budget that is the same for all.
+"""Recommenders side by side on one data set: leave-one-out, full ranking, several seeds, a budget that is the same for all.
 
     python benchmarks/recommenders.py ml-1m.txt --models sasrec hstu gated_delta prism-2 --seeds 0 1 2 --jobs 8
     python benchmarks/recommenders.py ml-1m.txt --models prism-2 prism-2@model.dropout=0.4 --validation-only
@@ -38,14 +38,14 @@ MODELS = {
 FIGURES = ("HR@10", "NDCG@10")
 
 
-def settings_of(log: str, model: str, seed: int, common: Sequence[str], out: Path) -> Any:
+def settings_of(source: str, model: str, seed: int, common: Sequence[str], out: Path) -> Any:
     """From `name@setting=value,…` to a run's settings."""
     from prism.overrides import override, read_toml_value
     from prism.recommend.settings import preset
 
     name, _, changes = model.partition("@")
     words = [*common, *MODELS.get(name, f"model.layers={name}").split(","), *filter(None, changes.split(","))]
-    chosen: dict[str, Any] = {"out": str(out), "seed": seed, "report": False, "data": {"source": log}}
+    chosen: dict[str, Any] = {"out": str(out), "seed": seed, "report": False, "data": {"source": source}}
     start = None
     for word in words:
         place, _, value = word.partition("=")
@@ -63,11 +63,11 @@ def settings_of(log: str, model: str, seed: int, common: Sequence[str], out: Pat
 
 def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]:
     """One model, one seed: train, and unless only validation is asked for, rank the test events once."""
-    log, model, seed, common, validation_only, threads = job
+    source, model, seed, common, validation_only, threads = job
     import torch
 
     from prism.models import PrismForRecommendation
-    from prism.recommend.events import open_prepared
+    from prism.recommend.events import open_dataset
     from prism.recommend.task import train_rec
     from prism.train.run import read_log
 
@@ -75,7 +75,7 @@ def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]
     torch.set_float32_matmul_precision("high")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        settings = settings_of(log, model, seed, common, Path(folder) / "run")
+        settings = settings_of(source, model, seed, common, Path(folder) / "run")
         outcome = train_rec(settings, report=lambda step, loss: None)
         trained = time.perf_counter() - started
         assert outcome.model is not None
@@ -101,7 +101,7 @@ def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]
         if not validation_only:
             from prism.recommend.evaluate import evaluate_ranking
 
-            split = settings.data.split_of(open_prepared(Path(log)).histories)
+            split = settings.data.split_of(open_dataset(Path(source)).histories)
             device = "cuda" if torch.cuda.is_available() else "cpu"
             found = evaluate_ranking(
                 recommender.to(device).eval(),
@@ -136,7 +136,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", help="a log in any format `prism train rec` reads, or a folder prepared from one")
+    parser.add_argument("events", help="events in any format `prism train rec` reads, or a folder prepared from one")
     parser.add_argument(
         "--models", nargs="+", default=["sasrec", "hstu", "linear", "mamba2", "gated_delta", *list(MODELS)[2:5]]
     )
@@ -147,13 +147,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "recommenders.json")
     arguments = parser.parse_args()
 
-    from prism.recommend.events import LogRecipe, prepare_log
+    from prism.recommend.events import EventRecipe, prepare_dataset
 
-    log = prepare_log(LogRecipe(source=arguments.log))  # once, before everyone asks for it
-    assert log.folder is not None
+    dataset = prepare_dataset(EventRecipe(source=arguments.events))  # once, before everyone asks for it
+    assert dataset.folder is not None
     threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
     jobs = [
-        (str(log.folder), model, seed, tuple(arguments.set), arguments.validation_only, threads)
+        (str(dataset.folder), model, seed, tuple(arguments.set), arguments.validation_only, threads)
         for seed in arguments.seeds
         for model in arguments.models
     ]
@@ -171,7 +171,7 @@ def main() -> None:
             except Exception as error:  # one run's failure must not cost the others
                 failed.append({"model": model, "seed": seed, "error": f"{type(error).__name__}: {error}"})
                 print(f"{model} seed {seed} failed: {failed[-1]['error']}", flush=True)
-            write_results(arguments.output, {"rows": rows, "failed": failed}, command=command, data=log.digest)
+            write_results(arguments.output, {"rows": rows, "failed": failed}, command=command, data=dataset.digest)
     print(summary(sorted(rows, key=lambda row: arguments.models.index(row["model"]))))
     print("written to", arguments.output)
 

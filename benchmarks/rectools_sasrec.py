@@ -25,13 +25,13 @@ def main(path: str, settings: dict) -> dict:
     torch.set_num_threads(settings["threads"])
     seed_everything(settings["seed"])
     started = time.perf_counter()
-    log = pd.read_csv(path, sep="\t").rename(columns=lambda name: name.split(":")[0])
-    log = log.sort_values(["user_id", "timestamp"], kind="stable")
-    log[Columns.Datetime] = pd.to_datetime(log["timestamp"], unit="s")
-    log[Columns.Weight] = 1.0
-    left = log.groupby("user_id").cumcount(ascending=False)
+    events = pd.read_csv(path, sep="\t").rename(columns=lambda name: name.split(":")[0])
+    events = events.sort_values(["user_id", "timestamp"], kind="stable")
+    events[Columns.Datetime] = pd.to_datetime(events["timestamp"], unit="s")
+    events[Columns.Weight] = 1.0
+    left = events.groupby("user_id").cumcount(ascending=False)
     columns = [Columns.User, Columns.Item, Columns.Weight, Columns.Datetime]
-    train, known, test = log.loc[left >= 2, columns], log.loc[left >= 1, columns], log.loc[left == 0, columns]
+    train, known, test = events.loc[left >= 2, columns], events.loc[left >= 1, columns], events.loc[left == 0, columns]
     read = time.perf_counter()
 
     model = SASRecModel(

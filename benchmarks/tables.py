@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from prism.reports.plots import pyplot
+from prism.reports.results import pyplot
 
 HERE = Path(__file__).parent
 

@@ -12,7 +12,7 @@ import pytest
 
 from prism.files import fresh_folder, replace_folder
 from prism.language.corpus import Recipe, prepare
-from prism.recommend.events import LogRecipe, prepare_log
+from prism.recommend.events import EventRecipe, prepare_dataset
 
 
 def folder(path: Path, content: str) -> Path:
@@ -57,7 +57,7 @@ def test_what_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "make", [lambda cache: prepare(Recipe(), cache), lambda cache: prepare_log(LogRecipe(), cache)]
+    "make", [lambda cache: prepare(Recipe(), cache), lambda cache: prepare_dataset(EventRecipe(), cache)]
 )
 def test_a_read_only_cache_is_named_with_its_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], object]

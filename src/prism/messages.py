@@ -1,10 +1,14 @@
-"""Messages for people: a line on the error stream, and the "did you mean" of an unknown name."""
+"""Messages for people on the error stream: lines, progress bars, and the "did you mean" of an unknown name."""
 
 from __future__ import annotations
 
 import difflib
 import sys
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 CLOSE = 0.6
 """Similarity, from 0 to 1, from which a known name is suggested."""
@@ -13,6 +17,15 @@ CLOSE = 0.6
 def say(message: str) -> None:
     """Print a line to the error stream; the output is for results."""
     print(message, file=sys.stderr)
+
+
+def progress_bars(*columns: ProgressColumn) -> Progress:
+    """Progress bars of rich on the error stream; a task shows its description, the bar, `columns` and the time left."""
+    from rich.console import Console  # rich comes with the extra `cli`: the core must be importable without it
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    return Progress(TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn(), console=console)
 
 
 def did_you_mean(asked: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:

@@ -41,14 +41,14 @@ def test_files_of_others_are_not_replaced(tmp_path: Path, name: str, capsys: pyt
     path.parent.mkdir(exist_ok=True)
     path.write_text("mine")
     assert main(["demo", "--output", str(tmp_path)]) == 2
-    assert "holds what no demo wrote" in capsys.readouterr().err
+    assert "holds files that no demo wrote" in capsys.readouterr().err
     assert path.read_text() == "mine"
 
 
-def test_a_run_of_somebodys_own_is_not_taken_for_the_demos(tmp_path: Path) -> None:
+def test_a_run_of_another_command_is_not_taken_for_a_demo(tmp_path: Path) -> None:
     (tmp_path / "prism").mkdir()
     (tmp_path / "prism" / "config.json").write_text('{"task": "lm", "settings": {}}')
-    with pytest.raises(ValueError, match="holds what no demo wrote"):
+    with pytest.raises(ValueError, match="holds files that no demo wrote"):
         _check_output(tmp_path)
     (tmp_path / MARK).touch()  # what an interrupted demo left is its own
     _check_output(tmp_path)

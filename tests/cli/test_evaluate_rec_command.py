@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prism.cli import main
-from prism.recommend.events import open_prepared, prepare_log
+from prism.recommend.events import open_dataset, prepare_dataset
 from prism.recommend.saved import training_of
 from prism.recommend.task import train_rec
 from tests.recommend.runs import small
@@ -59,17 +59,17 @@ def test_sampled_figures_are_labelled(run: Path, tmp_path: Path, capsys: Capture
     assert "sampled NDCG@10" in (tmp_path / "report.html").read_text()
 
 
-def test_another_log_is_read_in_the_models_terms(run: Path, tmp_path: Path, capsys: Captured) -> None:
-    names = open_prepared(Path(training_of(run / "model").facts["folder"])).catalogue.items
+def test_other_events_are_read_with_the_models_items(run: Path, tmp_path: Path, capsys: Captured) -> None:
+    names = open_dataset(Path(training_of(run / "model").facts["folder"])).catalogue.items
     rows = [f"{user},{names[(user * 7 + n) % 50]},{n}" for user in range(8) for n in range(6)]
-    (tmp_path / "log.csv").write_text("\n".join(["user,item,time", *rows, "1,new thing,9"]) + "\n")
-    results = evaluated(run, tmp_path / "out", "--data", str(tmp_path / "log.csv"))
+    (tmp_path / "events.csv").write_text("\n".join(["user,item,time", *rows, "1,new thing,9"]) + "\n")
+    results = evaluated(run, tmp_path / "out", "--data", str(tmp_path / "events.csv"))
     assert results["targets"] == 8 and results["protocol"]["items"] == len(names)
-    assert "1 events of 1 items that the model does not know are left out" in capsys.readouterr().err
-    assert "another log" in (tmp_path / "out" / "report.html").read_text()
+    assert "1 events of 1 items that the model does not know are dropped" in capsys.readouterr().err
+    assert "other events" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_the_log_of_training_must_be_the_same(run: Path, tmp_path: Path, capsys: Captured) -> None:
+def test_the_training_events_must_be_the_same(run: Path, tmp_path: Path, capsys: Captured) -> None:
     moved = tmp_path / "model"
     shutil.copytree(run / "model", moved)
     stored = json.loads((moved / "training.json").read_text())
@@ -80,12 +80,12 @@ def test_the_log_of_training_must_be_the_same(run: Path, tmp_path: Path, capsys:
     (moved / "training.json").write_text(json.dumps(stored))
     capsys.readouterr()
     assert main(["evaluate", "rec", str(moved)]) == 2
-    assert "has changed since: give one with --data" in capsys.readouterr().err
+    assert "have changed: give events with --data" in capsys.readouterr().err
     stored["settings"]["data"]["source"] = str(tmp_path / "gone.csv")
     (moved / "training.json").write_text(json.dumps(stored))
     assert main(["evaluate", "rec", str(moved)]) == 2
-    assert "the log of training is gone" in capsys.readouterr().err
-    same = prepare_log(training_of(run / "model").data.recipe(), training_of(run / "model").data.cache)
+    assert "the training events are gone" in capsys.readouterr().err
+    same = prepare_dataset(training_of(run / "model").data.recipe(), training_of(run / "model").data.cache)
     assert main(["evaluate", "rec", str(moved), "--device", "cpu", "--data", str(same.folder)]) == 0
 
 

@@ -18,7 +18,7 @@ from prism.cli.train_rec import parse
 from prism.files import write_json
 from prism.models.config import PrismRecConfig, hstu, sasrec
 from prism.overrides import override, to_plain, train_command
-from prism.recommend.events import prepare_log
+from prism.recommend.events import prepare_dataset
 from prism.recommend.settings import PRESETS, RecSettings, preset
 
 TINY = "--steps 6 --model.hidden-size 16 --model.num-hidden-layers 1 --data.length 10 --batch.sequences 8 --device cpu"
@@ -41,11 +41,11 @@ def write_csv(path: Path) -> Path:
 def test_a_file_becomes_a_model_and_a_report(
     tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = ["--data.source", str(write_csv(tmp_path / "log.csv"))]
+    source = ["--data.source", str(write_csv(tmp_path / "events.csv"))]
     assert main([*command, *source]) == 0
-    shown, told = capsys.readouterr()
-    assert "241 events of 30 users with 10 items\n1 events repeat an earlier one and are kept\n" in told
-    assert "210 events were before the one above them in time: the log was sorted" in told
+    shown, messages = capsys.readouterr()
+    assert "241 events of 30 users with 10 items\n1 events repeat an earlier one and are kept\n" in messages
+    assert "210 events were earlier than the one above them: the events were sorted by time" in messages
     assert "trained 6 steps" in shown and "NDCG@10" in shown and "at most 10" in shown
     run = tmp_path / "run"
     assert {path.name for path in (run / "report").iterdir()} == {"results.json", "report.html"}
@@ -57,16 +57,16 @@ def test_a_file_becomes_a_model_and_a_report(
     assert main(["evaluate", "rec", str(run), "--split", "validation"]) == 0
 
 
-def test_a_prepared_log_is_trained_on_without_polars_tyro_or_tokens(tmp_path: Path) -> None:
+def test_prepared_events_are_trained_on_without_polars_tyro_or_tokens(tmp_path: Path) -> None:
     """As on a machine that has torch and transformers and little else."""
     recipe = override(RecSettings(), {"data": {"synthetic": {"users": 60, "items": 120, "events": 1500}}}, "test")
-    log = prepare_log(recipe.data.recipe(), tmp_path / "cache")
+    dataset = prepare_dataset(recipe.data.recipe(), tmp_path / "cache")
     values = {
         "out": str(tmp_path / "run"),
         "steps": 2,
         "device": "cpu",
         "model": {"hidden_size": 16, "num_hidden_layers": 1},
-        "data": {"source": str(log.folder), "length": 10},
+        "data": {"source": str(dataset.folder), "length": 10},
     }
     code = f"""
 import sys
@@ -88,13 +88,13 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     empty.write_text("user,item\n")
     once = tmp_path / "once.csv"
     once.write_text("user,item\n" + "\n".join(f"u{i},i{i}" for i in range(9)))
-    log = write_csv(tmp_path / "log.csv")
+    source = write_csv(tmp_path / "events.csv")
     (tmp_path / "text").mkdir()
     write_json(tmp_path / "text" / "config.json", {"task": "lm", "settings": {}, "identity": {}})
     cases = {
         "there is no file or folder nowhere.csv": "--data.source nowhere.csv",
-        "no user of the log has 2 or more events": f"--data.source {once}",
-        "colour": f"--data.source {log} --data.user colour",
+        "no user has 2 or more events": f"--data.source {once}",
+        "colour": f"--data.source {source} --data.user colour",
         "unknown preset 'sasrek' (did you mean 'sasrec'?)": "--preset sasrek",
         "unknown setting --data.lenght (did you mean --data.length?)": "--data.lenght 3",
         "holds a run of `prism train lm`": f"--out {tmp_path / 'text'}",
@@ -103,7 +103,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     }
     for sentence, words in cases.items():
         assert main([*command, *shlex.split(words)]) == 2, sentence
-        said = capsys.readouterr().err.splitlines()  # facts about the log may stand before it
+        said = capsys.readouterr().err.splitlines()  # facts about the events may come before it
         assert said[-1].startswith("prism train rec: ") and sentence in said[-1], f"expected {sentence!r}, got: {said}"
         assert not [line for line in said if "Traceback" in line]
     assert main([*command, "--data.source", str(empty)]) == 2
@@ -153,5 +153,5 @@ def test_every_setting_has_a_flag_and_a_text(capsys: pytest.CaptureFixture[str])
 
     for flag in flags(RecSettings()):
         assert flag in shown
-    for phrase in ("Epochs between validations", "as in SASRec", "counts each for the items it stands for"):
+    for phrase in ("Epochs between validations", "as in SASRec", "Apply the logQ correction"):
         assert phrase in " ".join(shown.replace("│", " ").split())

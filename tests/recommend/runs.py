@@ -35,8 +35,8 @@ def small(root: Path, **changes: Any) -> RecSettings:
     return override(override(RecSettings(), base, "base"), changes, "changes")
 
 
-def told(run: Path) -> list[dict[str, Any]]:
-    """What the log says, without what the clock decides."""
+def records_of(run: Path) -> list[dict[str, Any]]:
+    """The records of log.jsonl without what depends on the clock."""
     records = read_log(run / "log.jsonl")
     return [{name: value for name, value in record.items() if name != "events_per_second"} for record in records]
 

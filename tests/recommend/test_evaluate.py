@@ -12,8 +12,8 @@ import torch
 
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend.evaluate import (
-    Recommended,
     Sampled,
+    TopKCounts,
     evaluate_ranking,
     evaluate_split,
     protocol_line,
@@ -21,9 +21,9 @@ from prism.recommend.evaluate import (
     sampler,
 )
 from prism.recommend.events import Histories, Split, leave_one_out
-from prism.recommend.events.dataset import translate
+from prism.recommend.events.dataset import reindex_items
 from prism.recommend.events.ids import Catalogue
-from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.events.synthetic import synthetic_dataset
 from prism.recommend.report import report
 
 ITEMS = 30
@@ -68,7 +68,7 @@ def by_hand(model: PrismForRecommendation, split: Split, max_length: int, filter
 def test_ranks_are_those_found_by_hand(
     model: PrismForRecommendation, split: Split, max_length: int, batch: int, filter_seen: bool
 ) -> None:
-    told: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     ranking = rank_targets(
         model,
         split.test,
@@ -76,11 +76,11 @@ def test_ranks_are_those_found_by_hand(
         max_length=max_length,
         filter_seen=filter_seen,
         batch=batch,
-        progress=lambda done, of: told.append((done, of)),
+        progress=lambda done, of: calls.append((done, of)),
     )
     expected = by_hand(model, split, max_length, filter_seen)
     assert list(zip(ranking.ranks.tolist(), ranking.candidates.tolist(), strict=True)) == expected
-    assert told[-1] == (len(split.test), len(split.test))
+    assert calls[-1] == (len(split.test), len(split.test))
     assert model.training, "the model is left as it was"
 
 
@@ -130,13 +130,13 @@ def test_results_name_their_protocol(model: PrismForRecommendation, split: Split
 def test_popularity_is_that_of_what_was_learned_from(model: PrismForRecommendation, split: Split) -> None:
     results = evaluate_split(model, split, "validation", max_length=7)
     unknown = int((split.train.counts(ITEMS)[split.validation.items] == 0).sum())
-    assert unknown, "an item that nobody had before: in the whole log it occurs"
+    assert unknown, "an item that is new in the context but occurs elsewhere"
     groups = {group["group"]: group["targets"] for group in results["by_popularity"]}
     assert groups["never in training"] == unknown
 
 
 def test_coverage_counts_what_is_in_the_lists(model: PrismForRecommendation, split: Split) -> None:
-    recommended = Recommended(ITEMS)
+    recommended = TopKCounts(ITEMS)
     how = {"max_length": 20, "filter_seen": False}
     rank_targets(model, split.test, split.histories, recommended=recommended, **how)
     assert set(recommended.counts) == {1, 5, 10, 20}, "no list is longer than the catalogue"
@@ -167,9 +167,9 @@ def test_sampled_by_popularity_draws_what_is_popular(model: PrismForRecommendati
     """The share of tries in which a rare item is drawn is far below that of a popular one."""
     popularity = np.array([0, 1000, *[10] * (ITEMS - 2), 0])
     wanted = torch.full((400,), 2)
-    taking_part = torch.ones(400, ITEMS + 1, dtype=torch.bool)
-    taking_part[:, 0] = False
-    kept = sampler(Sampled(3, "popularity"), ITEMS, popularity)(taking_part, wanted, np.arange(400))
+    candidate_mask = torch.ones(400, ITEMS + 1, dtype=torch.bool)
+    candidate_mask[:, 0] = False
+    kept = sampler(Sampled(3, "popularity"), ITEMS, popularity)(candidate_mask, wanted, np.arange(400))
     assert (kept.sum(1) == 4).all() and kept[:, 2].all()
     share = kept.float().mean(0)
     assert share[1] > 0.95 and share[ITEMS] == 0 and not kept[:, 0].any()
@@ -191,26 +191,26 @@ def test_what_cannot_be_ranked(model: PrismForRecommendation, split: Split, argu
 
 def test_a_model_with_gaps_needs_times(model: PrismForRecommendation, split: Split) -> None:
     untimed = Histories(split.histories.offsets, split.histories.items)
-    with pytest.raises(ValueError, match="the log needs times"):
+    with pytest.raises(ValueError, match="the events need times"):
         rank_targets(model, split.test, untimed, max_length=5)
     for wrong in ({"count": 0}, {"count": 5, "by": "age"}):
         with pytest.raises(ValueError, match="sampled"):
             Sampled(**wrong)
 
 
-def test_a_log_in_terms_of_another_catalogue() -> None:
-    log = synthetic_log(users=10, items=120, events=200)
-    names = list(log.catalogue.items)
+def test_events_with_the_item_rows_of_another_catalogue() -> None:
+    dataset = synthetic_dataset(users=10, items=120, events=200)
+    names = list(dataset.catalogue.items)
     catalogue = Catalogue([*names[:3], "another", *names[5:]])
-    other = translate(log, catalogue)
+    other = reindex_items(dataset, catalogue)
     for user in range(10):
-        kept = [name for name in log.catalogue.names(log.histories.user(user)[0]) if name not in names[3:5]]
+        kept = [name for name in dataset.catalogue.names(dataset.histories.user(user)[0]) if name not in names[3:5]]
         assert catalogue.names(other.histories.user(user)[0]) == kept
     assert other.manifest["counts"]["unknown_items"] == 2
     assert len(other.histories.items) + other.manifest["counts"]["events_of_unknown_items"] == 200
-    assert other.digest != log.digest
-    with pytest.raises(ValueError, match="no event whose item the model knows"):
-        translate(log, Catalogue(["else"]))
+    assert other.digest != dataset.digest
+    with pytest.raises(ValueError, match="no event is of an item that the model knows"):
+        reindex_items(dataset, Catalogue(["else"]))
 
 
 def test_the_report_stands_alone(model: PrismForRecommendation, split: Split, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_the_report_stands_alone(model: PrismForRecommendation, split: Split, tm
     )
     page = path.read_text()
     line = protocol_line(results["protocol"])
-    assert page.count(line) >= 4, "beside every figure"
+    assert page.count(line) >= 4, "with every metric"
     assert "A &lt;small&gt; model" in page and page.count('role="img"') == 3
     assert "http" not in page.replace("http-equiv", "")
     for name in ("HR", "NDCG", "MRR", "coverage"):

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from ir_measures import RR, Qrel, ScoredDoc, Success, nDCG
 
 from prism.recommend.evaluate import history_lengths, item_popularity, popularity_bias
-from prism.recommend.ranking import CUTOFFS, Ranking, candidates, count, ranks, top_k
+from prism.recommend.ranking import CUTOFFS, Ranking, candidates, count, ranks
+from prism.recommend.results import top_k
 
 property_test = settings(max_examples=40, deadline=None)
 
@@ -33,9 +34,9 @@ def test_figures_equal_ir_measures(seed: int, rows: int, items: int) -> None:
     scores = random.permuted(np.tile(np.arange(items + 1.0), (rows, 1)), axis=1)
     targets = random.integers(1, items + 1, rows)
     exclude = random.integers(0, items + 1, (rows, int(random.integers(1, 8))))
-    taking_part = candidates(items, torch.from_numpy(targets), torch.from_numpy(exclude))
+    candidate_mask = candidates(items, torch.from_numpy(targets), torch.from_numpy(exclude))
     found = ranks(torch.from_numpy(scores), torch.from_numpy(targets), torch.from_numpy(exclude))
-    ours = Ranking(found.numpy(), taking_part.sum(1).numpy()).metrics()
+    ours = Ranking(found.numpy(), candidate_mask.sum(1).numpy()).metrics()
     right = [Qrel(str(row), str(item), 1) for row, item in enumerate(targets)]
     run = [
         ScoredDoc(str(row), str(item), scores[row, item])
@@ -111,10 +112,10 @@ def test_top_k_is_the_best_candidates_in_order(seed: int) -> None:
     scores = random.choice([-math.inf, math.nan, *np.arange(20.0)], (3, items + 1), replace=True)
     scores[:, 1:] += random.permuted(np.tile(np.arange(items), (3, 1)), axis=1) / 100
     wanted = torch.from_numpy(random.integers(1, items + 1, 3))
-    taking_part = candidates(items, wanted, torch.from_numpy(random.integers(0, items + 1, (3, 4))))
-    lists = top_k(torch.from_numpy(scores), taking_part, k)
+    candidate_mask = candidates(items, wanted, torch.from_numpy(random.integers(0, items + 1, (3, 4))))
+    lists = top_k(torch.from_numpy(scores), candidate_mask, k)
     for row in range(3):
-        free = [item for item in range(1, items + 1) if taking_part[row, item] and scores[row, item] > -math.inf]
+        free = [item for item in range(1, items + 1) if candidate_mask[row, item] and scores[row, item] > -math.inf]
         shown = [item for item in lists[row].tolist() if item]
         assert len(shown) == min(k, len(free)) and set(shown) <= set(free)
         assert [scores[row, item] for item in shown] == sorted((scores[row, i] for i in free), reverse=True)[:k]

@@ -19,7 +19,7 @@ from prism.cli import main
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender, UserStates
 from prism.recommend.events import Catalogue, Histories, Users
-from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.events.synthetic import synthetic_dataset
 
 ITEMS = 12
 NAMES = [f"i{n}" for n in range(1, ITEMS + 1)]
@@ -76,10 +76,10 @@ def test_users_are_their_histories() -> None:
     assert known.items == it.recommend(histories, 3).items == it.recommend(users=["eve", "ann"], k=3).items
     states = it.observe(it.start(2), histories)
     assert it.recommend(states, 3).items == it.recommend(histories, 3, False).items
-    with pytest.raises(ValueError, match="1 of 1 users are not in the log: 'dan'"):
+    with pytest.raises(ValueError, match="1 of 1 users are unknown: 'dan'"):
         it.recommend(["dan"])
     alone = Recommender(it.model, it.catalogue)
-    with pytest.raises(ValueError, match="no histories came with the model"):
+    with pytest.raises(ValueError, match="the model has no histories"):
         alone.recommend(["eve"])
 
 
@@ -100,14 +100,14 @@ def test_someone_new_gets_what_is_popular() -> None:
     assert it.recommend(["bob"], k=4).items == [expected]
     assert it.recommend(states=it.start(2), k=4, exclude=[[], ["i1"]]).items == [expected, NAMES[1:5]]
     it.model.item_counts.zero_()
-    with pytest.raises(ValueError, match="was not told their counts"):
+    with pytest.raises(ValueError, match="the model has no item counts"):
         it.recommend(sequences=[[]])
 
 
 def test_unknown_items_are_left_out_or_refused() -> None:
     it = recommender()
     expected = it.recommend(sequences=[["i1", "i3"]])
-    with pytest.warns(UserWarning, match="1 of 3 events are left out, the model does not know 'new'"):
+    with pytest.warns(UserWarning, match="1 of 3 events are dropped: the model does not know 'new'"):
         found = it.recommend(sequences=[["i1", "new", "i3"]])
     assert found.items == expected.items
     with pytest.warns(UserWarning, match="2 of 2 events"):
@@ -156,8 +156,8 @@ def test_sequences_come_in_any_shape() -> None:
             assert numbered.recommend(sequences, k=3).items == expected.items
         states = numbered.observe(numbered.observe(numbered.start(2), tensor[:, 0]), tensor[:, 1])
     assert numbered.recommend(states, 3, exclude=[[1, 2], [3, 4]]).items == expected.items
-    nobody = it.recommend([], k=3)
-    assert len(nobody) == 0 and nobody.rows.shape == (0, 3) and nobody.items == []
+    none = it.recommend([], k=3)
+    assert len(none) == 0 and none.rows.shape == (0, 3) and none.items == []
     assert (
         it.recommend(["ann"], ITEMS, False, exclude=["i9"]).items
         == it.recommend(["ann"], ITEMS, False, exclude=[["i9"]]).items
@@ -196,38 +196,41 @@ def test_bad_input_is_named() -> None:
     it = recommender()
     states = it.start(2)
     for call, words in (
-        (lambda: it.recommend(), "one of them"),
-        (lambda: it.recommend(["ann"], sequences=[["i1"]]), "one of them"),
-        (lambda: it.recommend(["ann"], k=0), "k must be at least 1"),
+        (lambda: it.recommend(), "exactly one of users"),
+        (lambda: it.recommend(["ann"], sequences=[["i1"]]), "exactly one of users"),
+        (lambda: it.recommend(["ann"], k=0), "k must be an integer of at least 1"),
         (lambda: it.recommend(["ann"], max_length=-1), "max_length must be"),
-        (lambda: it.recommend(["ann"], exclude=[]), "one list of items for each of 1"),
+        (lambda: it.recommend(["ann"], exclude=[]), "one list of items for each of the 1 rows"),
         (lambda: it.recommend("ann"), "users must be a list, got 'ann'"),
         (lambda: it.recommend(users=3), "users must be a list, got 3"),
-        (lambda: it.recommend(["ann"], k=1.5), "k must be at least 1 and whole, got 1.5"),
-        (lambda: it.recommend(states=(1, 2)), "what start or observe returned, got tuple"),
+        (lambda: it.recommend(["ann"], k=1.5), "k must be an integer of at least 1, got 1.5"),
+        (lambda: it.recommend(states=(1, 2)), "must be UserStates from start or observe, got tuple"),
         (lambda: it.observe(states, "ab"), "items must be a list, got 'ab'"),
-        (lambda: it.recommend([["i1"], "i2"]), "users are texts or whole numbers, got list"),
-        (lambda: it.recommend(sequences=[[["i1"]]]), "items are texts or whole numbers, got list"),
+        (lambda: it.recommend([["i1"], "i2"]), "users must be text or integers, got list"),
+        (lambda: it.recommend(sequences=[[["i1"]]]), "items must be text or integers, got list"),
         (lambda: it.recommend(sequences=[["i1"]], unknown="ignore"), "unknown must be"),
         (lambda: it.observe(states, ["i1", None], [datetime(2020, 1, 1), None]), "seconds since 1970"),
         (lambda: it.start(0), "users must be at least 1"),
         (lambda: it.observe(states, ["i1"]), "one entry for each of the 2 users"),
         (lambda: it.observe(states, ["i1", "i2"], [1.0, float("nan")]), "finite"),
-        (lambda: Recommender(it.model, Catalogue(["a"])), "the catalogue has 1 items, the model 12"),
-        (lambda: Recommender(it.model, it.catalogue, Users(["a"]), it.histories), "1 users, but histories of 3"),
+        (lambda: Recommender(it.model, Catalogue(["a"])), "the catalogue has 1 items, but the model 12"),
+        (
+            lambda: Recommender(it.model, it.catalogue, Users(["a"]), it.histories),
+            "must have the same length, got 1 and 3",
+        ),
         (lambda: UserStates.concatenate([]), "must not be empty"),
-        (lambda: Recommender.fit("log.csv", data={"source": "other.csv"}), "leave it out"),
+        (lambda: Recommender.fit("events.csv", data={"source": "other.csv"}), "leave it out"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
 
 
 def frame() -> Any:
-    """A made-up log as a table with the usual names."""
-    log = synthetic_log(users=40, items=120, events=900, seed=3)
-    users = np.repeat(np.arange(len(log.histories)), log.histories.lengths)
-    columns = {"user": [f"u{user}" for user in users], "item": log.catalogue.names(log.histories.items)}
-    return pl.DataFrame({**columns, "time": log.histories.times})
+    """Synthetic events as a table with the usual column names."""
+    dataset = synthetic_dataset(users=40, items=120, events=900, seed=3)
+    users = np.repeat(np.arange(len(dataset.histories)), dataset.histories.lengths)
+    columns = {"user": [f"u{user}" for user in users], "item": dataset.catalogue.names(dataset.histories.items)}
+    return pl.DataFrame({**columns, "time": dataset.histories.times})
 
 
 def test_from_a_frame_to_recommendations(tmp_path: Path) -> None:
@@ -238,17 +241,17 @@ def test_from_a_frame_to_recommendations(tmp_path: Path) -> None:
     it.save(tmp_path / "model")
     assert Recommender.load(tmp_path / "model", device="cpu").recommend(["u7"]).items == it.recommend(["u7"]).items
 
-    table.write_csv(tmp_path / "log.csv")
+    table.write_csv(tmp_path / "events.csv")
     quick = {**QUICK, "data": {"length": 10, "cache": str(tmp_path / "cache")}}
-    same = Recommender.fit(tmp_path / "log.csv", out=tmp_path / "run", preset="sasrec", **quick)
+    same = Recommender.fit(tmp_path / "events.csv", out=tmp_path / "run", preset="sasrec", **quick)
     assert same.model.config.layers == "softmax"
-    again = Recommender.load(tmp_path / "run", device="cpu")  # finds the log of training by itself
-    again.save(tmp_path / "moved")  # with the histories, although nobody has asked for them yet
-    (tmp_path / "log.csv").rename(tmp_path / "away.csv")
+    again = Recommender.load(tmp_path / "run", device="cpu")  # finds the training events by itself
+    again.save(tmp_path / "moved")  # with the histories, although they have not been used yet
+    (tmp_path / "events.csv").rename(tmp_path / "away.csv")
     moved = Recommender.load(tmp_path / "moved", device="cpu")
-    (tmp_path / "away.csv").rename(tmp_path / "log.csv")
+    (tmp_path / "away.csv").rename(tmp_path / "events.csv")
     assert moved.recommend(["u7"]).items == again.recommend(["u7"]).items == same.recommend(["u7"]).items
-    other = Recommender.load(tmp_path / "run", data=tmp_path / "log.csv", device="cpu")
+    other = Recommender.load(tmp_path / "run", data=tmp_path / "events.csv", device="cpu")
     assert other.recommend(["u7"]).items == same.recommend(["u7"]).items
 
 
@@ -257,14 +260,14 @@ def test_columns_are_named_as_on_the_command_line(tmp_path: Path, kind: str) -> 
     names = {"user": "customer", "item": "product", "time": "when"}
     table = frame().rename(names)
     table.write_csv(tmp_path / "events.csv")
-    log = {"polars": table, "pandas": pd.DataFrame(table.to_dict(as_series=False)), "csv": tmp_path / "events.csv"}[
+    events = {"polars": table, "pandas": pd.DataFrame(table.to_dict(as_series=False)), "csv": tmp_path / "events.csv"}[
         kind
     ]
     quick = {**QUICK, "data": {"length": 10, "cache": str(tmp_path / "cache")}}
     with pytest.raises(ValueError, match=r"usual name for the user.*customer, product, when.*user=\"NAME\" in Python"):
-        Recommender.fit(log, **quick)
-    by_name = Recommender.fit(log, **names, **quick)
-    by_section = Recommender.fit(log, **{**quick, "data": {**quick["data"], **names}})
+        Recommender.fit(events, **quick)
+    by_name = Recommender.fit(events, **names, **quick)
+    by_section = Recommender.fit(events, **{**quick, "data": {**quick["data"], **names}})
     plain = Recommender.fit(frame(), **QUICK)
     assert by_name.recommend(["u7"]).items == by_section.recommend(["u7"]).items == plain.recommend(["u7"]).items
 
@@ -279,16 +282,16 @@ def test_time_none_keeps_the_order_of_the_rows_and_features_are_columns() -> Non
 
 
 def test_a_column_named_in_two_places_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"fit is given user='a' and data\['user'\]='b': give one of them"):
+    with pytest.raises(ValueError, match=r"fit got both user='a' and data\['user'\]='b': give one of them"):
         Recommender.fit(frame(), user="a", data={"user": "b"})
 
 
 def test_a_later_log_serves_everyone_in_it(tmp_path: Path) -> None:
     """Also users with fewer events than training wanted, and without the columns that describe items."""
     table = frame()
-    table.with_columns(kind=table["item"].str.slice(0, 9)).write_csv(tmp_path / "log.csv")
+    table.with_columns(kind=table["item"].str.slice(0, 9)).write_csv(tmp_path / "events.csv")
     data = {"length": 10, "cache": str(tmp_path / "cache"), "features": ["kind"], "min_user": 3, "min_item": 2}
-    it = Recommender.fit(tmp_path / "log.csv", out=tmp_path / "run", **{**QUICK, "data": data})
+    it = Recommender.fit(tmp_path / "events.csv", out=tmp_path / "run", **{**QUICK, "data": data})
     item = it.catalogue.items[3]
     pl.DataFrame({"user": ["new", "u1", "u1"], "item": [item, item, "?"], "time": [1, 1, 2]}).write_csv(
         tmp_path / "now.csv"
@@ -322,7 +325,7 @@ class TestCommand:
         assert len(found["scores"]) == 3
         assert self.answer(capsys, folder, "--k", "2")[0]["items"] == NAMES[:2]
 
-    def test_states_go_on(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_states_continue(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         first, second = str(tmp_path / "first.safetensors"), str(tmp_path / "second.safetensors")
         self.answer(capsys, folder, "--sequence", "i1", "i2", "--save-states", first)
         (found,) = self.answer(capsys, folder, "--states", first, "--sequence", "i3", "--save-states", second)
@@ -338,14 +341,14 @@ class TestCommand:
         shown = capsys.readouterr()
         for item in recommender().recommend(sequences=[["i1"]], k=2).items[0]:
             assert item in shown.out
-        assert shown.err == "1 of 2 events are left out, the model does not know 'new'\n"
+        assert shown.err == "1 of 2 events are dropped: the model does not know 'new'\n"
 
     def test_bad_input_is_named(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         it = recommender()
         it.start(2).save(tmp_path / "two.safetensors")
         for flags, words in (
-            (["--users", "ann", "--sequence", "i1"], "--users are found in the log"),
-            (["--users", "dan"], "not in the log"),
+            (["--users", "ann", "--sequence", "i1"], "--users cannot be used with --sequence"),
+            (["--users", "dan"], "users are unknown"),
             (["--sequence", "i1", "--save-states", "states.bin"], "ends in .safetensors"),
             (["--states", str(tmp_path / "two.safetensors"), "--sequence", "i1"], "holds 2 users"),
             (["--states", str(tmp_path / "none.safetensors")], "there is no state file"),

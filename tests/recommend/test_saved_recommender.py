@@ -12,7 +12,7 @@ import pytest
 
 from prism.cli import main
 from prism.recommend import Recommender
-from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.events.synthetic import synthetic_dataset
 
 QUICK: dict[str, Any] = {
     "steps": 2,
@@ -26,11 +26,11 @@ QUICK: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def fitted() -> Recommender:
-    log = synthetic_log(users=30, items=100, events=600, seed=3)
-    users = [user for user, events in enumerate(log.histories.lengths) for _ in range(events)]
-    items = log.catalogue.names(log.histories.items)
-    frame = pl.DataFrame({"user": users, "item": items, "time": log.histories.times})
-    return Recommender.fit(frame, log={"every": 1}, **QUICK)  # `log` is a section of the settings, too
+    dataset = synthetic_dataset(users=30, items=100, events=600, seed=3)
+    users = [user for user, events in enumerate(dataset.histories.lengths) for _ in range(events)]
+    items = dataset.catalogue.names(dataset.histories.items)
+    frame = pl.DataFrame({"user": users, "item": items, "time": dataset.histories.times})
+    return Recommender.fit(frame, log={"every": 1}, **QUICK)  # `log` is a section of the settings
 
 
 def test_only_recommenders_are_replaced(fitted: Recommender, tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_a_saved_recommender_is_evaluated(
     fitted.save(tmp_path / "without", histories=False)
     capsys.readouterr()
     assert main(["evaluate", "rec", str(tmp_path / "without"), "--device", "cpu"]) == 2
-    assert "trained on a DataFrame that is not saved with it: give a log with --data" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="no histories came with the model"):
+    assert "trained on a DataFrame that is not saved with it: give events with --data" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="the model has no histories"):
         Recommender.load(tmp_path / "without", device="cpu").recommend(users=[1])
 
 

@@ -12,9 +12,9 @@ import torch
 
 from prism.models.losses import full_softmax
 from prism.recommend.evaluate import rank_targets
-from prism.recommend.events import LogRecipe, Prepared
+from prism.recommend.events import Dataset, EventRecipe
 from prism.recommend.events.recipe import Synthetic
-from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.events.synthetic import synthetic_dataset
 from prism.recommend.learner import make_loss
 from prism.recommend.settings import LossSettings, RecDataSettings
 from prism.recommend.task import RecTask
@@ -23,14 +23,14 @@ from tests.recommend.runs import small
 
 
 @pytest.fixture(scope="module")
-def log() -> Prepared:
-    return synthetic_log(users=40, items=120, events=900)
+def dataset() -> Dataset:
+    return synthetic_dataset(users=40, items=120, events=900)
 
 
 @pytest.mark.parametrize("split", ["leave_one_out", "global_time"])
-def test_nothing_that_is_held_out_is_learned_from(tmp_path: Path, log: Prepared, split: str) -> None:
-    """Every (user, item) pair of the log is there once, so that what is held out can be told from the rest."""
-    task = RecTask(small(tmp_path, data={"split": split}), log)
+def test_nothing_that_is_held_out_is_learned_from(tmp_path: Path, dataset: Dataset, split: str) -> None:
+    """Every (user, item) pair occurs once, so that held-out events can be recognised."""
+    task = RecTask(small(tmp_path, data={"split": split}), dataset)
     batch = task.samples(np.arange(len(task.table)), torch.device("cpu"))
     learned = {
         (user, item)
@@ -39,10 +39,10 @@ def test_nothing_that_is_held_out_is_learned_from(tmp_path: Path, log: Prepared,
         for item in row
         if item
     }
-    counts = np.zeros(log.num_items + 1, dtype=np.int64)
+    counts = np.zeros(dataset.num_items + 1, dtype=np.int64)
     held_out = set()
-    for user in range(len(log.histories)):
-        items, times = log.histories.user(user)
+    for user in range(len(dataset.histories)):
+        items, times = dataset.histories.user(user)
         assert times is not None and len(set(items.tolist())) == len(items)
         cut = len(items) - 2 if split == "leave_one_out" else int((times < task.split.cuts[0]).sum())
         held_out |= {(user, item) for item in items[cut:].tolist()}
@@ -76,9 +76,9 @@ def test_the_loss_is_the_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) 
     }
 
 
-def test_mixtures_of_memories_are_kept_in_balance(tmp_path: Path, log: Prepared) -> None:
+def test_mixtures_of_memories_are_kept_in_balance(tmp_path: Path, dataset: Dataset) -> None:
     """In training the loss has a share for that, for each event."""
-    task = RecTask(small(tmp_path, model={"layers": "mom", "dropout": 0.0}), log)
+    task = RecTask(small(tmp_path, model={"layers": "mom", "dropout": 0.0}), dataset)
     model = task.build()
     task.initialize(model)
     batch = task.samples(np.arange(6), torch.device("cpu"))
@@ -91,16 +91,16 @@ def test_mixtures_of_memories_are_kept_in_balance(tmp_path: Path, log: Prepared)
 
 
 @pytest.mark.parametrize("filter_seen", [True, False])
-def test_validation_is_a_ranking_of_all_items(tmp_path: Path, log: Prepared, filter_seen: bool) -> None:
+def test_validation_is_a_ranking_of_all_items(tmp_path: Path, dataset: Dataset, filter_seen: bool) -> None:
     chosen = {"metric": "MRR@50", "filter_seen": filter_seen, "sequences": 11}
-    task = RecTask(small(tmp_path, validation=chosen), log)
+    task = RecTask(small(tmp_path, validation=chosen), dataset)
     model = task.build()
     task.initialize(model)
     with torch.autocast("cpu", torch.bfloat16):  # as the loop calls it; ranks are of full precision all the same
         verdict = task.validate(model, World(torch.device("cpu")), 4)
     targets = task.split.validation
     some = targets.take(np.arange(11) * len(targets) // 11)
-    ranking = rank_targets(model.recommender, some, log.histories, max_length=12, filter_seen=filter_seen)
+    ranking = rank_targets(model.recommender, some, dataset.histories, max_length=12, filter_seen=filter_seen)
     expected = ranking.metrics()
     assert verdict.score == expected and verdict.quality == expected["MRR@50"] > 0
     before = torch.get_rng_state()
@@ -112,7 +112,7 @@ def test_validation_is_a_ranking_of_all_items(tmp_path: Path, log: Prepared, fil
 
 def test_everything_said_of_a_log_reaches_its_recipe() -> None:
     said: dict[str, Any] = {
-        "source": "log",
+        "source": "events.csv",
         "format": "csv",
         "user": "u",
         "item": "i",
@@ -120,6 +120,6 @@ def test_everything_said_of_a_log_reaches_its_recipe() -> None:
         "features": ("f",),
     }
     said |= {"duplicates": "drop", "min_user": 2, "min_item": 3, "synthetic": Synthetic(users=7)}
-    assert said.keys() == {field.name for field in fields(LogRecipe)}
-    assert not any(getattr(LogRecipe(), name) == value for name, value in said.items())
-    assert RecDataSettings(**said).recipe() == LogRecipe(**said)
+    assert said.keys() == {field.name for field in fields(EventRecipe)}
+    assert not any(getattr(EventRecipe(), name) == value for name, value in said.items())
+    assert RecDataSettings(**said).recipe() == EventRecipe(**said)

@@ -1,4 +1,4 @@
-"""Training recommenders: they learn, are killed and go on bit by bit the same, stop early at the best, and can be opened."""
+"""Training recommenders: they learn, resume bit for bit after a kill, stop early at the best model, and can be opened."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prism.recommend.events import Catalogue, Histories, Prepared, Samples, Users
-from prism.recommend.sample_table import SampleTable
-from prism.recommend.task import RecTask, train_rec
+from prism.recommend.events import Catalogue, Dataset, Histories, Samples, Users
+from prism.recommend.task import RecTask, SampleTable, train_rec
 from prism.train.checkpoint import checkpoint_names
 from prism.train.order import Order, windows_of
 from tests.children import final_tensors, finish, kill_when, reached, same_tensors
-from tests.recommend.runs import small, start, told
+from tests.recommend.runs import records_of, small, start
 
 
 def curve(run: Path) -> list[float]:
-    return [record["loss"] for record in told(run) if "loss" in record]
+    return [record["loss"] for record in records_of(run) if "loss" in record]
 
 
 @pytest.mark.parametrize(
@@ -61,22 +60,22 @@ def test_a_run_learns_and_leaves_what_it_promises(tmp_path: Path, layers: str, l
     from transformers import AutoModel
 
     opened = AutoModel.from_pretrained(outcome.model)
-    task = RecTask(small(tmp_path, model=model), _log(tmp_path))
+    task = RecTask(small(tmp_path, model=model), _dataset(tmp_path))
     assert torch.equal(opened.item_counts, torch.from_numpy(task.counts))
     items = torch.tensor([[3, 1, 4], [1, 5, 9]])
     gaps = torch.zeros(items.shape) if layers == "prism" else None
     assert opened.scores(opened(items, gaps=gaps).hidden).isfinite()[..., 1:].all()
 
 
-def _log(root: Path) -> Prepared:
-    from prism.recommend.events import prepare_log
+def _dataset(root: Path) -> Dataset:
+    from prism.recommend.events import prepare_dataset
 
-    return prepare_log(small(root).data.recipe(), root / "cache")
+    return prepare_dataset(small(root).data.recipe(), root / "cache")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_and_resumed_is_bit_identical(tmp_path: Path, processes: int) -> None:
-    """With dropout, negatives that are drawn and patience that is counted: all must go on where they were."""
+    """With dropout, negatives that are drawn and patience that is counted: all must resume where they were."""
     changes: dict[str, Any] = {
         "parallel": "none" if processes == 1 else "ddp",
         "loss": {"name": "sampled_softmax", "count": 20},
@@ -87,7 +86,7 @@ def test_killed_and_resumed_is_bit_identical(tmp_path: Path, processes: int) -> 
     for step in (2, random.Random(processes).randrange(7, 20)):
         kill_when(start(hunted, processes, slow=True), reached(hunted.out, step))
     assert finish(start(hunted, processes)) == [0] * processes
-    assert told(hunted.out) == told(calm.out)
+    assert records_of(hunted.out) == records_of(calm.out)
     assert len(curve(calm.out)) >= 16
     assert same_tensors(final_tensors(hunted.out), final_tensors(calm.out))
     a, b = (load_file(settings.out / "model" / "model.safetensors") for settings in (calm, hunted))
@@ -100,7 +99,7 @@ def test_two_processes_train_the_model_of_one(tmp_path: Path, parallel: str) -> 
     plain = {"model": {"dropout": 0.0}, "batch": {"micro": 3}}
     one, two = small(tmp_path / "one", **plain), small(tmp_path / "two", parallel=parallel, **plain)
     assert finish([*start(one), *start(two, 2)]) == [0, 0, 0]
-    got, wanted = told(two.out), told(one.out)
+    got, wanted = records_of(two.out), records_of(one.out)
     assert [record["step"] for record in got] == [record["step"] for record in wanted]
     for a, b in zip(got, wanted, strict=True):
         if "loss" in b:
@@ -123,7 +122,7 @@ def test_the_best_step_survives_and_is_the_model(tmp_path: Path) -> None:
         checkpoint={"every": 1, "keep": 1},
     )
     outcome = train_rec(settings)
-    scores = {r["step"]: r["validation_NDCG@10"] for r in told(outcome.run) if "validation_NDCG@10" in r}
+    scores = {r["step"]: r["validation_NDCG@10"] for r in records_of(outcome.run) if "validation_NDCG@10" in r}
     best = max(scores, key=lambda step: (scores[step], -step))
     assert outcome.best_step == best < outcome.step < 200
     assert outcome.step == best + 4 * 2, "the fourth validation without a better one"
@@ -137,11 +136,11 @@ def test_the_best_step_survives_and_is_the_model(tmp_path: Path) -> None:
     again = train_rec(settings)
     assert (again.step, again.best_step) == (outcome.step, best), "it is over: nothing is trained again"
     more = train_rec(replace(settings, steps=outcome.step + 4, validation=replace(settings.validation, patience=50)))
-    assert more.step == outcome.step + 4, "with more patience it goes on"
+    assert more.step == outcome.step + 4, "with more patience it continues"
 
 
 def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path) -> None:
-    task = RecTask(small(tmp_path, steps=0, epochs=2.5, validation={"every": 0, "epochs": 0.5}), _log(tmp_path))
+    task = RecTask(small(tmp_path, steps=0, epochs=2.5, validation={"every": 0, "epochs": 0.5}), _dataset(tmp_path))
     an_epoch = len(task.table) / 8
     assert task.settings.steps == round(2.5 * an_epoch) and task.settings.validation.every == round(0.5 * an_epoch)
     never = small(tmp_path, validation={"every": 0, "epochs": 0.0})
@@ -149,11 +148,11 @@ def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path) -> None:
 
 
 def test_a_log_in_memory_and_items_with_features(tmp_path: Path) -> None:
-    log = _log(tmp_path)
-    assert log.catalogue.features, "the synthetic log says what cluster an item is of"
+    dataset = _dataset(tmp_path)
+    assert dataset.catalogue.features, "the synthetic events give the cluster of an item"
     settings = small(tmp_path, steps=3)
-    first = train_rec(settings, log)
-    other = Prepared(log.histories, Catalogue(log.catalogue.items), log.users)
+    first = train_rec(settings, dataset)
+    other = Dataset(dataset.histories, Catalogue(dataset.catalogue.items), dataset.users)
     with pytest.raises(ValueError, match=r"was started with other events"):
         train_rec(settings, other)
     second = train_rec(replace(settings, out=tmp_path / "plain"), other)
@@ -184,11 +183,11 @@ def test_an_order_asked_for_in_stretches_is_the_same_order() -> None:
 
 
 def test_bad_settings_are_refused_in_one_sentence_before_anything_is_written(tmp_path: Path) -> None:
-    log = Prepared(
+    dataset = Dataset(
         Histories(np.array([0, 4, 8]), np.array([1, 2, 3, 4, 4, 3, 2, 1])), Catalogue([*"abcd"]), Users([*"uv"])
     )
     cases: dict[str, dict[str, Any]] = {
-        "model.time_gaps needs a log with times": {"model": {"time_gaps": True}},
+        "model.time_gaps needs events with times": {"model": {"time_gaps": True}},
         "a global-time split needs times": {"data": {"split": "global_time"}},
         "validation.metric must be one of HR@1": {"validation": {"metric": "hits"}},
         "steps and epochs are both 0": {"steps": 0, "epochs": 0},
@@ -200,7 +199,7 @@ def test_bad_settings_are_refused_in_one_sentence_before_anything_is_written(tmp
     }
     for sentence, change in cases.items():
         with pytest.raises(ValueError, match=sentence) as caught:
-            train_rec(small(tmp_path, **change), log)
+            train_rec(small(tmp_path, **change), dataset)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
-    assert train_rec(small(tmp_path, steps=2), log).step == 2
+    assert train_rec(small(tmp_path, steps=2), dataset).step == 2

@@ -22,7 +22,7 @@ from prism.language.model import build_model
 from prism.language.task import LanguageTask, train_lm
 from prism.language.tokens import Batch
 from prism.overrides import override
-from prism.recommend.events import prepare_log
+from prism.recommend.events import prepare_dataset
 from prism.recommend.settings import RecSettings
 from prism.recommend.task import RecTask
 from prism.train import loop
@@ -62,7 +62,7 @@ def recommender_task(root: Path, loss: dict[str, Any], optimizer: str = "adamw")
         "optimizer": {"name": optimizer},
     }
     settings = override(RecSettings(), changes, "test")
-    return RecTask(settings, prepare_log(settings.data.recipe(), settings.data.cache, False, lambda _: None))
+    return RecTask(settings, prepare_dataset(settings.data.recipe(), settings.data.cache, False, lambda _: None))
 
 
 def stepper(task: Task, device: torch.device, folder: Path) -> tuple[loop._Run, Callable[[], Any]]:

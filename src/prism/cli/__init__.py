@@ -31,13 +31,13 @@ class Command(NamedTuple):
 COMMANDS = {
     "train lm": Command("prism.cli.train:train", "train a language model, or go on training one", True),
     "train rec": Command(
-        "prism.cli.train_rec:train", "train a recommender on a log of events, or go on training one", True, "rec"
+        "prism.cli.train_rec:train", "train a recommender on user events, or resume a run", True, "rec"
     ),
     "generate": Command("prism.cli.generate:generate", "write text with a model, and go on later where it stopped"),
     "evaluate lm": Command("prism.cli.evaluate:evaluate_lm", "perplexity on files, and lm-eval tasks from local data"),
     "evaluate rec": Command(
         "prism.cli.evaluate_rec:evaluate_rec",
-        "where held-out events land in a recommender's ranking of all items",
+        "rank held-out events with a recommender: HR, NDCG, MRR, AUC, coverage",
         extra="rec",
     ),
     "recommend": Command(

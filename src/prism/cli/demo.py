@@ -1,4 +1,4 @@
-"""`prism demo`: three small language models and their memories, trained here and now, in one report."""
+"""`prism demo`: train three small language models and a recall probe, and write one report on them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from prism.language.task import train_lm
 from prism.overrides import override
 from prism.probes.demo import TrainedModel, write_report
 from prism.probes.jobs import run_jobs
-from prism.reports.plots import pyplot
-from prism.reports.results import machine, write_results
+from prism.reports.results import machine, pyplot, write_results
 from prism.train.run import read_log
 
 MODELS = {"PRISM, L = 2": "prism", "Gated DeltaNet": "gated_delta", "linear attention": "linear"}
 RECALL_RULES = ("prism:steps=2", "gated_delta", "linear")
-"""The same, in the same order, so that colours in the report agree."""
+"""The same rules in the same order, so that colours in the report agree."""
 TEXT = "the source text of this machine's Python standard library"
 SEED = 0
 VALIDATIONS = 5
 MARK = ".demo"
-"""An empty file that says whose folder it is."""
+"""Empty file that marks the folder of a demo."""
 STEPS_A_MINUTE, LEAST_STEPS = 90, 40
 """Chosen so that the default takes about 5 minutes on 2 idle cores. A measured speed would let load decide the result."""
 
@@ -41,14 +40,14 @@ def demo(
     recall_steps: int | None = None,
     prompt: str = "def ",
 ) -> None:
-    """Train PRISM, Gated DeltaNet and linear attention on recall and on text, and write a report that shows both.
+    """Train PRISM, Gated DeltaNet and linear attention on recall and on text, and write a report on both.
 
     Args:
-        output: folder for report.html, the models and the figures as JSON; an earlier demo's are replaced.
-        minutes: about how long the demo should take on 2 idle cores. It only sets `steps`: the same value gives the same
-            models on any machine of the same type, however busy it is.
-        steps: training steps of each language model; None: 90 for each of `minutes`, at least 40.
-        recall_steps: training steps of the recall probe, instead of its own.
+        output: folder for report.html, the models and the results as JSON; those of an earlier demo are replaced.
+        minutes: approximate duration on 2 idle cores. It only sets `steps`.
+            The same value gives the same models on any machine of the same type, busy or not.
+        steps: training steps of each language model. None: 90 per minute, at least 40.
+        recall_steps: training steps of the recall probe. None: its default.
         prompt: text that the samples start with.
     """
     started = time.perf_counter()
@@ -90,24 +89,24 @@ def demo(
 
 
 def steps_for(minutes: float) -> int:
-    """Training steps of each language model; a function of `minutes` alone."""
+    """Training steps of each language model; depends on `minutes` alone."""
     return max(LEAST_STEPS, round(STEPS_A_MINUTE * minutes))
 
 
 def _check_output(output: Path) -> None:
-    """Only what an earlier demo left is replaced, whole or in part: its folder has a mark."""
+    """Refuse to replace anything but an earlier demo, complete or not: its folder has a mark."""
     if not check_target(output, folder=True).exists() or (output / MARK).exists() or _is_demo(output / "results.json"):
         return
     foreign = [path.name for path in output.iterdir() if not path.name.startswith(".")]
     if foreign:
         raise ValueError(
-            f"{output} holds what no demo wrote ({', '.join(foreign[:3])}): give another folder with --output"
+            f"{output} holds files that no demo wrote ({', '.join(foreign[:3])}): give another folder with --output"
         )
 
 
-def _is_demo(figures: Path) -> bool:
+def _is_demo(results: Path) -> bool:
     try:
-        return {"models", "recall"} <= set(read_json(figures)["results"])
+        return {"models", "recall"} <= set(read_json(results)["results"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -137,7 +136,7 @@ def _settings(rule: str, steps: int, out: Path) -> Settings:
 
 
 def _train(job: _Job, report: Callable[[int, float], None]) -> TrainedModel:
-    """Train one model and write a sample, in its own process on one core: small models gain little from more cores."""
+    """Train one model and sample from it, in a separate process on one core: small models gain little from more cores."""
     settings, prompt = job.settings, job.prompt
     outcome = train_lm(settings, report=report)
     if outcome.model is None:

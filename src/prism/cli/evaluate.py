@@ -20,8 +20,7 @@ from prism.language.generate import LanguageModel, open_model
 from prism.language.harness import run_tasks
 from prism.language.perplexity import Context, Tally, count_bytes, score_file
 from prism.language.text import find_files
-from prism.messages import say
-from prism.reports.bars import progress_bars
+from prism.messages import progress_bars, say
 from prism.reports.results import write_results
 from prism.train.export import model_folder
 

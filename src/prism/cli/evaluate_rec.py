@@ -1,4 +1,4 @@
-"""`prism evaluate rec`: where held-out events land in a recommender's ranking."""
+"""`prism evaluate rec`: ranking metrics of a recommender on held-out events."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from prism.files import check_target
-from prism.messages import say
+from prism.messages import progress_bars, say
 from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
 from prism.recommend.evaluate import Sampled, evaluate_split, protocol_line
-from prism.recommend.events import Prepared
-from prism.recommend.report import FEW_TARGETS, SHOWN_AT, figure_table, group_table, is_small
+from prism.recommend.events import Dataset
+from prism.recommend.report import FEW_TARGETS, SHOWN_AT, group_table, is_small, metric_table
 from prism.recommend.report import report as write_report
 from prism.recommend.saved import model_folder, training_of
-from prism.reports.bars import progress_bars
 from prism.reports.results import write_results
 from prism.train.run import read_log
 
 _MANY_REPEATS = 0.05
-"""Share of targets seen before from which leaving out seen items flatters a model."""
+"""Fraction of targets seen before above which leaving out seen items flatters the model."""
 
 
 def evaluate_rec(
@@ -46,33 +45,33 @@ def evaluate_rec(
     """Rank held-out events among all items: HR, NDCG, MRR, AUC, coverage.
 
     Args:
-        model: a folder with a saved recommender, or a run folder of `prism train rec`.
-        data: another log than the one of training, read and split in the same way; events of items that the model does
-            not know are left out and counted.
-        split: which held-out events.
-        max_length: events of a history that are read; None: as many as in training.
-        filter_seen: items that the user has had before are not ranked (the target always is).
-        sampled: rank the target among this many others instead of all items. Such figures are labelled, and not to be
-            compared with others.
-        sampled_by: how those others are drawn.
+        model: folder of a saved recommender, or run folder of `prism train rec`.
+        data: other events to evaluate on, read and split in the same way. None: the held-out events of the training data.
+            Events of items that the model does not know are dropped and counted.
+        split: which held-out events to rank.
+        max_length: most events of a history to read. None: as many as in training.
+        filter_seen: leave out items that the user already had (the target is always ranked).
+        sampled: rank the target among this many sampled items instead of all.
+            Such metrics are labelled "sampled"; do not compare them with full ones.
+        sampled_by: how the other items are sampled.
         batch: targets at once; changes memory and speed, not the result.
-        output: a folder for results.json (with command and machine) and report.html.
-        device: cpu, cuda …; auto is cuda where there is one.
+        output: folder for results.json (with command and machine) and report.html.
+        device: cpu, cuda, cuda:1 … auto: cuda if available.
     """
     if output is not None:
         check_target(output, folder=True)
     with model_folder(model, say) as folder:
         recommender = open_weights(PrismForRecommendation, folder, device)
         training = training_of(folder)
-    log = training.log(say) if data is None else training.other_log(data, say)
+    dataset = training.dataset(say) if data is None else training.other_dataset(data, say)
     if data is not None:
-        for note in log.manifest.get("notes", []):
+        for note in dataset.manifest.get("notes", []):
             say(note)
     with progress_bars(MofNCompleteColumn()) as progress:
         bar = progress.add_task(f"ranking {split} events")
         results = evaluate_split(
             recommender,
-            training.data.split_of(log.histories),
+            training.data.split_of(dataset.histories),
             split,
             max_length=recommender.config.max_length if max_length is None else max_length,
             filter_seen=filter_seen,
@@ -84,8 +83,8 @@ def evaluate_rec(
     again = results["protocol"]["targets_seen_before"]
     if filter_seen and again > results["targets"] * _MANY_REPEATS:
         say(
-            f"note: {again / results['targets']:.0%} of the targets were seen before, and rivals that were are left out: "
-            "--no-filter-seen ranks them too"
+            f"note: {again / results['targets']:.0%} of the targets were seen before, while other seen items are left out: "
+            "--no-filter-seen ranks all of them"
         )
     if output is not None:
         command = shlex.join(["prism", *sys.argv[1:]])
@@ -96,27 +95,27 @@ def evaluate_rec(
             results,
             title=f"Recommender {(run or model.resolve()).name}",
             command=command,
-            about=_about(recommender, log, results, log.digest == training.facts["digest"]),
+            about=_about(recommender, dataset, results, dataset.digest == training.facts["digest"]),
             log=[] if run is None else read_log(run / "log.jsonl"),
         )
         print("report:", page)
 
 
 def show(results: Mapping[str, Any]) -> None:
-    """The figures for people, each table with what its figures depend on."""
+    """Print the metrics, each table with its protocol."""
     console, line = Console(highlight=False), protocol_line(results["protocol"])
     metrics, errors, label = results["metrics"], results["standard_errors"], results["protocol"]["label"]
     names = [f"{label}{name}@{SHOWN_AT}" for name in ("HR", "NDCG")]
-    figures = _table(f"{results['targets']:,} held-out events", *figure_table(results, spread=False))
+    overall = _table(f"{results['targets']:,} held-out events", *metric_table(results, spread=False))
     if results["targets"] > 1:
-        figures.caption = ", ".join(f"{name} {metrics[name]:.4f} ± {errors[name]:.4f}" for name in names)
+        overall.caption = ", ".join(f"{name} {metrics[name]:.4f} ± {errors[name]:.4f}" for name in names)
     by_length = results["by_history_length"]
     grouped = _table("By events before the target", *group_table(by_length, names))
     if any(map(is_small, by_length)):
         grouped.caption = f"grey: fewer than {FEW_TARGETS} targets, too few to compare"
     for row, group in zip(grouped.rows, by_length, strict=True):
         row.style = "dim" if is_small(group) else None
-    for table in (figures, grouped):
+    for table in (overall, grouped):
         console.print(table)
         console.print(line, style="dim")
 
@@ -131,7 +130,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def _about(
-    model: PrismForRecommendation, log: Prepared, results: Mapping[str, Any], of_training: bool
+    model: PrismForRecommendation, dataset: Dataset, results: Mapping[str, Any], of_training: bool
 ) -> list[tuple[str, str]]:
     def counted(counts: Mapping[str, int]) -> str:
         return ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in counts.items() if value)
@@ -139,12 +138,12 @@ def _about(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return [
         ("model", f"{model.config.num_hidden_layers} layers of {model.config.layers}, {parameters:,} parameters"),
-        ("log of training" if of_training else "another log", counted(log.manifest.get("counts", {}))),
+        ("training events" if of_training else "other events", counted(dataset.manifest.get("counts", {}))),
         ("split", counted(results["split"])),
-        *(("note", note) for note in log.manifest.get("notes", [])),
+        *(("note", note) for note in dataset.manifest.get("notes", [])),
     ]
 
 
 def _run_of(model: Path) -> Path | None:
-    """The run folder that a path is, or is the model of."""
+    """The run folder that a path is, or whose model it is."""
     return next((path for path in (model.resolve(), model.resolve().parent) if (path / "log.jsonl").is_file()), None)

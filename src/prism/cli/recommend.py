@@ -1,4 +1,4 @@
-"""`prism recommend`: the next items, for users of the log, for a sequence, or for saved states."""
+"""`prism recommend`: the next items for known users, for a sequence of items, or for saved states."""
 
 from __future__ import annotations
 
@@ -34,35 +34,37 @@ def recommend(
     json: bool = False,
     device: str = "auto",
 ) -> None:
-    """The items that are expected next: for users of the log, after a sequence of items, or for saved states.
+    """Recommend the next items for known users, after a sequence of items, or for saved states.
 
-    With none of --users, --sequence and --states it is for someone new, who gets the most popular items.
+    Without --users, --sequence and --states, recommend for a new user, who gets the most popular items.
 
     Args:
-        model: a folder with a saved recommender, or a run folder of `prism train rec`.
-        users: users of the log.
-        sequence: items of one history, in order; with --states, what has happened since to its one user. Those that the
-            model does not know are left out, with a warning.
-        times: when each of them was, on the log's clock, for a model that was trained with time gaps.
-        states: a file of users' states; its users are 0, 1, …
-        save_states: write the states after the sequence to this file (.safetensors), to go on from with --states.
-        k: how many items.
-        filter_seen: leave out items of the history. A state does not remember them: with --states, --exclude says which.
-        exclude: items that are not wanted.
-        max_length: how many of the last events are read; None: as many as in training, 0: all. A state has read all.
-        data: a log to find the users in; None: the one of training.
-        json: print JSON, one line a user.
-        device: cpu, cuda …; auto is cuda where there is one.
+        model: folder of a saved recommender, or run folder of `prism train rec`.
+        users: ids of users in the training events, or in --data.
+        sequence: item ids of one history, in order; with --states, the new events of its one user.
+            Items that the model does not know are dropped, with a warning.
+        times: times of the events of --sequence, in the unit of the training events, for models with time gaps.
+        states: file of user states, written with --save-states; its users are 0, 1, …
+        save_states: write the states after the sequence to this file (.safetensors); --states continues from it.
+        k: number of items per user.
+        filter_seen: leave out items of the history. A state does not remember items: use --exclude with --states.
+        exclude: items to leave out.
+        max_length: number of last events to read. None: as many as in training. 0: all. A state has read all.
+        data: file of events to find the users in. None: the training events.
+        json: print JSON, one line per user.
+        device: cpu, cuda, cuda:1 … auto: cuda if available.
     """
     if save_states is not None:
         check_state_target(save_states, "save_states")
     if users and (sequence or times or states or save_states):
-        raise ValueError("--users are found in the log: --sequence, --times, --states and --save-states are for others")
+        raise ValueError(
+            "--users cannot be used with --sequence, --times, --states or --save-states: their histories are in the events"
+        )
     if (states or save_states) and max_length is not None:
-        raise ValueError("a state has read all events: --max-length does not go with --states and --save-states")
+        raise ValueError("a state has read all events: --max-length cannot be used with --states and --save-states")
     with _plain_warnings():
         recommender = Recommender.load(model, data, device)
-        moments = [times] if times else None
+        event_times = [times] if times else None
         if users:
             unwanted = [exclude] * len(users)
             found = recommender.recommend(users, k=k, filter_seen=filter_seen, exclude=unwanted, max_length=max_length)
@@ -72,19 +74,19 @@ def recommend(
                 k=k,
                 filter_seen=filter_seen,
                 exclude=[exclude],
-                times=moments,
+                times=event_times,
                 max_length=max_length,
             )
         else:
-            held = recommender.start(1) if states is None else UserStates.load(states, recommender.device)
+            current = recommender.start(1) if states is None else UserStates.load(states, recommender.device)
             if sequence:
-                if len(held) != 1:
-                    raise ValueError(f"{states} holds {len(held)} users: a --sequence goes on from one")
-                held = recommender.observe(held, [sequence], moments)
+                if len(current) != 1:
+                    raise ValueError(f"{states} holds {len(current)} users: --sequence needs the state of one user")
+                current = recommender.observe(current, [sequence], event_times)
             had = sequence if filter_seen else ()
-            found = recommender.recommend(states=held, k=k, exclude=[(*exclude, *had)] * len(held))
+            found = recommender.recommend(states=current, k=k, exclude=[(*exclude, *had)] * len(current))
             if save_states is not None:
-                held.save(save_states)
+                current.save(save_states)
     names: Sequence[Any] = users or range(len(found))
     if json:
         _print_json(found, names)
@@ -94,7 +96,7 @@ def recommend(
 
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Said to people, without the line of code they come from."""
+    """Print warnings without the line of code they come from."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield

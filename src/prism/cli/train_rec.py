@@ -1,4 +1,4 @@
-"""`prism train rec`: settings from a preset, a TOML file and flags; then the loop, and a look at the test events."""
+"""`prism train rec`: settings from a preset, a TOML file and flags; then training, and a report on the test events."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from prism.recommend.task import train_rec
 
 
 def train(arguments: Sequence[str]) -> int:
+    """Train or resume; returns the exit code."""
     settings = parse(arguments)
     outcome = train_rec(settings)
     if outcome.stopped:
         return INTERRUPTED
     if outcome.model is None or os.environ.get("RANK", "0") != "0":
         return 0
-    best = "" if outcome.best_step is None else f", of which {outcome.best_step} was the best"
+    best = "" if outcome.best_step is None else f", step {outcome.best_step} was the best"
     print(f"trained {outcome.step} steps{best}; the model is in {outcome.model}")
     if settings.report:
         evaluate_rec(

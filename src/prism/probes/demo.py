@@ -1,4 +1,4 @@
-"""The HTML report of the demo."""
+"""The HTML report of `prism demo`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from prism.files import write_atomically
 from prism.reports import page
 from prism.reports.charts import Series, line_chart, percent
-from prism.reports.plots import recall_curve
+from prism.reports.results import recall_curve
 
 
 class TrainedModel(TypedDict):
@@ -41,13 +41,13 @@ def write_report(
     machine: dict[str, Any],
     seconds: float,
 ) -> Path:
-    """One HTML file that holds everything it shows.
+    """Write the report as one self-contained HTML file.
 
     Args:
         models: in the order in which they are shown.
         recall: results of the recall probe, as `prism probe mqar` writes them.
-        text: what the models were trained on, in words.
-        seconds: that the whole demo took.
+        text: description of the training text.
+        seconds: duration of the whole demo.
     """
     body = [
         page.header(
@@ -72,7 +72,7 @@ def write_report(
 
 
 def finding(models: Sequence[TrainedModel], recall: Sequence[dict[str, Any]]) -> str:
-    """The result in one sentence: who predicts the text best, and who recalls most where memory is scarce."""
+    """The result in one sentence: which model predicts the text best, and which recalls most with little memory."""
     first, *others = sorted(models, key=_validation)
     rest = ", ".join(f"{model['name']} {_validation(model):.3f}" for model in others)
     setting = recall[-1]["setting"]
@@ -90,7 +90,7 @@ def _summary(models: Sequence[TrainedModel], text: str) -> str:
     names = ", ".join(model["name"] for model in models)
     return (
         f"{names}: the same small language model with three rules for its memory, trained on {text}. Then the memories "
-        "alone, on a task that is nothing but remembering: associative recall."
+        "alone, on a pure memory task: associative recall."
     )
 
 
@@ -133,8 +133,8 @@ def _language(models: Sequence[TrainedModel], seed: int) -> list[str]:
         page.table(columns, rows, lambda i, j: j == 1 and i == lowest),
         page.paragraph(
             "Bits per byte: on held-out text after the last step, lower is better. Training loss: nats per token at the last "
-            "logged step. Tokens/s: training on one core, median over the run. State bytes: all that the model remembers of "
-            "a text while it writes, whatever the text's length.",
+            "logged step. Tokens/s: training on one core, median over the run. State bytes: everything the model "
+            "remembers of a text while it writes, for a text of any length.",
             quiet=True,
         ),
         page.commands(*(model["command"] for model in models)),

@@ -1,4 +1,4 @@
-"""Many small training runs on the cores of one machine, with a bar for each that is under way."""
+"""Run many small training jobs in parallel on one machine, with a progress bar for each."""
 
 from __future__ import annotations
 
@@ -11,26 +11,12 @@ from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
-from prism.reports.bars import progress_bars
+from prism.messages import progress_bars
 
 _channel: Any = None
-"""In a worker: where progress is told."""
+"""In a worker: queue for progress reports."""
 _over: Any = None
-"""In a worker: set when nobody waits for results any more."""
-
-
-def _start(channel: Any, over: Any) -> None:
-    global _channel, _over
-    import torch
-
-    torch.set_num_threads(1)  # one run a core is faster than one run on all of them
-    _channel, _over = channel, over
-
-
-def _work(index: int, function: Callable[..., Any], argument: Any) -> Any:
-    if _over.is_set():  # a pool hands out one job more than it has workers, which cannot be taken back
-        raise KeyboardInterrupt
-    return function(argument, lambda step, loss: _channel.put((index, step, loss)))
+"""In a worker: set when the results are no longer wanted."""
 
 
 def run_jobs(
@@ -41,11 +27,12 @@ def run_jobs(
     jobs: int | None = None,
     keep: Callable[[list[Any]], None] = lambda results: None,
 ) -> list[Any]:
-    """`function(run, report)` for every run, `jobs` at a time; results in the order of `runs`.
+    """Call `function(run, report)` for every run, `jobs` at a time; results are in the order of `runs`.
 
     Args:
-        keep: gets all results so far, None for those that are not there yet, whenever there are more: an interrupt then
-            loses only what was under way.
+        names, steps: description and number of steps of each run, for its bar.
+        keep: called after every run with all results so far (None for runs that have not finished), so that an interrupt
+            loses only the runs in progress.
     """
     jobs = min(len(runs), jobs or os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")
@@ -53,7 +40,7 @@ def run_jobs(
         context.Manager() as manager,
         progress_bars(MofNCompleteColumn(), TextColumn("{task.fields[loss]}")) as progress,
     ):
-        # An interrupt may fall into a talk with the manager, who answers nothing sensible after that: `over` is not its.
+        # An interrupt may break the connection to the manager, so `over` is a plain event of the context.
         channel, over = manager.Queue(), context.Event()
         bars = [
             progress.add_task(name, total=total, loss="", start=False) for name, total in zip(names, steps, strict=True)
@@ -74,7 +61,7 @@ def run_jobs(
                         ended = [future if there else None for future, there in zip(futures, done, strict=True)]
                         keep([None if f is None or f.exception() is not None else f.result() for f in ended])
                         for future in filter(None, ended):
-                            future.result()  # raises what a job raised
+                            future.result()  # raise the exception of a failed job
                 return [future.result() for future in futures]
             except BaseException:
                 over.set()
@@ -83,7 +70,23 @@ def run_jobs(
                 raise
 
 
+def _start(channel: Any, over: Any) -> None:
+    """Set up a worker."""
+    global _channel, _over
+    import torch
+
+    torch.set_num_threads(1)  # one run per core is faster than one run on all cores
+    _channel, _over = channel, over
+
+
+def _work(index: int, function: Callable[..., Any], argument: Any) -> Any:
+    if _over.is_set():  # a pool queues one job more than it has workers, which cannot be cancelled
+        raise KeyboardInterrupt
+    return function(argument, lambda step, loss: _channel.put((index, step, loss)))
+
+
 def _drain(channel: Any, progress: Progress, bars: list[Any]) -> None:
+    """Show one progress report, if there is one."""
     try:
         index, step, loss = channel.get(timeout=0.2)
     except queue.Empty:

@@ -1,4 +1,4 @@
-"""Multi-query associative recall (Arora et al., Zoology 2023), the clean variant.
+"""The recall probe: multi-query associative recall (Arora et al., Zoology 2023), and a small model trained on it.
 
 A sequence shows n key-value pairs, then asks for each key once, in random order and at random gaps:
 
@@ -7,6 +7,13 @@ A sequence shows n key-value pairs, then asks for each key once, in random order
 Keys and values come from disjoint halves of the vocabulary, each without replacement. Gaps follow the published power law
 (near questions are likelier). Unused places hold 0, or with `filler="noise"` tokens that are *not* live in this sequence:
 the published generator draws noise from the whole vocabulary, which with a small vocabulary makes answers ambiguous.
+
+Design choices of the model and its training
+- Layers of norm → short convolution (4, the same for every rule) → mixer, no MLP: the memory is what is measured. With
+  the convolution one layer is enough, and finds the solution in hundreds of steps where two layers need thousands.
+- The state size is set: every rule gets the same key and value width per head, so accuracy can be compared by state size.
+- Data are drawn at every step from a generator with the run's seed; test sequences from another one, never seen before.
+- Logits are computed only where something is asked.
 """
 
 from __future__ import annotations
@@ -26,18 +33,19 @@ from prism.rules.parts import ShortConv
 from prism.rules.rule import Span, check_options
 
 IGNORE = -100
+_TEST_SEED = 1 << 40
 
 
 @dataclass(frozen=True)
 class Recall:
-    """One setting of the task."""
+    """One setting of the task: its sequences and answers."""
 
     pairs: int = 16
     """Key-value pairs in a sequence."""
     length: int = 64
     """Tokens in a sequence; at least 4 · pairs."""
     vocabulary: int = 128
-    """Tokens in all; keys are 1 … V/2 - 1, values V/2 … V - 1."""
+    """Size of the vocabulary; keys are 1 … V/2 - 1, values V/2 … V - 1."""
     filler: str = "zeros"
     """`zeros` or `noise` (tokens that are not live in the sequence)."""
     power: float = 0.01
@@ -55,7 +63,7 @@ class Recall:
             raise ValueError(f"filler must be 'zeros' or 'noise', got {self.filler!r}")
 
     def sample(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Tokens `[B, N]`, and the answers `[B, N]` (IGNORE where nothing is asked)."""
+        """Draw tokens `[B, N]` and answers `[B, N]` (IGNORE where nothing is asked)."""
         n, half = self.pairs, self.vocabulary // 2
         keys = _draw(torch.ones(batch, half - 1), n, generator) + 1
         values = _draw(torch.ones(batch, self.vocabulary - half), n, generator) + half
@@ -75,26 +83,6 @@ class Recall:
         return tokens, answers
 
 
-def _draw(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`count` places of each row without replacement."""
-    return torch.multinomial(weights, count, replacement=False, generator=generator)
-
-
-# Associative recall as a probe: train a small model of one rule on fresh sequences, then count right answers.
-#
-# Design choices
-# - Layers of norm → short convolution (4, the same for every rule) → mixer, no MLP: what is measured is the memory.
-# One layer
-#   is enough with the convolution, and finds the solution in hundreds of steps where two need thousands.
-# - State size is set, not inherited: every rule gets the same key and value width a head, so accuracy can be read
-# against it.
-# - Data are drawn afresh at every step from a generator of the run's own seed; test sequences from another one, never
-# seen.
-# - Logits are computed only where something is asked.
-
-_TEST_SEED = 1 << 40
-
-
 @dataclass(frozen=True)
 class RecallRun:
     """One model to train: a rule, its sizes and its budget."""
@@ -102,21 +90,21 @@ class RecallRun:
     rule: str
     task: Recall = field(default_factory=Recall)
     options: dict[str, Any] = field(default_factory=dict)
-    """The rule's own options (`steps`, `preset`, …)."""
+    """Options of the rule (`steps`, `preset`, …)."""
     label: str = ""
     layers: int = 1
     width: int = 64
     heads: int = 1
     key_dim: int = 8
     value_dim: int | None = None
-    """A head's value width; `width / heads` unless given."""
+    """Value width of a head. None: `width / heads`."""
     steps: int = 900
     batch: int = 32
     learning_rate: float = 1e-2
     seed: int = 0
     test_sequences: int = 1024
     test_pairs: tuple[int, ...] = ()
-    """Numbers of pairs to test with; the task's own unless given."""
+    """Numbers of pairs to test with. Empty: those of the task."""
 
     @property
     def name(self) -> str:
@@ -124,22 +112,20 @@ class RecallRun:
 
 
 class RecallModel(nn.Module):
-    """Tokens `[B, N]` → logits at the places asked for."""
+    """Tokens `[B, N]` → logits at the positions that are asked."""
 
     def __init__(self, run: RecallRun) -> None:
         super().__init__()
         width = run.width
         value_dim = width // run.heads if run.value_dim is None else run.value_dim
-        # The convolution stands before every mixer alike, so rules that have one of their own go without. Rules whose state
-        # is not K × V have sizes of their own, which the results state.
+        # Every mixer has the same convolution in front, so rules with a built-in one go without it (conv_size 1). Rules
+        # whose state is not K × V have other sizes, which the results give.
         sizes = {"key_dim": run.key_dim, "value_dim": value_dim, "conv_size": 1}
-        check_options(
-            rules.get(run.rule), run.options
-        )  # one that is also an argument of Mixer's would not be told as one
+        check_options(rules.get(run.rule), run.options)  # Mixer would take an option such as `width` as its argument
         taken = rules.get(run.rule).option_names()
         options = {name: value for name, value in sizes.items() if name in taken} | run.options
         self.embedding = nn.Embedding(run.task.vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # a louder one drowns what the mixers add
+        nn.init.normal_(self.embedding.weight, std=0.02)  # a larger one drowns the output of the mixers
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(run.layers))
         self.convolutions = nn.ModuleList(ShortConv(width) for _ in range(run.layers))
         self.mixers = nn.ModuleList(Mixer(run.rule, width, run.heads, **options) for _ in range(run.layers))
@@ -148,7 +134,7 @@ class RecallModel(nn.Module):
 
     @property
     def state_size(self) -> int:
-        """Numbers in all memories of one sequence."""
+        """Number of values in all memories of one sequence."""
         return sum(mixer.state_size for mixer in self.mixers)  # type: ignore[misc]  # a ModuleList forgets what it holds
 
     def forward(self, tokens: Tensor, asked: Tensor) -> Tensor:
@@ -159,7 +145,7 @@ class RecallModel(nn.Module):
 
 
 def train_recall(run: RecallRun, report: Callable[[int, float], None] = lambda step, loss: None) -> dict[str, Any]:
-    """Train and test one model; `report(step, loss)` is called as it goes. Returns what was run and how well it recalls."""
+    """Train and test one model; calls `report(step, loss)` every 10 steps. Returns the run and its accuracy."""
     torch.manual_seed(run.seed)
     model = RecallModel(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
@@ -191,7 +177,7 @@ def train_recall(run: RecallRun, report: Callable[[int, float], None] = lambda s
 
 @torch.no_grad()
 def count_right(model: nn.Module, task: Recall, sequences: int, seed: int, batch: int = 256) -> float:
-    """The share of questions answered right (every sequence asks equally many)."""
+    """The fraction of right answers (every sequence asks equally many questions)."""
     generator = torch.Generator().manual_seed(_TEST_SEED + seed)
     right = total = 0
     for start in range(0, sequences, batch):
@@ -200,6 +186,11 @@ def count_right(model: nn.Module, task: Recall, sequences: int, seed: int, batch
         right += int((model(tokens, asked).argmax(-1) == answers[asked]).sum())
         total += int(asked.sum())
     return right / total
+
+
+def _draw(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Draw `count` indices of each row without replacement."""
+    return torch.multinomial(weights, count, replacement=False, generator=generator)
 
 
 def _with_pairs(task: Recall, pairs: int) -> Recall:

@@ -1,4 +1,7 @@
-"""Recommenders in use: trained on a log, asked for users or sequences, and kept up to date event by event."""
+"""Recommenders: trained on events, asked for users or sequences, kept up to date event by event.
+
+This half serves and imports nothing of prism.train; `Recommender.fit` imports task.py when it is called.
+"""
 
 from prism.recommend.recommender import Recommender
 from prism.recommend.results import Recommendations

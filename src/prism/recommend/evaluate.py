@@ -1,4 +1,16 @@
-"""Targets and items in groups: a mean over all hides who is served and what is shown."""
+"""Evaluate a recommender: rank held-out events and compute the metrics, in total and by group.
+
+For each target the model reads the last `max_length` events before it and ranks items:
+
+- all items ("full", the default), or the target among `sampled` others. Sampled metrics carry the word "sampled" in their
+  names: they are cheap and common, but not comparable with full ones and may order models differently.
+- without the items that the user already had (`filter_seen`), looked up in the whole history and not only in the events
+  that were read. The target itself is always ranked. If it was seen before too, it has fewer rivals than in a system that
+  shows seen items: the number of such targets is counted and printed.
+
+A mean over all targets hides who is served and what is shown. So metrics are also given by length of history and by
+popularity of the target, and the top-k lists by popularity of the items.
+"""
 
 from __future__ import annotations
 
@@ -12,56 +24,21 @@ import torch
 from torch import Tensor
 
 from prism.models import PrismForRecommendation
-from prism.recommend.events.histories import Histories
-from prism.recommend.events.samples import contexts
+from prism.recommend.events.histories import Histories, contexts
 from prism.recommend.events.split import Split, Targets
-from prism.recommend.ranking import CUTOFFS, SCORES_AT_ONCE, Ranking, candidates, count, ranks, top_k
+from prism.recommend.ranking import CUTOFFS, EVENTS_AT_ONCE, SCORES_AT_ONCE, Ranking, candidates, count, ranks
+from prism.recommend.results import top_k
 
+Progress = Callable[[int, int], None]
+"""Called with (targets done, targets in total)."""
+BATCH = 256
 _LENGTHS = (0, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 _DECILES = 10
 
 
-def history_lengths(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Rows of targets by the number of events before each, int `[M]`: (name, bool `[M]`)."""
-    groups = [(f"{low + 1:,} to {high:,}", (lengths > low) & (lengths <= high)) for low, high in pairwise(_LENGTHS)]
-    return [*groups, (f"over {_LENGTHS[-1]:,}", lengths > _LENGTHS[-1])]
-
-
-def item_popularity(items: np.ndarray, popularity: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Rows of targets by how often their items occur in training.
-
-    head, middle and tail are the most, the next and the least popular items, each with a third of the events.
-    """
-    by_rank = np.argsort(-popularity[1:], kind="stable") + 1
-    before = np.cumsum(popularity[by_rank]) - popularity[by_rank]
-    third = np.zeros(len(popularity), dtype=np.int64)
-    third[by_rank] = np.minimum(3 * before // max(1, popularity.sum()), 2)
-    third[popularity == 0] = 3
-    names = ("head", "middle", "tail", "never in training")
-    return [(name, third[items] == group) for group, name in enumerate(names)]
-
-
-def popularity_bias(popularity: np.ndarray, recommended: dict[int, np.ndarray]) -> dict[str, Any]:
-    """Items in ten groups of equal number, the most popular first: each group's share of events and of top-k lists."""
-    by_rank = np.argsort(-popularity[1:], kind="stable") + 1
-    groups = np.array_split(by_rank, min(_DECILES, len(by_rank)))
-
-    def shares(counts: np.ndarray) -> list[float]:
-        return [float(counts[group].sum() / max(1, counts.sum())) for group in groups]
-
-    return {
-        "items_in_group": [len(group) for group in groups],
-        "share_of_events": shares(popularity),
-        "share_of_recommendations": {f"@{k}": shares(counts) for k, counts in recommended.items()},
-    }
-
-
-# Rankings among a few items instead of all: cheap, common, and not comparable with full ones.
-
-
 @dataclass(frozen=True)
 class Sampled:
-    """Others that a target is ranked among, instead of all items."""
+    """Rank a target among `count` sampled items instead of all."""
 
     count: int
     by: Literal["uniform", "popularity"] = "uniform"
@@ -71,70 +48,25 @@ class Sampled:
         if self.count < 1:
             raise ValueError(f"sampled must be at least 1 item, got {self.count}")
         if self.by not in ("uniform", "popularity"):
-            raise ValueError(f"sampled items are drawn uniform or by popularity, got {self.by!r}")
+            raise ValueError(f"sampled_by must be 'uniform' or 'popularity', got {self.by!r}")
 
 
-def sampler(
-    sampled: Sampled, num_items: int, popularity: np.ndarray | None
-) -> Callable[[Tensor, Tensor, np.ndarray], Tensor]:
-    """Keeps of the candidates the target and `count` others, drawn without replacement; a function of seed and row."""
-    if sampled.count > num_items:
-        raise ValueError(f"sampled must be at most the number of items, {num_items:,}, got {sampled.count:,}")
-    weights = np.ones(num_items + 1)
-    if sampled.by == "popularity":
-        if popularity is None:
-            raise ValueError("items sampled by popularity need the popularity of the items")
-        weights = np.maximum(popularity, 1e-9).astype(np.float64)
-    log_weights = torch.from_numpy(np.log(weights))
-
-    def keep(taking_part: Tensor, wanted: Tensor, rows: np.ndarray) -> Tensor:
-        # the largest of log-weights with Gumbel noise are a weighted draw without replacement
-        noise = np.stack(
-            [np.random.default_rng((sampled.seed, row)).gumbel(size=num_items + 1) for row in rows.tolist()]
-        )
-        keys = (log_weights + torch.from_numpy(noise)).to(taking_part.device)
-        free = taking_part.scatter(1, wanted[:, None], False)
-        keys = keys.masked_fill(~free, -torch.inf)
-        drawn = keys.topk(sampled.count, dim=1).indices
-        kept = torch.zeros_like(taking_part).scatter_(1, drawn, True) & free
-        return kept.scatter_(1, wanted[:, None], True)
-
-    return keep
-
-
-# How well a recommender predicts held-out events.
-#
-# For each target the model reads the last `max_length` events before it and ranks items:
-#
-# - all items ("full", the default); or the target among `sampled` others (every figure then carries the word
-# "sampled":
-#   such figures are not comparable with full ones, nor do they always order models alike);
-# - without the items the user has had before (`filter_seen`), looked up in the whole history, not only in what was
-# read.
-#   The target itself always takes part. If it was seen before too, it then meets fewer rivals than a system would have
-#   that shows seen items: how many targets that concerns is counted and printed.
-
-Progress = Callable[[int, int], None]
-"""Is told how many of how many targets are done."""
-BATCH = 256
-EVENTS_AT_ONCE = 2**17
-"""Most events read at a time, whatever the batch: histories may have thousands of events."""
-
-
-class Recommended:
-    """Counts what is in the top-k lists: int64 `[N + 1]` for every cutoff."""
+class TopKCounts:
+    """Count the items in the top-k lists: int64 `[N + 1]` for every cutoff."""
 
     def __init__(self, num_items: int, cutoffs: tuple[int, ...] = CUTOFFS) -> None:
         self.cutoffs = tuple(k for k in cutoffs if k <= num_items) or (num_items,)
         self.counts = {k: np.zeros(num_items + 1, dtype=np.int64) for k in self.cutoffs}
 
-    def add(self, scores: Tensor, taking_part: Tensor) -> None:
-        lists = top_k(scores, taking_part, self.cutoffs[-1]).cpu().numpy()
+    def add(self, scores: Tensor, candidate_mask: Tensor) -> None:
+        """Count the lists of a batch; scores and candidate_mask `[B, N + 1]`."""
+        lists = top_k(scores, candidate_mask, self.cutoffs[-1]).cpu().numpy()
         for k, counts in self.counts.items():
             counts += np.bincount(lists[:, :k].ravel(), minlength=len(counts))
             counts[0] = 0
 
     def coverage(self) -> dict[str, float]:
+        """Fraction of all items that are in at least one list, for every cutoff."""
         return {f"coverage@{k}": float((counts[1:] > 0).mean()) for k, counts in self.counts.items()}
 
 
@@ -149,15 +81,15 @@ def rank_targets(
     batch: int = BATCH,
     sampled: Sampled | None = None,
     popularity: np.ndarray | None = None,
-    recommended: Recommended | None = None,
+    recommended: TopKCounts | None = None,
     progress: Progress | None = None,
 ) -> Ranking:
-    """Where each target lands; in the order of `targets`.
+    """Rank each target, in the order of `targets`.
 
     Args:
-        batch: targets at once, fewer where histories are very long or items very many. The result is the same.
+        batch: targets at once; fewer if histories are very long or items very many. It does not change the result.
         popularity: `[N + 1]`, for `sampled` by popularity.
-        recommended: is told the top-k lists of all items.
+        recommended: counts the top-k lists of all items.
     """
     for name, value in (("max_length", max_length), ("batch", batch), ("the number of targets", len(targets))):
         if value < 1:
@@ -165,7 +97,7 @@ def rank_targets(
     num_items = model.config.num_items
     found = np.empty((2, len(targets)), dtype=np.int64)
     others = None if sampled is None else sampler(sampled, num_items, popularity)
-    order = np.argsort(targets.ends, kind="stable")  # rows of one length: little padding
+    order = np.argsort(targets.ends, kind="stable")  # similar lengths together: little padding
     batch = min(batch, max(1, SCORES_AT_ONCE // (num_items + 1)))
     training = model.training
     model.eval()
@@ -178,13 +110,13 @@ def rank_targets(
         scores = _scores(model, part, histories, max_length)
         wanted = torch.from_numpy(part.items).to(scores.device)
         seen = _seen(part, histories).to(scores.device) if filter_seen else None
-        taking_part = candidates(num_items, wanted, seen)
+        candidate_mask = candidates(num_items, wanted, seen)
         if recommended is not None:
-            recommended.add(scores, taking_part)
+            recommended.add(scores, candidate_mask)
         if others is not None:
-            taking_part = others(taking_part, wanted, rows)
-        found[0, rows] = ranks(scores, wanted, taking_part=taking_part).cpu().numpy()
-        found[1, rows] = count(taking_part).cpu().numpy()
+            candidate_mask = others(candidate_mask, wanted, rows)
+        found[0, rows] = ranks(scores, wanted, candidate_mask=candidate_mask).cpu().numpy()
+        found[1, rows] = count(candidate_mask).cpu().numpy()
         done += len(rows)
         if progress is not None:
             progress(done, len(targets))
@@ -204,14 +136,14 @@ def evaluate_ranking(
     popularity: np.ndarray | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Every figure, with its standard error; by history length and by the target's popularity; and what is recommended.
+    """All metrics with standard errors, in total, by history length and by the target's popularity; and the popularity bias.
 
     Args:
-        popularity: how often each item occurs in what was learned from, int64 `[N + 1]`; all of `histories` unless given.
+        popularity: how often each item occurs in the training events, int64 `[N + 1]`. None: in all of `histories`.
     """
     num_items = model.config.num_items
     popularity = histories.counts(num_items) if popularity is None else popularity
-    recommended = Recommended(num_items)
+    recommended = TopKCounts(num_items)
     ranking = rank_targets(
         model,
         targets,
@@ -226,7 +158,7 @@ def evaluate_ranking(
     )
     label = "" if sampled is None else "sampled "
 
-    def figures(of: Ranking) -> dict[str, Any]:
+    def metrics_of(of: Ranking) -> dict[str, Any]:
         return {
             "targets": len(of),
             "metrics": {label + name: value for name, value in of.metrics().items()},
@@ -234,7 +166,7 @@ def evaluate_ranking(
         }
 
     def grouped(groups: list[tuple[str, np.ndarray]]) -> list[dict[str, Any]]:
-        return [{"group": name, **figures(ranking.take(rows))} for name, rows in groups if rows.any()]
+        return [{"group": name, **metrics_of(ranking.take(rows))} for name, rows in groups if rows.any()]
 
     ranked = (
         f"all {num_items:,} items" if sampled is None else f"target and {sampled.count:,} sampled items ({sampled.by})"
@@ -249,7 +181,7 @@ def evaluate_ranking(
             "ties": "count against the target",
             "items": num_items,
         },
-        **figures(ranking),
+        **metrics_of(ranking),
         "coverage": recommended.coverage(),
         "by_history_length": grouped(history_lengths(targets.ends)),
         "by_popularity": grouped(item_popularity(targets.items, popularity)),
@@ -260,9 +192,9 @@ def evaluate_ranking(
 def evaluate_split(
     model: PrismForRecommendation, split: Split, part: Literal["test", "validation"] = "test", **how: Any
 ) -> dict[str, Any]:
-    """`evaluate_ranking` of a part of a split, which the results name; popularity is that of the training events."""
+    """`evaluate_ranking` on one part of a split; popularity is that of the training events."""
     if part not in ("test", "validation"):
-        raise ValueError(f"the part to evaluate on must be 'test' or 'validation', got {part!r}")
+        raise ValueError(f"part must be 'test' or 'validation', got {part!r}")
     targets = split.test if part == "test" else split.validation
     popularity = split.train.counts(model.config.num_items)
     results = evaluate_ranking(model, targets, split.histories, popularity=popularity, **how)
@@ -271,7 +203,7 @@ def evaluate_split(
 
 
 def protocol_line(protocol: Mapping[str, Any]) -> str:
-    """What must stand beside every figure."""
+    """The protocol in one line, to be shown with every metric."""
     words = [protocol[key] for key in ("part", "split") if key in protocol]
     words.append(f"ranked: {protocol['ranked']}")
     repeats = f" ({again:,} targets seen before)" if (again := protocol["targets_seen_before"]) else ""
@@ -280,28 +212,93 @@ def protocol_line(protocol: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def sampler(
+    sampled: Sampled, num_items: int, popularity: np.ndarray | None
+) -> Callable[[Tensor, Tensor, np.ndarray], Tensor]:
+    """A function that keeps the target and `count` other candidates, drawn without replacement by seed and row."""
+    if sampled.count > num_items:
+        raise ValueError(f"sampled must be at most the number of items, {num_items:,}, got {sampled.count:,}")
+    weights = np.ones(num_items + 1)
+    if sampled.by == "popularity":
+        if popularity is None:
+            raise ValueError("sampling by popularity needs the argument popularity, the counts of the items")
+        weights = np.maximum(popularity, 1e-9).astype(np.float64)
+    log_weights = torch.from_numpy(np.log(weights))
+
+    def keep(candidate_mask: Tensor, wanted: Tensor, rows: np.ndarray) -> Tensor:
+        # Gumbel top-k: the largest log-weights with noise are a weighted draw without replacement
+        noise = np.stack(
+            [np.random.default_rng((sampled.seed, row)).gumbel(size=num_items + 1) for row in rows.tolist()]
+        )
+        keys = (log_weights + torch.from_numpy(noise)).to(candidate_mask.device)
+        free = candidate_mask.scatter(1, wanted[:, None], False)
+        keys = keys.masked_fill(~free, -torch.inf)
+        drawn = keys.topk(sampled.count, dim=1).indices
+        kept = torch.zeros_like(candidate_mask).scatter_(1, drawn, True) & free
+        return kept.scatter_(1, wanted[:, None], True)
+
+    return keep
+
+
+def history_lengths(lengths: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Groups of targets by the number of events before each, int `[M]`: (name, bool `[M]`)."""
+    groups = [(f"{low + 1:,} to {high:,}", (lengths > low) & (lengths <= high)) for low, high in pairwise(_LENGTHS)]
+    return [*groups, (f"over {_LENGTHS[-1]:,}", lengths > _LENGTHS[-1])]
+
+
+def item_popularity(items: np.ndarray, popularity: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Groups of targets by how often their items occur in training: (name, bool `[M]`).
+
+    head, middle and tail are the most, the next and the least popular items, each with a third of the events.
+    """
+    by_rank = np.argsort(-popularity[1:], kind="stable") + 1
+    before = np.cumsum(popularity[by_rank]) - popularity[by_rank]
+    third = np.zeros(len(popularity), dtype=np.int64)
+    third[by_rank] = np.minimum(3 * before // max(1, popularity.sum()), 2)
+    third[popularity == 0] = 3
+    names = ("head", "middle", "tail", "never in training")
+    return [(name, third[items] == group) for group, name in enumerate(names)]
+
+
+def popularity_bias(popularity: np.ndarray, recommended: dict[int, np.ndarray]) -> dict[str, Any]:
+    """Ten groups of equally many items, the most popular first: their fractions of the events and of the top-k lists."""
+    by_rank = np.argsort(-popularity[1:], kind="stable") + 1
+    groups = np.array_split(by_rank, min(_DECILES, len(by_rank)))
+
+    def shares(counts: np.ndarray) -> list[float]:
+        return [float(counts[group].sum() / max(1, counts.sum())) for group in groups]
+
+    return {
+        "items_in_group": [len(group) for group in groups],
+        "share_of_events": shares(popularity),
+        "share_of_recommendations": {f"@{k}": shares(counts) for k, counts in recommended.items()},
+    }
+
+
 def _scores(model: PrismForRecommendation, part: Targets, histories: Histories, max_length: int) -> Tensor:
-    """Of all items after each context, `[B, N + 1]`."""
+    """Scores of all items after each context, `[B, N + 1]`."""
     events = contexts(histories, part.users, part.ends, max_length)
     device = model.item_counts.device
     gaps = None
     if model.config.time_gaps:
         if events.gaps is None:
-            raise ValueError("the model knows how long after one another events came: the log needs times")
+            raise ValueError("the model was trained with time gaps: the events need times")
         gaps = torch.from_numpy(events.gaps).to(device)
     lengths = torch.from_numpy(events.mask.sum(1)).to(device)
     return model.scores(model.last_hidden(torch.from_numpy(events.items).to(device), lengths, gaps))
 
 
 def _seen(part: Targets, histories: Histories) -> Tensor:
-    """Every item of the whole history before each target, int64 `[B, E]`, filled up with 0."""
+    """All items of the whole history before each target, int64 `[B, E]`, padded with 0."""
     return torch.from_numpy(contexts(histories, part.users, part.ends, int(part.ends.max())).items)
 
 
 def _repeats(targets: Targets, histories: Histories) -> np.ndarray:
-    """Which targets' items are in their contexts already, bool `[M]`."""
+    """Which targets' items already are in their contexts, bool `[M]`."""
     stride = int(histories.items.max(initial=0)) + 1
     pairs = np.repeat(np.arange(len(histories)), histories.lengths) * stride + histories.items
-    _, first, each = np.unique(pairs, return_index=True, return_inverse=True)  # the pair's first place, for every event
+    _, first, each = np.unique(
+        pairs, return_index=True, return_inverse=True
+    )  # the first place of the pair, for every event
     places = histories.offsets[targets.users] + targets.ends
     return first[each[places]] < places

@@ -1,4 +1,4 @@
-"""From settings and a catalogue to a recommender that can be trained."""
+"""The module that is trained: a recommender built from settings and a catalogue, with its loss."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from prism.train.model import initialize, rule_options
 
 
 def build_recommender(settings: RecSettings, catalogue: Catalogue) -> PrismForRecommendation:
+    """Build the model for the items of a catalogue."""
     chosen = settings.model
     config = PrismRecConfig(
         num_items=len(catalogue),
@@ -37,7 +38,7 @@ def build_recommender(settings: RecSettings, catalogue: Catalogue) -> PrismForRe
 
 
 class Learner(nn.Module):
-    """A recommender and its loss in one forward pass, so that whoever spreads it over processes sees all that it uses."""
+    """A recommender and its loss in one forward pass, so that DDP and FSDP see every parameter that is used."""
 
     def __init__(self, recommender: PrismForRecommendation, loss: ItemLoss) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class Learner(nn.Module):
         self._no_split_modules = recommender._no_split_modules
 
     def forward(self, batch: RecBatch) -> Tensor:
-        """Summed over the real targets. No mask: padding comes last, where no event can see it."""
+        """The loss summed over the real targets. No mask is needed: padding comes last, where no event can see it."""
         model = self.recommender
         gaps = batch.gaps if model.config.time_gaps else None
         out = model(batch.inputs, gaps=gaps)
@@ -55,13 +56,14 @@ class Learner(nn.Module):
         return loss
 
     def start(self, seed: int, weights: dict[str, Tensor] | None, counts: np.ndarray, catalogue: Catalogue) -> None:
-        """First weights, and what the model must know of its items."""
+        """Set the initial weights, the item counts and the item features."""
         initialize(self.recommender, seed, weights)
         codes = {name: feature.of_item for name, feature in catalogue.features.items()}
         self.recommender.describe_items(counts, codes)
 
 
 def make_loss(settings: LossSettings, num_items: int, counts: np.ndarray) -> ItemLoss:
+    """The loss of the settings; counts int64 `[num_items + 1]` are the items' training frequencies."""
     return item_loss(
         settings.name,
         num_items,

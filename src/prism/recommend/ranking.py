@@ -1,14 +1,14 @@
-"""Where the right item lands among all items, and the figures that follow from it.
+"""Ranks of targets among candidate items, and the ranking metrics.
 
-A rank is pessimistic: an item whose score equals the target's counts as placed before it, and a score that is not a
-number counts against the target, whoever has it. A model that gives every item the same score is therefore last, not
-first. With one right item per prediction, the figures at k are
+Ranks are pessimistic: an item with the same score as the target ranks before it, and any NaN score, the target's or
+another item's, counts against the target. A model that gives every item the same score is therefore last, not first.
+With one target per prediction, the metrics at k are
 
     HR@k   = 1 if rank ≤ k                       (hit rate = recall)
     NDCG@k = 1 / log2(1 + rank) if rank ≤ k
     MRR@k  = 1 / rank if rank ≤ k
-    AUC    = share of the other candidates that the target is placed before
-    coverage@k = share of all items that are in at least one top-k list
+    AUC    = fraction of the other candidates that the target ranks before
+    coverage@k = fraction of all items that are in at least one top-k list
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from torch import Tensor
 
 CUTOFFS = (1, 5, 10, 20, 50, 100, 200, 500)
 SCORES_AT_ONCE = 2**25
-"""Most scores (users × items) held at a time, in evaluation and in serving: a catalogue may have millions of items."""
+"""Most scores (users × items) held at once, in evaluation and in serving: a catalogue may have millions of items."""
+EVENTS_AT_ONCE = 2**17
+"""Most events read at once, for any batch size: histories may have thousands of events."""
 _BLOCK = 128
 
 
 def candidates(num_items: int, targets: Tensor, exclude: Tensor | None = None) -> Tensor:
-    """Which items take part, bool `[B, num_items + 1]`: all but item 0 and the excluded; a target always does.
+    """Which items are ranked, bool `[B, num_items + 1]`: all but item 0 and the excluded ones; the target always is.
 
     Args:
-        exclude: items that do not take part, int64 `[B, E]`, filled up with 0.
+        exclude: items to leave out, int64 `[B, E]`, padded with 0.
     """
     mask = torch.ones(len(targets), num_items + 1, dtype=torch.bool, device=targets.device)
     if exclude is not None:
@@ -39,39 +41,34 @@ def candidates(num_items: int, targets: Tensor, exclude: Tensor | None = None) -
     return mask.scatter_(1, targets[:, None], True)
 
 
-def ranks(scores: Tensor, targets: Tensor, exclude: Tensor | None = None, taking_part: Tensor | None = None) -> Tensor:
+def ranks(
+    scores: Tensor, targets: Tensor, exclude: Tensor | None = None, candidate_mask: Tensor | None = None
+) -> Tensor:
     """Pessimistic ranks of the targets, from 1, int64 `[B]`; scores `[B, N + 1]`, targets int64 `[B]`.
 
     Args:
         exclude: see `candidates`.
-        taking_part: what `candidates` returned, instead of `exclude`.
+        candidate_mask: the mask of `candidates`, instead of `exclude`.
     """
     if not torch.is_floating_point(scores) or scores.ndim != 2 or targets.shape != scores.shape[:1]:
         raise ValueError(f"scores must be [B, N + 1] and targets [B], got {list(scores.shape)}, {list(targets.shape)}")
-    if taking_part is None:
-        taking_part = candidates(scores.shape[1] - 1, targets, exclude)
+    if candidate_mask is None:
+        candidate_mask = candidates(scores.shape[1] - 1, targets, exclude)
     own = scores.gather(1, targets[:, None])
     return count(
-        (scores < own).logical_not_().logical_and_(taking_part)
+        (scores < own).logical_not_().logical_and_(candidate_mask)
     )  # the target is among them: ranks start from 1
 
 
 def count(mask: Tensor) -> Tensor:
-    """How many are True in each row: bool `[B, N]` → int64 `[B]`.
+    """Number of True values in each row: bool `[B, N]` → int64 `[B]`.
 
-    In blocks that 8 bits can count: torch sums booleans as 64-bit numbers, which takes 50 times as long.
+    Sums blocks in 8 bits first: torch sums booleans as 64-bit integers, which takes 50 times as long.
     """
     bits = mask.view(torch.uint8)
     whole = bits.shape[1] // _BLOCK * _BLOCK
     blocks = bits[:, :whole].unflatten(1, (-1, _BLOCK)).sum(2, dtype=torch.uint8)
     return blocks.sum(1) + bits[:, whole:].sum(1)
-
-
-def top_k(scores: Tensor, taking_part: Tensor, k: int) -> Tensor:
-    """The k best items of each row, best first, int64 `[B, k]`; 0 where fewer than k candidates have a score above -inf."""
-    usable = (scores > -torch.inf).logical_and_(taking_part)
-    best = torch.where(usable, scores, -torch.inf).topk(min(k, scores.shape[1] - 1), dim=1)
-    return best.indices * (best.values > -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Ranking:
 
     def __post_init__(self) -> None:
         if self.ranks.shape != self.candidates.shape or self.ranks.ndim != 1 or not len(self.ranks):
-            raise ValueError("ranks and candidates must be two rows of the same length, at least 1")
+            raise ValueError("ranks and candidates must be one-dimensional, of the same length, at least 1")
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -92,22 +89,22 @@ class Ranking:
         return Ranking(self.ranks[rows], self.candidates[rows])
 
     def per_target(self, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, np.ndarray]:
-        """Every figure of every target, float64 `[M]`."""
+        """Every metric for every target, float64 `[M]`."""
         rank = self.ranks.astype(np.float64)
-        figures = {}
+        metrics = {}
         for name, gain in (("HR", np.ones_like(rank)), ("NDCG", 1 / np.log2(1 + rank)), ("MRR", 1 / rank)):
             for k in cutoffs:
-                figures[f"{name}@{k}"] = np.where(self.ranks <= k, gain, 0.0)
-        others = np.maximum(self.candidates - 1, 1)  # a target alone is placed before all others there are
-        figures["AUC"] = 1 - (rank - 1) / others
-        return figures
+                metrics[f"{name}@{k}"] = np.where(self.ranks <= k, gain, 0.0)
+        others = np.maximum(self.candidates - 1, 1)  # a target without rivals: AUC 1
+        metrics["AUC"] = 1 - (rank - 1) / others
+        return metrics
 
     def metrics(self, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, float]:
-        """Means over the targets."""
+        """Every metric, as the mean over the targets."""
         return {name: float(values.mean()) for name, values in self.per_target(cutoffs).items()}
 
     def standard_errors(self, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, float]:
-        """Of the means, as if targets were independent; 0 for a single target."""
+        """Standard errors of the means, as if targets were independent; 0 for a single target."""
         root = len(self) ** 0.5
         spread = {name: float(values.std(ddof=len(self) > 1)) for name, values in self.per_target(cutoffs).items()}
         return {name: value / root for name, value in spread.items()}

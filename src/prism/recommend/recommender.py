@@ -1,10 +1,10 @@
-"""A recommender in use.
+"""Recommender: a trained model with its items and users, for recommendations and for streams of events.
 
 Design choices
-- Users are nothing but their histories: one who was not in the log is a sequence like any other.
-- A user without events gets the most popular items. Items that the model does not know are left out, with a warning.
-- A state is a value: `observe` returns a new one and leaves the old one as it was, so that a service can keep, copy, retry.
-- A stream has read everything since its start. What it recommends is what reading the whole history anew would recommend.
+- A user is a history and nothing else: a user who was not in training is a sequence like any other.
+- A user without events gets the most popular items. Items that the model does not know are dropped, with a warning.
+- A state is a value: `observe` returns a new one and does not change the old one, so a service can keep, copy and retry.
+- A stream has read every event since its start. It recommends the same items as reading the whole history again.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from torch import Tensor
 from prism.files import MANIFEST, seal_weights, whole_folder, write_json
 from prism.models import PrismForRecommendation
 from prism.models.loading import differs, open_weights, without_progress_bars
-from prism.recommend.events import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
-from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, translate
-from prism.recommend.events.tables import AUTO, Columns
-from prism.recommend.reading import Unknown, as_histories, blank, encode, is_several, read_on, several
+from prism.recommend.events import Catalogue, Dataset, EventRecipe, Histories, Users, prepare_dataset
+from prism.recommend.events.columns import AUTO, Columns
+from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, reindex_items
+from prism.recommend.reading import Unknown, advance, as_histories, as_list, encode, initial_state, is_list
 from prism.recommend.results import Recommendations, best_items
 from prism.recommend.saved import Training, model_folder, training_of
 from prism.recommend.states import UserStates
 
 
 class Recommender:
-    """A model, the items it knows, and perhaps the users it has met.
+    """A model, its items, and optionally users with their histories.
 
     Args:
-        model: moved nowhere; it is put into evaluation mode.
+        model: stays on its device; it is put into evaluation mode.
         catalogue: the items' ids.
-        users, histories: whom `recommend(users=…)` can be asked for, and what they did.
-        training: where the model comes from; saved with it, so that it can be evaluated.
+        users, histories: the users that `recommend(users=…)` knows, and their events.
+        training: how the model was trained; saved with it, so that it can be evaluated.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Recommender:
         training: Training | None = None,
     ) -> None:
         if len(catalogue) != model.config.num_items:
-            raise ValueError(f"the catalogue has {len(catalogue)} items, the model {model.config.num_items}")
+            raise ValueError(f"the catalogue has {len(catalogue)} items, but the model {model.config.num_items}")
         if users is not None and histories is not None and len(users) != len(histories):
-            raise ValueError(f"there are {len(users)} users, but histories of {len(histories)}")
+            raise ValueError(f"users and histories must have the same length, got {len(users)} and {len(histories)}")
         self.model, self.catalogue, self.users, self.histories = model.eval(), catalogue, users, histories
         self._training = training
 
@@ -64,7 +64,7 @@ class Recommender:
     @classmethod
     def fit(
         cls,
-        log: Any,
+        events: Any,
         /,
         out: Path | str | None = None,
         preset: str | None = None,
@@ -78,57 +78,63 @@ class Recommender:
         """Train a recommender on events: `Recommender.fit(df, user="customer", item="product", time="when", epochs=20)`.
 
         Args:
-            log: a polars or pandas DataFrame, or a path as `data.source` takes it: a file of events or a prepared folder.
+            events: a polars or pandas DataFrame, a file of events, or a folder of prepared events (as `data.source`).
                 Positional only.
-            out: the run's folder, with checkpoints to resume from; None: no run folder is kept.
+            out: run folder, with checkpoints to resume from. None: no run folder is kept.
             preset: "prism", "sasrec" or "hstu".
-            user, item, time: names of these columns; "auto" finds the usual names. `time=None`: the events are already in
+            user, item, time: names of the columns; "auto" finds the usual names. `time=None`: the events are already in
                 order. The same as `data={"user": …}`, and `--data.user` on the command line.
             features: names of columns that describe the item, such as a category.
-            settings: those of `prism train rec`, with sections as dicts:
+            settings: the settings of `prism train rec`, with sections as dicts:
                 `epochs=10, model={"layers": "prism*2"}, data={"length": 100}`.
         """
-        from prism.recommend.fit import fit
+        from prism.recommend.task import fit  # the trainer is imported only for training
 
         columns = Columns(user, item, time, tuple(features))
         if out is not None:
-            return cls.load(*fit(log, Path(out), preset, columns, settings))
+            return cls.load(*fit(events, Path(out), preset, columns, settings))
         with tempfile.TemporaryDirectory() as folder:
-            return cls.load(*fit(log, Path(folder) / "run", preset, columns, settings))
+            return cls.load(*fit(events, Path(folder) / "run", preset, columns, settings))
 
     @classmethod
-    def load(cls, folder: Path | str, data: Prepared | Path | str | None = None, device: str = "auto") -> Recommender:
-        """A model's folder, as `save` or `prism train rec` wrote it, or a run.
+    def load(cls, folder: Path | str, data: Dataset | Path | str | None = None, device: str = "auto") -> Recommender:
+        """Load a folder that `save` or `prism train rec` wrote, or a run folder.
 
         Args:
-            data: a log with users' histories, as `data.source` takes it or prepared: whom `recommend(users=…)` knows. Unless
-                given, those saved with the model, or those it was trained on, if they are asked for and still there.
+            data: events of the users that `recommend(users=…)` should know: a Dataset, or a path as in `data.source`.
+                None: the events saved with the model, or else those it was trained on, opened when first needed.
         """
         with model_folder(Path(folder)) as opened:
             model = open_weights(PrismForRecommendation, opened, device)
             if not (opened / ITEMS).is_file():
-                raise FileNotFoundError(f"{opened} has no {ITEMS}, which names the items")
+                raise FileNotFoundError(f"{opened} has no {ITEMS}, which holds the ids of the items")
             catalogue = Catalogue.load(opened / ITEMS)
             users = Users.load(opened / USERS) if (opened / USERS).is_file() else None
             histories = Histories.load(opened / EVENTS) if (opened / EVENTS).is_file() else None
             training = training_of(opened) if (opened / TRAINING).is_file() else None
         if data is None:
             return cls(model, catalogue, users, histories, training)
-        if isinstance(data, Prepared):
-            log = data
+        if isinstance(data, Dataset):
+            dataset = data
         elif training is not None:
-            log = training.other_log(str(data), everyone=True)
+            dataset = training.other_dataset(str(data), everyone=True)
         else:
-            log = prepare_log(LogRecipe(source=str(data)))
-        log = log if list(log.catalogue.items) == list(catalogue.items) else translate(log, catalogue)
-        return cls(model, catalogue, log.users, log.histories, training)
+            dataset = prepare_dataset(EventRecipe(source=str(data)))
+        dataset = (
+            dataset if list(dataset.catalogue.items) == list(catalogue.items) else reindex_items(dataset, catalogue)
+        )
+        return cls(model, catalogue, dataset.users, dataset.histories, training)
 
     def save(self, folder: Path | str, histories: bool = True) -> None:
-        """A folder that `load` opens, replacing a recommender that is there; without `histories` no user's events are in it."""
+        """Write a folder that `load` opens; it may replace a saved recommender.
+
+        Args:
+            histories: save the users' events too.
+        """
         folder = Path(folder).resolve()
         _check_replaceable(folder)
         if histories:
-            self._meet()
+            self._open_histories()
         with whole_folder(folder, "the recommender") as partial:
             with without_progress_bars():
                 self.model.save_pretrained(partial)
@@ -156,26 +162,25 @@ class Recommender:
         max_length: int | None = None,
         unknown: Unknown = "skip",
     ) -> Recommendations:
-        """The k items that are expected most, for users of the log, for sequences of items, or for states.
+        """The k best next items for users, for sequences of items, or for states.
 
         Args:
-            of: states, sequences (a list of lists) or users (a list of ids); or say which by name:
-            users: ids of users of the log.
-            sequences: histories of anyone, as items' ids. An empty one gets the most popular items.
-            states: what `observe` returned.
-            filter_seen: leave out what is in the history. A state does not remember items: there, `exclude` says which.
-            exclude: for each row, ids of items that are not wanted.
-            times: of the sequences' events, for models that were trained with time gaps. Events stay in the order given; one
-                that is earlier than the one before it counts as at the same time.
-            max_length: how many of the last events are read: as many as the model was trained on unless given; 0 is all of
-                them, as a stream reads them.
-            unknown: sequences' items that the model does not know are left out with a warning, or "error".
+            of: states, sequences (a list of lists) or users (a list of ids); or give one of them by name:
+            users: ids of known users.
+            sequences: histories as lists of item ids. An empty history gets the most popular items.
+            states: states from `start` or `observe`.
+            filter_seen: leave out items of the history. A state does not remember items: use `exclude` with states.
+            exclude: for each row, ids of items to leave out.
+            times: times of the sequences' events, for models with time gaps. Events stay in the order given; an event that
+                is earlier than the previous one counts as simultaneous.
+            max_length: number of last events to read. None: as many as in training. 0: all, as a stream does.
+            unknown: drop items that the model does not know, with a warning ("skip"), or refuse them ("error").
         """
         if sum(given is not None for given in (of, users, sequences, states)) != 1:
-            raise ValueError("give users, sequences or states: one of them")
+            raise ValueError("give exactly one of users, sequences and states")
         if isinstance(of, UserStates):
             states = of
-        elif of is not None and is_several(of) and len(of) and all(is_several(one) for one in of):
+        elif of is not None and is_list(of) and len(of) and all(is_list(one) for one in of):
             sequences = of
         elif of is not None:
             users = of
@@ -184,7 +189,7 @@ class Recommender:
         if sequences is not None:
             _check_lists(sequences)
         if not isinstance(k, Integral) or k < 1:
-            raise ValueError(f"k must be at least 1 and whole, got {k!r}")
+            raise ValueError(f"k must be an integer of at least 1, got {k!r}")
         if states is not None:
             self._check(states)
             return self._best(states.hidden, states.events, self._excluded(len(states), None, exclude), k)
@@ -200,7 +205,7 @@ class Recommender:
 
     @torch.no_grad()
     def encode(self, histories: Histories, max_length: int | None = None) -> Tensor:
-        """`[U, D]`: what is expected after each user's last event (zeros without events), to be scored by the model.
+        """The model's output after each user's last event, `[U, D]` (zeros without events); see `model.scores`.
 
         Args:
             max_length: as in `recommend`.
@@ -208,7 +213,7 @@ class Recommender:
         return encode(self.model, histories, max_length)
 
     def start(self, users: int) -> UserStates:
-        """States of this many users who have done nothing yet."""
+        """States of new users, before their first event."""
         if users < 1:
             raise ValueError(f"users must be at least 1, got {users}")
         return self._blank.index_select([0] * users)
@@ -221,22 +226,22 @@ class Recommender:
         times: Sequence[Any] | None = None,
         unknown: Unknown = "skip",
     ) -> UserStates:
-        """The states after these events; those given stay as they are.
+        """The states after these events; the given states do not change.
 
         Args:
             items: one entry for each user: an item's id, a list of ids, or None for no event.
-            times: of the same shape, for models that were trained with time gaps.
-            unknown: items that the model does not know are left out with a warning, or "error".
+            times: of the same shape, for models with time gaps.
+            unknown: as in `recommend`.
         """
         self._check(states)
         _check_list("items", items)
         if len(items) != len(states):
             raise ValueError(f"items must have one entry for each of the {len(states)} users, got {len(items)}")
-        return read_on(self.model, states, as_histories(items, times, self.catalogue, unknown))
+        return advance(self.model, states, as_histories(items, times, self.catalogue, unknown))
 
     @cached_property
     def _blank(self) -> UserStates:
-        return blank(self.model)
+        return initial_state(self.model)
 
     def _best(self, hidden: Tensor, events: Tensor, excluded: list[np.ndarray], k: int) -> Recommendations:
         return best_items(self.model, self.catalogue, hidden, events, excluded, k)
@@ -244,61 +249,63 @@ class Recommender:
     def _excluded(
         self, users: int, seen: Histories | None, exclude: Sequence[Sequence[Any]] | None
     ) -> list[np.ndarray]:
-        """For each user the rows of items that are not to be recommended."""
+        """For each user the rows of items to leave out."""
         rows = [np.zeros(0, dtype=np.int64) if seen is None else seen.user(user)[0] for user in range(users)]
         if exclude is None:
             return rows
         if len(exclude) != users:
-            raise ValueError(f"exclude must have one list of items for each of {users}, got {len(exclude)}")
-        unwanted = [self.catalogue.index(several(items), unknown="skip") for items in exclude]
+            raise ValueError(f"exclude must have one list of items for each of the {users} rows, got {len(exclude)}")
+        unwanted = [self.catalogue.index(as_list(items), unknown="skip") for items in exclude]
         return [np.concatenate(pair) for pair in zip(rows, unwanted, strict=True)]
 
     def _histories(self, users: Sequence[Any]) -> Histories:
-        self._meet()
+        self._open_histories()
         if self.histories is None or self.users is None:
-            raise ValueError("no histories came with the model: give sequences, or load it with a log as data")
+            raise ValueError("the model has no histories: give sequences, or load it with data (events of the users)")
         return self.histories.take(self.users.index(users))
 
-    def _meet(self) -> None:
-        """Open the log of training, if no histories came with the model."""
-        if self.histories is None and self._training is not None and self._training.named:
-            log = self._training.log()
-            self.users, self.histories = log.users, log.histories
+    def _open_histories(self) -> None:
+        """Open the events of training, if no histories were saved with the model."""
+        if self.histories is None and self._training is not None and self._training.has_source:
+            dataset = self._training.dataset()
+            self.users, self.histories = dataset.users, dataset.histories
 
     def _check(self, states: UserStates) -> None:
         if not isinstance(states, UserStates):
-            raise ValueError(f"states must be what start or observe returned, got {type(states).__name__}")
+            raise ValueError(f"states must be UserStates from start or observe, got {type(states).__name__}")
         if states.model != self._blank.model:
             what = differs(states.model, self.model)
-            raise ValueError(f"the states were made by a model with {what}: they mean nothing to this one")
+            raise ValueError(f"the states were made by a model with {what}: this model cannot use them")
         if states.device != self.device:
-            raise ValueError(f"the states are on {states.device}, the model on {self.device}: move them with .to")
+            raise ValueError(
+                f"the states are on {states.device}, the model on {self.device}: move them with .to(device)"
+            )
 
     def __repr__(self) -> str:
-        met = "" if self.users is None else f", {len(self.users):,} users"
-        return f"Recommender({len(self.catalogue):,} items{met}, layers={self.model.config.layers!r}, {self.device})"
+        known = "" if self.users is None else f", {len(self.users):,} users"
+        return f"Recommender({len(self.catalogue):,} items{known}, layers={self.model.config.layers!r}, {self.device})"
 
 
 def _check_list(name: str, given: Any) -> None:
-    if given is not None and not is_several(given):
+    if given is not None and not is_list(given):
         raise ValueError(f"{name} must be a list, got {given!r}")
 
 
 def _check_lists(sequences: Sequence[Any]) -> None:
-    """Refuse a flat list of items: it would be read as one-item histories of many users."""
+    """Refuse a flat list of items: it would be taken as one-item histories of many users."""
     for one in sequences:
-        if one is not None and not is_several(one):
+        if one is not None and not is_list(one):
             raise ValueError(
-                f"sequences must be a list of histories, each a list of items, got the item {one!r} in it: "
+                f"sequences must be a list of histories, each a list of items, got the item {one!r}: "
                 "write sequences=[[…]] for one history"
             )
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace anything but a saved recommender: what else is in a folder would be lost."""
+    """Refuse to replace anything but a saved recommender: other files in the folder would be lost."""
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give a folder")
     ours = {"config.json", "README.md", TRAINING, ITEMS, USERS, EVENTS, MANIFEST}
     others = [path.name for path in folder.glob("*") if path.name not in ours and not path.match("model*.safetensors*")]
     if others:
-        raise ValueError(f"{folder} holds {min(others)}, which is no part of a recommender: give a folder of its own")
+        raise ValueError(f"{folder} holds {min(others)}, which is no part of a recommender: give a new folder")

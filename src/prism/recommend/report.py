@@ -1,4 +1,4 @@
-"""Charts of how a recommender does."""
+"""HTML report on a recommender: tables and charts, every metric with the protocol it depends on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from prism.reports.charts import Series, bar_chart, line_chart, percent
 from prism.reports.page import commands, facts, figure, header, heading, page, paragraph, table, tiles
 
 FEW_TARGETS = 10
-"""Groups of fewer targets say nothing: tables show them faint, charts leave them out."""
+"""Groups with fewer targets are too small to compare: tables show them faint, charts leave them out."""
+SHOWN_AT = 10
+"""The cutoff of charts and of tables by group."""
 
 
 def is_small(group: Mapping[str, Any]) -> bool:
-    """Whether a group has too few targets to say anything."""
+    """Whether a group has too few targets to compare."""
     return bool(group["targets"] < FEW_TARGETS)
 
 
@@ -55,7 +57,7 @@ def loss_charts(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def popularity_chart(bias: Mapping[str, Any], k: str) -> tuple[str, list[str]]:
-    """The share of events and of top-k lists that each tenth of the items has; returns the chart and its series' names."""
+    """Fractions of the events and of the top-k lists for each tenth of the items; returns the chart and its series' names."""
     series = [("training events", bias["share_of_events"]), (f"top-{k[1:]} lists", bias["share_of_recommendations"][k])]
     groups = [str(place) for place in range(1, 1 + len(bias["items_in_group"]))]
     x = "tenth of the items, most popular first"
@@ -68,12 +70,6 @@ def _curve(records: Sequence[Mapping[str, Any]], key: str) -> Series:
     return Series(key.removeprefix("validation_"), points)
 
 
-# The HTML report on a recommender. Every figure stands beside the protocol it depends on.
-
-SHOWN_AT = 10
-"""The cutoff of pictures and of tables by group."""
-
-
 def report(
     path: Path,
     results: Mapping[str, Any],
@@ -83,12 +79,12 @@ def report(
     about: Sequence[tuple[str, str]] = (),
     log: Sequence[Mapping[str, Any]] = (),
 ) -> Path:
-    """Write the page.
+    """Write the report.
 
     Args:
-        results: what `evaluate_split` returned.
+        results: the results of `evaluate_split`.
         about: facts on model and data, for a table.
-        log: records of the training run, for a picture of its loss.
+        log: records of the training run, for a chart of its loss.
     """
     line = protocol_line(results["protocol"])
     label = results["protocol"]["label"]
@@ -98,8 +94,8 @@ def report(
         tiles(_tiles(results)),
         *([facts(about)] if about else []),
         commands(command),
-        heading("Figures"),
-        table(*figure_table(results)),
+        heading("Metrics"),
+        table(*metric_table(results)),
         paragraph(
             f"{line}. ± is the standard error over targets. HR: fraction of targets in the list; NDCG and MRR: more if "
             "further up; AUC: fraction of the other candidates placed below the target; coverage: fraction of all items in "
@@ -120,7 +116,7 @@ def report(
 
 
 def finding(results: Mapping[str, Any]) -> str:
-    """The result in one sentence, beside what chance would give."""
+    """The result in one sentence, compared with chance."""
     metrics, protocol = results["metrics"], results["protocol"]
     label, items = protocol["label"], protocol["items"]
     hits, name = metrics[f"{label}HR@{SHOWN_AT}"], f"{label}NDCG@{SHOWN_AT}"
@@ -172,11 +168,11 @@ def _bias(bias: Mapping[str, Any], line: str) -> list[str]:
     lists = bias["share_of_recommendations"]
     k = f"@{SHOWN_AT}" if f"@{SHOWN_AT}" in lists else next(iter(lists))
     chart, names = popularity_chart(bias, k)
-    return [figure([chart], f"What is recommended, beside what happens in training: {line}.", names)]
+    return [figure([chart], f"Recommended items compared with the training events: {line}.", names)]
 
 
-def figure_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: a metric a row, a cutoff a column; `spread` adds the standard errors."""
+def metric_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the metrics: a row per metric, a column per cutoff; `spread` adds the standard errors."""
     metrics, errors, coverage = results["metrics"], results["standard_errors"], results["coverage"]
     label = results["protocol"]["label"]
 
@@ -191,7 +187,7 @@ def figure_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[
 
 
 def group_table(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: a group a row; a single target has no standard error."""
+    """Columns and rows of the groups, one row each; a single target has no standard error."""
 
     def cell(group: Mapping[str, Any], name: str) -> str:
         error = f" ± {group['standard_errors'][name]:.4f}" if group["targets"] > 1 else ""

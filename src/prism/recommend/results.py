@@ -1,4 +1,4 @@
-"""What was recommended."""
+"""Recommendations: the k best items for each user."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from prism.models import PrismForRecommendation
 from prism.recommend.events import Catalogue
-from prism.recommend.ranking import SCORES_AT_ONCE, top_k
+from prism.recommend.ranking import SCORES_AT_ONCE
 
 
 class Recommended(NamedTuple):
+    """One recommended item."""
+
     item: Any
-    """The item's own id, as the log has it."""
+    """The item's id, as in the events."""
     score: float
 
 
@@ -25,8 +27,8 @@ class Recommended(NamedTuple):
 class Recommendations:
     """The best items for n users, best first.
 
-    `rows` int64 and `scores` float32, both `[n, k]`, are what to go on computing with: rows of the catalogue, 0 where fewer
-    than k items were left. `recommendations[i]` and looping give user i's items by their ids.
+    `rows` int64 (rows of the catalogue) and `scores` float32, both `[n, k]`, are for further computation; row 0 where fewer
+    than k items were left. `recommendations[i]` and iteration give user i's items with their ids.
     """
 
     rows: np.ndarray
@@ -46,16 +48,13 @@ class Recommendations:
 
     @property
     def items(self) -> list[list[Any]]:
-        """Ids alone."""
+        """The ids without the scores, a list for each user."""
         return [[item for item, _ in row] for row in self]
 
     def __repr__(self) -> str:
         shown = [f"  {', '.join(f'{item} ({score:.3f})' for item, score in self[i])}" for i in range(min(5, len(self)))]
         more = [f"  … and {len(self) - 5:,} more"] if len(self) > 5 else []
         return "\n".join([f"Recommendations for {len(self):,}, best first:", *shown, *more])
-
-
-# The items that are expected most.
 
 
 def best_items(
@@ -66,15 +65,17 @@ def best_items(
     excluded: list[np.ndarray],
     k: int,
 ) -> Recommendations:
-    """The k best for each of n users.
+    """Score all items and return the k best for each of n users.
 
     Args:
-        hidden: `[n, D]`, what is expected of each.
-        events: `[n]`, how many each has had; one without any gets the most popular items.
-        excluded: for each, rows of the catalogue that are not wanted.
+        hidden: `[n, D]`, the model's output after each user's last event.
+        events: `[n]`, number of events of each user; a user without events gets the most popular items.
+        excluded: for each user, rows of the catalogue to leave out.
     """
     if bool((events == 0).any()) and not bool(model.item_counts.any()):
-        raise ValueError("a user without events gets the most popular items, but the model was not told their counts")
+        raise ValueError(
+            "a user without events gets the most popular items, but the model has no item counts: call describe_items"
+        )
     counts = model.item_counts.float()
     popularity = counts.log1p() - counts.sum().log1p()
     width = min(k, model.config.num_items)
@@ -92,8 +93,15 @@ def best_items(
     return Recommendations(rows, scores, catalogue)
 
 
+def top_k(scores: Tensor, candidate_mask: Tensor, k: int) -> Tensor:
+    """The k best items of each row, best first, int64 `[B, k]`; 0 where fewer than k candidates have a score above -inf."""
+    usable = (scores > -torch.inf).logical_and_(candidate_mask)
+    best = torch.where(usable, scores, -torch.inf).topk(min(k, scores.shape[1] - 1), dim=1)
+    return best.indices * (best.values > -torch.inf)
+
+
 def _padded(rows: list[np.ndarray]) -> np.ndarray:
-    """Rows of different lengths as `[n, longest]`, filled up with 0."""
+    """Rows of different lengths as `[n, longest]`, padded with 0."""
     lengths = np.array([len(row) for row in rows])
     filled = np.zeros((len(rows), lengths.max(initial=0)), dtype=np.int64)
     filled[np.arange(filled.shape[1]) < lengths[:, None]] = np.concatenate([*rows, np.zeros(0, dtype=np.int64)])

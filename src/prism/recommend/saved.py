@@ -1,24 +1,25 @@
-"""What a recommender's folder says about its training, and the log it was trained on."""
+"""Open a recommender's folder: the model of a run, and the events that it was trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from prism.files import read_json
 from prism.models.loading import is_run
 from prism.overrides import override
-from prism.recommend.events import Catalogue, Histories, Prepared, Users, open_prepared, prepare_log
-from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, translate
+from prism.recommend.events import Catalogue, Dataset, Histories, Users, open_dataset, prepare_dataset
+from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, reindex_items
 from prism.recommend.events.recipe import RecDataSettings
 
 
 @contextmanager
 def model_folder(path: Path, report: Callable[[str], None] = lambda message: None) -> Iterator[Path]:
-    """The folder to open for a path: the path itself, or for a run the model it would export now."""
+    """The model folder of a path: the path itself, or for a run the model that it would export now."""
     if not is_run(path):
         yield path
         return
@@ -31,64 +32,72 @@ def model_folder(path: Path, report: Callable[[str], None] = lambda message: Non
 
 @dataclass(frozen=True)
 class Training:
-    """How the log was read and split, the facts that this gave, the model's own items, and where all of it is."""
+    """How a model was trained: its events, how they were split, its items."""
 
-    data: RecDataSettings
-    facts: dict[str, Any]
-    catalogue: Catalogue
     stored: dict[str, Any]
-    """As the file has it."""
+    """Contents of training.json."""
+    catalogue: Catalogue
     folder: Path
+    """The model folder."""
 
     @property
-    def named(self) -> bool:
-        """Whether the log can be found again: a DataFrame cannot, unless its events were saved with the model."""
+    def facts(self) -> dict[str, Any]:
+        """Digest, folder and counts of the events."""
+        facts: dict[str, Any] = self.stored["training_data"]
+        return facts
+
+    @cached_property
+    def data(self) -> RecDataSettings:
+        """How the events were read and split."""
+        return override(RecDataSettings(), self.stored["settings"]["data"], str(self.folder / TRAINING), "data.")
+
+    @property
+    def has_source(self) -> bool:
+        """Whether the events can be found again. A DataFrame cannot, unless its events were saved with the model."""
         return self.facts.get("folder") is not None or (self.folder / EVENTS).is_file()
 
-    def log(self, report: Callable[[str], None] = lambda message: None) -> Prepared:
-        """The log of training: saved with the model, from where it was prepared, or read again. It must not have changed."""
+    def dataset(self, report: Callable[[str], None] = lambda message: None) -> Dataset:
+        """The events of training: saved with the model, from the cache, or read again. They must not have changed."""
         if (self.folder / EVENTS).is_file():
-            saved = Prepared(Histories.load(self.folder / EVENTS), self.catalogue, Users.load(self.folder / USERS))
+            saved = Dataset(Histories.load(self.folder / EVENTS), self.catalogue, Users.load(self.folder / USERS))
             if saved.digest == self.facts["digest"]:
                 return saved
-        kept = self.facts.get("folder")
-        if kept is None:
+        prepared = self.facts.get("folder")
+        if prepared is None:
             raise FileNotFoundError(
-                "the model was trained on a DataFrame that is not saved with it: give a log with --data"
+                "the model was trained on a DataFrame that is not saved with it: give events with --data"
             )
         try:
-            if Path(kept).is_dir():
-                log = open_prepared(Path(kept))
+            if Path(prepared).is_dir():
+                dataset = open_dataset(Path(prepared))
             else:
-                log = prepare_log(self.data.recipe(), self.data.cache, report=report)
+                dataset = prepare_dataset(self.data.recipe(), self.data.cache, report=report)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"the log of training is gone ({error}): give one with --data") from error
-        if log.digest != self.facts["digest"]:
-            raise ValueError("the log of training is gone or has changed since: give one with --data")
-        return log
+            raise FileNotFoundError(f"the training events are gone ({error}): give events with --data") from error
+        if dataset.digest != self.facts["digest"]:
+            raise ValueError("the training events are gone or have changed: give events with --data")
+        return dataset
 
-    def other_log(
+    def other_dataset(
         self, source: str, report: Callable[[str], None] = lambda message: None, everyone: bool = False
-    ) -> Prepared:
-        """Another log, read in the same way, in the terms of the model's items.
+    ) -> Dataset:
+        """Other events, read in the same way, with the item rows of the model.
 
-        It needs no columns of features: what is known of an item, the model knows.
+        They need no feature columns: the model already has the features of its items.
 
         Args:
-            everyone: keep users and items that training would have left out for their few events.
+            everyone: keep users and items with few events, which training would have dropped.
         """
         recipe = replace(self.data.recipe(), source=source, features=())
         if everyone:
             recipe = replace(recipe, min_user=1, min_item=1)
-        other = prepare_log(recipe, self.data.cache, report=report)
-        return other if other.digest == self.facts["digest"] else translate(other, self.catalogue)
+        other = prepare_dataset(recipe, self.data.cache, report=report)
+        return other if other.digest == self.facts["digest"] else reindex_items(other, self.catalogue)
 
 
 def training_of(folder: Path) -> Training:
-    """Of a model folder that `prism train rec` wrote."""
+    """Read how the model of a folder was trained."""
     path = folder / TRAINING
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {TRAINING}, which says what the model was trained on")
-    stored = read_json(path)
-    data = override(RecDataSettings(), stored["settings"]["data"], str(path), "data.")
-    return Training(data, stored["training_data"], Catalogue.load(folder / ITEMS), stored, folder)
+    return Training(read_json(path), Catalogue.load(folder / ITEMS), folder)

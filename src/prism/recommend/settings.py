@@ -1,4 +1,4 @@
-"""Every choice of a recommender's training, with its meaning. The text under a field is its help on the command line."""
+"""Settings and presets of `prism train rec`. The text under a field is its help on the command line."""
 
 from __future__ import annotations
 
@@ -24,69 +24,71 @@ from prism.train.settings import (
 @dataclass(frozen=True)
 class RecModelSettings(StackSettings):
     hidden_size: int = 64
-    """Width of the model, and length of an item's vector."""
+    """Width of the model and of the item embeddings."""
     num_hidden_layers: int = 2
     """Number of layers."""
     head_dim: int | None = None
-    """Size of a head's keys and values, for rules that let it be chosen (kernels like 64 and 128); None: the rule's own."""
+    """Width of a head's keys and values, for rules with that option (64 and 128 suit the kernels). None: the rule's default."""
     intermediate_size: int | None = None
-    """Width of the feed-forward layers; 0: none; None: 8/3 of the model's, up to the next multiple of 64."""
+    """Width of the feed-forward layers. 0: none. None: 8/3 of hidden_size, rounded up to a multiple of 64."""
     dropout: float = 0.2
-    """Share of numbers dropped in training from the input and from what every layer adds."""
+    """Dropout rate on the input and on every residual branch."""
     time_gaps: bool = False
-    """Tell the model how long after the one before it an event came; the log must have times."""
+    """Give the model the time since the previous event; the events must have times."""
     embedding_scale: float = 1.0
-    """What items' vectors are multiplied by on the way in; SASRec has the root of the width."""
+    """Factor on the item embeddings at the input; SASRec uses the square root of the width."""
     initializer_range: float = 0.02
-    """Standard deviation of embeddings and linear maps at the start."""
+    """Standard deviation of the initial embeddings and linear maps."""
 
 
 @dataclass(frozen=True)
 class LossSettings:
     name: Literal["full_softmax", "sampled_softmax", "bce", "gbce"] = "full_softmax"
-    """Against all items, or against some: sampled softmax, binary cross-entropy, or gSASRec's calibrated one."""
+    """full_softmax compares with all items.
+    With sampled negatives: sampled_softmax, bce (binary cross-entropy), or gbce (gSASRec's calibrated bce)."""
     negatives: Literal["uniform", "popularity", "in_batch"] = "uniform"
-    """Where those some come from: all items alike, by how often they occur, or other targets of the batch."""
+    """How negatives are sampled: uniform over all items, by popularity, or from the other targets of the batch."""
     count: int = 256
-    """How many of them."""
+    """Number of negatives."""
     own: bool = False
-    """Each target has its own, instead of the same for all of a step."""
+    """Sample negatives per target instead of sharing one set per step."""
     logq: bool = True
-    """Sampled softmax counts each for the items it stands for."""
+    """Apply the logQ correction in sampled softmax."""
     t: float = 0.75
-    """gbce: 0 is bce, 1 makes scores the probabilities that a look at all items would have given."""
+    """gbce: calibration from 0 (plain bce) to 1 (scores are calibrated as if all items were negatives)."""
 
 
 @dataclass(frozen=True)
 class RecValidationSettings(ValidationSettings):
     every: int = 0
-    """Steps between validations; 0: as `epochs` says."""
+    """Steps between validations. 0: use validation.epochs."""
     epochs: float = 1.0
-    """Epochs between validations; 0: only after the last step."""
+    """Epochs between validations. 0: only after the last step."""
     sequences: int = 0
-    """Held-out events that are predicted, spread evenly over all; 0: all."""
+    """Number of held-out events to predict, spread evenly. 0: all."""
     metric: str = "NDCG@10"
-    """What the best model is best at, on a ranking of all items: HR, NDCG or MRR at 1, 5, 10, 20, 50, 100, 200 or 500; AUC."""
+    """Metric that chooses the best model, on a ranking of all items.
+    HR, NDCG or MRR at 1, 5, 10, 20, 50, 100, 200 or 500 (such as NDCG@10), or AUC."""
     filter_seen: bool = True
-    """Items that a user has had already are not ranked."""
+    """Leave out items that the user already had."""
 
 
 @dataclass(frozen=True)
 class RecSettings(RunSettings):
-    """Train a recommender on a log of events.
+    """Train a recommender on user events, or resume a run.
 
-    Later beats earlier: the preset (or, in a run folder that exists, the settings it was started with), the TOML file,
-    the flags.
+    Settings come from the preset (in an existing run folder: from its own settings), then the TOML file, then the flags;
+    later ones override earlier ones.
     """
 
     preset: str | None = None
-    """The model to start from: prism, sasrec or hstu. None: prism."""
+    """Model preset: prism, sasrec or hstu. None: prism."""
     out: Path = Path("runs/rec")
-    """The run folder: checkpoints, log, settings and, at the end, the model."""
+    """Run folder: checkpoints, log, settings and, at the end, the model."""
     steps: int = 0
-    """Optimiser steps in all; 0: as many as `epochs` take."""
+    """Number of optimiser steps. 0: as many as `epochs` need."""
     epochs: float = 20.0
-    """How often every sample is seen, unless `steps` says otherwise."""
+    """Number of passes over the samples; ignored if `steps` is given."""
     batch: BatchSettings = field(default_factory=lambda: BatchSettings(128))
     optimizer: OptimizerSettings = field(
         default_factory=lambda: OptimizerSettings(lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
@@ -98,7 +100,7 @@ class RecSettings(RunSettings):
     data: RecDataSettings = field(default_factory=RecDataSettings)
     loss: LossSettings = field(default_factory=LossSettings)
     report: bool = True
-    """When training has ended, the command ranks the test events once and writes a report beside the model."""
+    """After training, rank the test events once and write a report to the run folder."""
 
     def least(self) -> dict[str, tuple[float | None, float]]:
         return {
@@ -115,31 +117,29 @@ class RecSettings(RunSettings):
     def check(self) -> None:
         super().check()
         if not self.steps and not self.epochs:
-            raise ValueError("steps and epochs are both 0: say how long to train")
+            raise ValueError("steps and epochs are both 0: set one of them")
         if not 0 <= self.loss.t <= 1:
             raise ValueError(f"loss.t must be between 0 and 1, got {self.loss.t}")
 
     def for_samples(self, samples: int) -> RecSettings:
-        """With epochs turned into steps, for this many samples."""
-        an_epoch = samples / self.batch.sequences
-        every = self.validation.every or max(1, round(self.validation.epochs * an_epoch))
+        """Settings with epochs converted to steps, for this number of samples."""
+        epoch_steps = samples / self.batch.sequences
+        every = self.validation.every or max(1, round(self.validation.epochs * epoch_steps))
         if not self.validation.every and not self.validation.epochs:
             every = 0
         return replace(
             self,
-            steps=self.steps or max(1, round(self.epochs * an_epoch)),
+            steps=self.steps or max(1, round(self.epochs * epoch_steps)),
             validation=replace(self.validation, every=every),
         )
 
 
-# Presets of `prism train rec`: the published models that others are compared with, as settings.
-
 PRESETS: dict[str, dict[str, Any]] = {"prism": {}, "sasrec": SASREC, "hstu": HSTU}
-"""What each changes in the section `model`."""
+"""Changes of each preset in the section `model`; sasrec and hstu are the published baselines."""
 
 
 def preset(name: str | None) -> RecSettings:
-    """Settings of a preset; None is "prism"."""
+    """Settings of a preset. None: prism."""
     name = name or "prism"
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}: choose from {', '.join(PRESETS)}")

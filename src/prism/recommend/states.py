@@ -1,4 +1,7 @@
-"""What is kept of users between their events: for rules of fixed size, the same number of bytes after any number of them."""
+"""UserStates: the memory of users between their events.
+
+For rules with a memory of fixed size, a state has the same number of bytes after any number of events.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,21 @@ FORMAT = "prism user states 1"
 
 @dataclass(frozen=True)
 class UserStates:
-    """The states of n users, each in its own row of every tensor. Nothing here is ever written to: `observe` makes new ones.
+    """The states of n users, one row of every tensor each. Immutable: `observe` returns new states.
 
-    `Recommender.start` makes them, `Recommender.observe` carries them on, `Recommender.recommend(states=…)` asks them.
+    `Recommender.start` makes them, `Recommender.observe` updates them, `Recommender.recommend(states=…)` reads them.
     """
 
     layers: tuple[State, ...]
-    """Of the model's mixers, n rows each."""
+    """States of the model's mixers, n rows each."""
     hidden: Tensor
-    """`[n, D]`, what is expected next; zeros before the first event."""
+    """`[n, D]`, output after the last event, from which the next item is scored; zeros before the first event."""
     events: Tensor
-    """int64 `[n]`, how many events each user has had."""
+    """int64 `[n]`, number of events of each user."""
     last_time: Tensor
-    """float64 `[n]`, when the last one was, for models with `time_gaps`; NaN before the first, and for other models."""
+    """float64 `[n]`, time of the last event, for models with `time_gaps`; NaN before the first event and for other models."""
     model: dict[str, str]
-    """Which model they belong to."""
+    """Identity of the model that the states belong to."""
 
     def __len__(self) -> int:
         return len(self.events)
@@ -45,7 +48,7 @@ class UserStates:
         return sum(x.nbytes for x in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by a flat name."""
+        """All tensors by their flat names."""
         layers = {f"layers.{i}.{name}": x for i, state in enumerate(self.layers) for name, x in state.tensors().items()}
         return {**layers, "hidden": self.hidden, "events": self.events, "last_time": self.last_time}
 
@@ -59,11 +62,11 @@ class UserStates:
 
     @staticmethod
     def concatenate(states: Sequence[UserStates]) -> UserStates:
-        """All users of several states as one: the inverse of picking rows."""
+        """Join the users of several states; the inverse of `index_select`."""
         if not states:
             raise ValueError("states must not be empty: there is nothing to concatenate")
         if any(other.model != states[0].model for other in states):
-            raise ValueError("states belong to different models: only those of one can be concatenated")
+            raise ValueError("states belong to different models: only states of one model can be concatenated")
         return UserStates(
             tuple(concatenate(list(layer)) for layer in zip(*(part.layers for part in states), strict=True)),
             torch.cat([part.hidden for part in states]),
@@ -73,26 +76,26 @@ class UserStates:
         )
 
     def save(self, path: Path | str) -> None:
-        """One safetensors file, written whole or not at all."""
+        """Write one safetensors file, atomically."""
         write_state(Path(path), FORMAT, self.tensors(), self.model)
 
     @classmethod
     def load(cls, path: Path | str, device: torch.device | str = "cpu") -> UserStates:
-        """What `save` wrote; whether it belongs to a recommender is checked when it meets one."""
+        """Read a file that `save` wrote. Whether it fits a recommender is checked when it is used with one."""
         tensors, about = read_state(Path(path), FORMAT)
         layers: dict[int, dict[str, Tensor]] = {}
         for key, x in tensors.items():
             if key.startswith("layers."):
                 _, layer, name = key.split(".", 2)
                 layers.setdefault(int(layer), {})[name] = x
-        held = cls(
+        loaded = cls(
             tuple(State.load(layers[i]) for i in sorted(layers)),
             tensors["hidden"],
             tensors["events"],
             tensors["last_time"],
             {name: value for name, value in about.items() if name != "format"},
         )
-        return held.to(device)
+        return loaded.to(device)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> UserStates:
         return replace(

@@ -1,1 +1,1 @@
-"""Results for people: HTML pages, plots and JSON files."""
+"""Reports on results: HTML pages, charts, pictures and JSON files."""

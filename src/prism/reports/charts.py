@@ -10,7 +10,7 @@ from html import escape
 WIDTH, HEIGHT = 460, 270
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 14, 44
 MOST_POINTS = 400
-"""Longer curves are thinned out: more points than pixels only make the file larger."""
+"""Longer curves are thinned: more points than pixels only make the file larger."""
 MOST_MARKERS = 40
 COLORS = 8
 """Number of colours that the style sheet has."""
@@ -21,7 +21,7 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: its name, its points (x, y) in order, and for each point perhaps the range (low, high) of its value."""
+    """One curve: its name, its points (x, y) in order, and optionally the range (low, high) of each value."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -53,12 +53,12 @@ def line_chart(
     """A panel with one curve for each series.
 
     Args:
-        x, y: what the axes show.
-        x_from: where the x axis starts; None: at the first point.
-        y_limits: the range of the y axis; None: that of the values.
-        x_labels: names of the places 0, 1, … for an axis of categories.
-        error_bars: ranges are drawn as bars instead of bands.
-        own_legend: the panel names its series itself.
+        x, y: labels of the axes.
+        x_from: start of the x axis. None: the first point.
+        y_limits: range of the y axis. None: the range of the values.
+        x_labels: names of the positions 0, 1, … for an axis of categories.
+        error_bars: draw ranges as bars instead of bands.
+        own_legend: put a legend into the panel.
     """
     series = [_finite(one) for one in series]
     points = [point for one in series for point in one.points]
@@ -156,7 +156,7 @@ def _curve(one: Series, color: int, to_x: Scale, to_y: Scale, y_format: Format, 
 
 
 def _marker(color: int, x: float, y: float, tip: str = "") -> str:
-    """A circle, a square or a diamond: series can be told apart without colours."""
+    """A circle, a square or a diamond, so that series differ without colours."""
     inside = f"<title>{escape(tip)}</title>" if tip else ""
     if color % 3 == 0:
         return f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4">{inside}</circle>'

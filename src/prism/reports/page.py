@@ -1,4 +1,4 @@
-"""The parts of every HTML report: one file without scripts, fonts or network, light or dark as the reader's system is."""
+"""Parts of an HTML report: one file without scripts, fonts or network access, with a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from prism.reports.charts import legend
 
 FINE_PRINT = " ± "
-"""Splits a table's cell into a figure and its error, which stands below it in small letters."""
+"""Separates a value from its error in a table cell; the error is shown below it in small type."""
 
 
 def page(title: str, body: Sequence[str]) -> str:
-    """Return a whole document; `body` is HTML."""
+    """Return a complete document; `body` is HTML."""
     content = "\n".join(body)
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return f"""<!doctype html>
@@ -36,7 +36,7 @@ def page(title: str, body: Sequence[str]) -> str:
 
 
 def header(kind: str, title: str, finding: str, circumstances: str = "") -> str:
-    """Return the top of a page: what it is, and in one sentence what was found."""
+    """Return the top of a page: its kind and title, and the finding in one sentence."""
     parts = [f'<p class="kind">{escape(kind)}</p>', heading(title, 1), f'<p class="finding">{escape(finding)}</p>']
     parts += [paragraph(circumstances, quiet=True)] if circumstances else []
     return f"<header>{''.join(parts)}</header>"
@@ -60,14 +60,14 @@ def tiles(facts: Sequence[tuple[str, str, str]]) -> str:
 
 
 def commands(*lines: str) -> str:
-    """Return the commands that repeat what is shown, folded."""
+    """Return the commands that reproduce the results, folded."""
     shown = escape("\n".join(f"$ {line}" for line in lines))
     label = "Command" if len(lines) == 1 else "Commands"
     return f'<details class="command"><summary>{label}</summary><pre>{shown}</pre></details>'
 
 
 def excerpt(name: str, prompt: str, text: str) -> str:
-    """Return a generated text below its model's name; the prompt stands out."""
+    """Return a generated text below its model's name, with the prompt in bold."""
     return (
         f'<div class="panel"><p class="title">{escape(name)}</p><pre><b>{escape(prompt)}</b>{escape(text)}</pre></div>'
     )
@@ -84,11 +84,11 @@ def table(
     best: Callable[[int, int], bool] | None = None,
     faint: Callable[[int], bool] | None = None,
 ) -> str:
-    """Return a table that scrolls inside its own box; the first column holds names, all others figures.
+    """Return a table that scrolls inside its box; the first column holds names, all others numbers.
 
     Args:
-        best: `best(row, column)` says which cells stand out.
-        faint: `faint(row)` says which rows are too weak to rely on.
+        best: `best(row, column)` is True for cells to highlight.
+        faint: `faint(row)` is True for rows with too little data.
     """
     lines = []
     for i, row in enumerate(rows):
@@ -102,7 +102,7 @@ def table(
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
-    """Return names and what they stand for; long texts wrap."""
+    """Return pairs of a name and a text; long texts wrap."""
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in pairs)
     return f'<dl class="facts">{rows}</dl>'
 
@@ -113,7 +113,7 @@ def figure(panels: Sequence[str], caption: str, names: Sequence[str] = ()) -> st
     return f"<figure>{key}{columns(panels)}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _cell(text: str, stands_out: bool) -> str:
-    figure, _, error = text.partition(FINE_PRINT)
+def _cell(text: str, highlight: bool) -> str:
+    value, _, error = text.partition(FINE_PRINT)
     small = f"<small> ± {escape(error)}</small>" if error else ""
-    return f"<td{' class=best' if stands_out else ''}>{escape(figure)}{small}</td>"
+    return f"<td{' class=best' if highlight else ''}>{escape(value)}{small}</td>"

@@ -1,9 +1,11 @@
-"""Results as files: JSON with the machine's name and the command, written whole or not at all."""
+"""Results as files: JSON with the machine and the command, and pictures drawn with matplotlib, both written atomically."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import torch
 
 from prism.files import write_json
 
+COLORS = ("#2f5fd0", "#d9621e", "#1f9268", "#8a4fc4", "#c2316a", "#0f8aa3", "#8d6a1e", "#6b7280", "#b8860b", "#64b5cd")
+"""Colours of the reports' light theme (page.css)."""
+
 
 def machine() -> dict[str, Any]:
-    """What a figure was measured on."""
+    """The machine that a result was measured on."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -32,7 +37,65 @@ def machine() -> dict[str, Any]:
 
 
 def write_results(path: Path, results: Any, **about: Any) -> Path:
-    """Write results with the machine they come from; `about` (the command, say) is stored with them."""
+    """Write results with the machine they come from; `about` (such as the command) is stored with them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"machine": machine(), **about, "results": results})
     return path
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files only, imported when first needed; says how to install it if it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'prism-sequence[plots]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save(figure: Any, path: Path) -> None:
+    """Save a figure atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.stem + ".tmp" + path.suffix)
+    figure.savefig(temporary, dpi=144)
+    temporary.replace(path)
+
+
+def recall_curve(results: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float, float, float]]:
+    """Accuracy of a model by the number of pairs: (pairs, mean, lowest, highest over the seeds)."""
+    accuracies = defaultdict(list)
+    for result in results:
+        if result["name"] == name:
+            for pairs, accuracy in result["accuracy_by_pairs"].items():
+                accuracies[int(pairs)].append(accuracy)
+    return [(pairs, sum(found) / len(found), min(found), max(found)) for pairs, found in sorted(accuracies.items())]
+
+
+def recall_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Plot accuracy against the number of pairs: a panel per setting, a line per model; bands span the seeds."""
+    plt = pyplot()
+    settings = list(dict.fromkeys(r["setting"] for r in results))
+    names = list(dict.fromkeys(r["name"] for r in results))
+    figure, axes = plt.subplots(1, len(settings), figsize=(5.2 * len(settings), 4.2), squeeze=False, sharey=True)
+    for axis, setting in zip(axes[0], settings, strict=True):
+        chosen = [r for r in results if r["setting"] == setting]
+        sizes = sorted({r["state_size"] for r in chosen})
+        for name, color in zip(names, COLORS * 9, strict=False):
+            curve = recall_curve(chosen, name)
+            if not curve:
+                continue
+            x, mean, low, high = zip(*curve, strict=True)
+            axis.plot(x, mean, marker="o", color=color, label=name)
+            axis.fill_between(x, low, high, color=color, alpha=0.18, lw=0)
+        state = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+        axis.set(title=f"{setting}: {state} numbers of memory", xlabel="pairs to remember", ylim=(0, 1.03))
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("fraction of answers that are right")
+    axes[0][-1].legend(loc="lower left", frameon=False)
+    seeds = len({r["seed"] for r in results})
+    figure.suptitle(f"Associative recall ({'one seed' if seeds == 1 else f'{seeds} seeds, bands span them'})")
+    figure.tight_layout()
+    save(figure, path)
+    plt.close(figure)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.recommend.events.histories import Histories
-from prism.recommend.events.samples import Samples, contexts
+from prism.recommend.events.histories import Histories, contexts
+from prism.recommend.events.samples import Samples
 from prism.recommend.events.split import check_leakage, global_time, leave_one_out
 
 
@@ -132,12 +132,12 @@ def test_leakage_is_found() -> None:
         check_leakage(replace(split, train=split.histories))
     with pytest.raises(ValueError, match="test target comes before"):
         check_leakage(replace(split, test=split.validation))
-    with pytest.raises(ValueError, match="from the start"):
+    with pytest.raises(ValueError, match="the first events of every"):
         check_leakage(replace(split, train=split.train.take(np.array([1, 0, 2]))))
     whole = split.histories
     assert whole.times is not None
     backwards = Histories(whole.offsets, whole.items, np.where(np.arange(13) == 2, 99, whole.times))
-    with pytest.raises(ValueError, match="user row 0 are not in the order"):
+    with pytest.raises(ValueError, match="user row 0 are not sorted"):
         leave_one_out(backwards)
     timed = global_time(whole, 6, 9)
     assert timed.train.times is not None
@@ -159,7 +159,7 @@ def test_windows_make_every_event_but_the_first_a_target_once(lengths: list[int]
     assert batch.inputs.shape == batch.targets.shape == (len(samples), width)
     assert samples.targets(np.arange(len(samples))) == int(batch.mask.sum()) == sum(max(0, n - 1) for n in lengths)
     pairs: dict[int, list[tuple[int, int]]] = {user: [] for user in range(len(lengths))}
-    for row in reversed(range(len(samples))):  # stretches come from the end of a history
+    for row in reversed(range(len(samples))):  # samples come from the end of a history
         real = batch.mask[row].numpy()
         assert (real[:-1] >= real[1:]).all(), "real events stand first"
         assert not batch.inputs[row][~real].any() and not batch.targets[row][~real].any()

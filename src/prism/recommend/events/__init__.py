@@ -1,21 +1,33 @@
-"""Logs of events (who, what, when): read once, kept as arrays, split, and cut into training samples.
+"""User events (who, what, when), from a file to training samples.
 
-Only read.py and core.py work on tables (polars); everything after a log is prepared works on numpy arrays and JSON.
+The flow, one module a step:
+
+    file or DataFrame
+      → formats.py      a table of text, as the file has it; columns.py says which columns matter
+      → event_table.py  EventTable: checked values, one row an event; k_core leaves out rare users and items
+      → dataset.py      Dataset: arrays and ids in a folder (histories, catalogue, users, manifest)
+      → histories.py    Histories: each user's events in order, in three flat arrays
+      → split.py        Split: what is learned from, what is held out to validate and to test
+      → samples.py      Samples, RecBatch: histories cut into training samples of one length
+
+ids.py maps ids of users and items to rows. recipe.py holds the settings of all this and caches the Dataset.
+synthetic.py makes a Dataset from a seed. Only formats.py and event_table.py work on tables (polars). Everything after
+them works on numpy arrays and JSON, so training on a prepared dataset and serving need no polars.
 """
 
-from prism.recommend.events.dataset import Prepared, open_prepared
+from prism.recommend.events.dataset import Dataset, open_dataset
 from prism.recommend.events.histories import Histories
 from prism.recommend.events.ids import Catalogue, Feature, Users
-from prism.recommend.events.recipe import LogRecipe, prepare_log
+from prism.recommend.events.recipe import EventRecipe, prepare_dataset
 from prism.recommend.events.samples import RecBatch, Samples
 from prism.recommend.events.split import Split, Targets, check_leakage, global_time, leave_one_out
 
 __all__ = [
     "Catalogue",
+    "Dataset",
+    "EventRecipe",
     "Feature",
     "Histories",
-    "LogRecipe",
-    "Prepared",
     "RecBatch",
     "Samples",
     "Split",
@@ -24,6 +36,6 @@ __all__ = [
     "check_leakage",
     "global_time",
     "leave_one_out",
-    "open_prepared",
-    "prepare_log",
+    "open_dataset",
+    "prepare_dataset",
 ]

@@ -1,4 +1,13 @@
-"""A log in the terms of a catalogue that was made from another."""
+"""Dataset: prepared events as arrays and JSON in a folder. recipe.py makes one from a table of events and caches it.
+
+    folder/
+      events.safetensors       offsets, items, times: the Histories
+      items.json               the items' own ids, and their features
+      users.json               the users' own ids
+      manifest.json            what was read and what was dropped, and one digest of all files
+
+The folder is written atomically, and opening it needs no polars.
+"""
 
 from __future__ import annotations
 
@@ -13,49 +22,15 @@ from prism.files import commit_folder, fresh_folder, json_bytes, read_json
 from prism.recommend.events.histories import Histories
 from prism.recommend.events.ids import Catalogue, Users
 
-
-def translate(log: Prepared, catalogue: Catalogue) -> Prepared:
-    """The log's events with the catalogue's numbers. Events whose item the catalogue lacks are left out and counted."""
-    known = catalogue.rows(log.catalogue.items)
-    items = np.concatenate([[-1], known])[log.histories.items]
-    kept = items > 0
-    if not kept.any():
-        raise ValueError("the log has no event whose item the model knows")
-    before = np.concatenate([[0], np.cumsum(kept)])
-    times = log.histories.times
-    histories = Histories(before[log.histories.offsets], items[kept], None if times is None else times[kept])
-    lost = {"events_of_unknown_items": int((~kept).sum()), "unknown_items": int((known < 0).sum())}
-    notes = [*log.manifest.get("notes", [])]
-    if lost["unknown_items"]:
-        notes.append(
-            f"{lost['events_of_unknown_items']:,} events of {lost['unknown_items']:,} items that the model does not know "
-            "are left out"
-        )
-    counts = {**log.manifest.get("counts", {}), **lost, "events": int(kept.sum()), "items": len(catalogue)}
-    manifest = {**log.manifest, "counts": counts, "notes": notes}
-    manifest.pop("digest", None)
-    return Prepared(histories, catalogue, log.users, manifest)
-
-
-# A prepared log: arrays and JSON in a folder. recipe.py makes one from a log, and finds it again.
-#
-#     log/
-#       events.safetensors       offsets, items, times: the Histories
-#       items.json               the items' own ids, and their features
-#       users.json               the users' own ids
-#       manifest.json            what was read and what was dropped, and one digest for all of it
-#
-# The folder appears whole or not at all, and opening it needs no polars.
-
 FORMAT = 1
 EVENTS, ITEMS, USERS, MANIFEST = "events.safetensors", "items.json", "users.json", "manifest.json"
 TRAINING = "training.json"
-"""The file of a model folder that says what the model was trained on."""
+"""File of a model folder: what the model was trained on."""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A log as arrays. `manifest` says how it came about: recipe, counts, notes."""
+class Dataset:
+    """Events as arrays. `manifest` says where they come from: recipe, counts, notes."""
 
     histories: Histories
     catalogue: Catalogue
@@ -69,12 +44,12 @@ class Prepared:
 
     @property
     def digest(self) -> str:
-        """One hash for events, items and users: what a resumed run must find unchanged."""
+        """One hash of events, items and users. A resumed run must find it unchanged."""
         stored = self.manifest.get("digest")
         return stored if stored is not None else _digest(self._contents())
 
     def summary(self) -> list[str]:
-        """What is in it and what reading it found, a sentence a line."""
+        """What it holds and what was dropped, one sentence a line."""
         found = {"duplicates": 0, "duplicates_dropped": 0, "events_dropped": 0, **self.manifest.get("counts", {})}
         lines = [f"{len(self.histories.items):,} events of {len(self.users):,} users with {self.num_items:,} items"]
         if found["duplicates"]:
@@ -82,13 +57,13 @@ class Prepared:
             lines.append(f"{found['duplicates']:,} events repeat an earlier one and are {what}")
         if found["events_dropped"]:
             without = f"{found['users_dropped']:,} users and {found['items_dropped']:,} items with too few events"
-            lines.append(f"{found['events_dropped']:,} events are left out with {without}")
+            lines.append(f"{found['events_dropped']:,} events are dropped with {without}")
         return [*lines, *self.manifest.get("notes", [])]
 
-    def save(self, folder: Path) -> Prepared:
-        """Write a folder that must not exist yet; returns what `open_prepared` would."""
+    def save(self, folder: Path) -> Dataset:
+        """Write a folder that must not exist yet, and return the dataset as `open_dataset` would."""
         if folder.exists():
-            raise ValueError(f"{folder} exists already")
+            raise ValueError(f"{folder} exists already: give a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = fresh_folder(folder.with_name(f".{folder.name}.partial"))
         contents = self._contents()
@@ -96,7 +71,7 @@ class Prepared:
         for name, content in {**contents, MANIFEST: json_bytes(manifest)}.items():
             (partial / name).write_bytes(content)
         commit_folder(partial, folder)
-        return Prepared(self.histories, self.catalogue, self.users, manifest, folder)
+        return Dataset(self.histories, self.catalogue, self.users, manifest, folder)
 
     def _contents(self) -> dict[str, bytes]:
         return {
@@ -106,22 +81,47 @@ class Prepared:
         }
 
 
-def open_prepared(folder: Path, verify: bool = True) -> Prepared:
-    """A folder that `Prepared.save` or `prepare_log` wrote; `verify` compares its contents with their digest."""
+def open_dataset(folder: Path, verify: bool = True) -> Dataset:
+    """Open a folder that `Dataset.save` or `prepare_dataset` wrote; `verify` compares the contents with their digest."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     missing = [name for name in (MANIFEST, EVENTS, ITEMS, USERS) if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{folder} is not a prepared log: it has no {', '.join(missing)}")
+        raise ValueError(f"{folder} is not a folder of prepared events: it has no {', '.join(missing)}")
     manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{folder / MANIFEST} is not a log's manifest of format {FORMAT}")
+        raise ValueError(f"{folder / MANIFEST} is not a manifest of prepared events in format {FORMAT}")
     if verify:
         contents = {name: (folder / name).read_bytes() for name in (EVENTS, ITEMS, USERS)}
         if _digest(contents) != manifest["digest"]:
-            raise ValueError(f"the prepared log in {folder} is damaged: remove the folder and it is made again")
+            raise ValueError(
+                f"the prepared events in {folder} are damaged: remove the folder and they are prepared again"
+            )
     histories = Histories.load(folder / EVENTS)
-    return Prepared(histories, Catalogue.load(folder / ITEMS), Users.load(folder / USERS), manifest, folder)
+    return Dataset(histories, Catalogue.load(folder / ITEMS), Users.load(folder / USERS), manifest, folder)
+
+
+def reindex_items(dataset: Dataset, catalogue: Catalogue) -> Dataset:
+    """The dataset's events with the item rows of another catalogue. Events of items that it lacks are dropped and counted."""
+    known = catalogue.rows(dataset.catalogue.items)
+    items = np.concatenate([[-1], known])[dataset.histories.items]
+    kept = items > 0
+    if not kept.any():
+        raise ValueError("no event is of an item that the model knows: give events of the items it was trained on")
+    before = np.concatenate([[0], np.cumsum(kept)])
+    times = dataset.histories.times
+    histories = Histories(before[dataset.histories.offsets], items[kept], None if times is None else times[kept])
+    lost = {"events_of_unknown_items": int((~kept).sum()), "unknown_items": int((known < 0).sum())}
+    notes = [*dataset.manifest.get("notes", [])]
+    if lost["unknown_items"]:
+        notes.append(
+            f"{lost['events_of_unknown_items']:,} events of {lost['unknown_items']:,} items that the model does not know "
+            "are dropped"
+        )
+    counts = {**dataset.manifest.get("counts", {}), **lost, "events": int(kept.sum()), "items": len(catalogue)}
+    manifest = {**dataset.manifest, "counts": counts, "notes": notes}
+    manifest.pop("digest", None)
+    return Dataset(histories, catalogue, dataset.users, manifest)
 
 
 def _digest(contents: dict[str, bytes]) -> str:

@@ -1,4 +1,7 @@
-"""All users' histories as three flat arrays: user u's events are the stretch offsets[u] … offsets[u + 1]."""
+"""Histories: all users' events in three flat arrays, and rows of consecutive events cut out of them.
+
+User u's events are at offsets[u] … offsets[u + 1] - 1 of the arrays.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from prism.files import write_atomically
 
 @dataclass(frozen=True)
 class Histories:
-    """Events of U users, N in all, each user's in the order they happened.
+    """Events of U users, N in total, each user's in the order they happened.
 
-    offsets int64 `[U + 1]`; items int64 `[N]`, 1 … number of items (0 stands for "no item" everywhere);
-    times float64 `[N]`, or None for a log without times.
+    offsets int64 `[U + 1]`; items int64 `[N]`, 1 … number of items (0 is "no item" everywhere);
+    times float64 `[N]`, or None if the events have no times.
     """
 
     offsets: np.ndarray
@@ -27,9 +30,9 @@ class Histories:
     def __post_init__(self) -> None:
         offsets, items = self.offsets, self.items
         if offsets.ndim != 1 or not len(offsets) or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-            raise ValueError("offsets must be one ascending row of numbers that starts with 0")
+            raise ValueError("offsets must be one ascending row of integers that starts with 0")
         if items.shape != (offsets[-1],):
-            raise ValueError(f"items must have shape [{offsets[-1]}], as offsets say, got {list(items.shape)}")
+            raise ValueError(f"items must have shape [{offsets[-1]}] (the last offset), got {list(items.shape)}")
         if self.times is not None and self.times.shape != items.shape:
             raise ValueError(f"times must have the shape of items, {list(items.shape)}, got {list(self.times.shape)}")
 
@@ -44,16 +47,16 @@ class Histories:
 
     def user(self, index: int) -> tuple[np.ndarray, np.ndarray | None]:
         """One user's items and times, as views."""
-        stretch = slice(self.offsets[index], self.offsets[index + 1])
-        return self.items[stretch], None if self.times is None else self.times[stretch]
+        events = slice(self.offsets[index], self.offsets[index + 1])
+        return self.items[events], None if self.times is None else self.times[events]
 
     def take(self, users: np.ndarray) -> Histories:
-        """These users, in this order."""
+        """The histories of these users, in this order."""
         users = np.asarray(users, dtype=np.int64)
         return self._gather(self.offsets[users], self.lengths[users])
 
     def head(self, ends: np.ndarray) -> Histories:
-        """All users, each with only the first `ends[u]` events; ends int64 `[U]`."""
+        """The first `ends[u]` events of every user; ends int64 `[U]`."""
         return self._gather(self.offsets[:-1], np.minimum(ends, self.lengths))
 
     def counts(self, num_items: int) -> np.ndarray:
@@ -61,7 +64,7 @@ class Histories:
         return np.bincount(self.items, minlength=num_items + 1)
 
     def to_bytes(self) -> bytes:
-        """As a safetensors file."""
+        """The contents of a safetensors file."""
         arrays = {"offsets": self.offsets, "items": self.items}
         if self.times is not None:
             arrays["times"] = self.times
@@ -83,3 +86,35 @@ class Histories:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         return Histories(offsets, self.items[places], None if self.times is None else self.times[places])
+
+
+@dataclass(frozen=True)
+class PaddedEvents:
+    """Rows of consecutive events, padded at the end: places in the flat arrays, items, mask, gaps, all `[B, T]`."""
+
+    places: np.ndarray
+    items: np.ndarray
+    mask: np.ndarray
+    gaps: np.ndarray | None
+
+
+def gather_events(histories: Histories, starts: np.ndarray, counts: np.ndarray, length: int) -> PaddedEvents:
+    """Rows of `counts[b]` ≤ length events, from place `starts[b]` of the flat arrays; a row must stay within one user."""
+    steps = np.arange(length)
+    mask = steps < counts[:, None]
+    places = np.where(mask, starts[:, None] + steps, 0)
+    gaps = None
+    if histories.times is not None:
+        before = np.maximum(places - 1, 0)
+        gaps = np.where(mask, histories.times[places] - histories.times[before], 0)
+        users = np.searchsorted(histories.offsets, starts, "right") - 1
+        gaps[histories.offsets[users] == starts, 0] = 0  # a user's first event: the one before it is another user's
+        gaps = gaps.astype(np.float32)
+    return PaddedEvents(places, np.where(mask, histories.items[places], 0), mask, gaps)
+
+
+def contexts(histories: Histories, users: np.ndarray, ends: np.ndarray, length: int) -> PaddedEvents:
+    """The last `length` events before event `ends[b]` of user `users[b]`; T is the longest row's length."""
+    first = histories.offsets[users]
+    counts = np.minimum(ends, length)
+    return gather_events(histories, first + ends - counts, counts, int(counts.max(initial=1)))

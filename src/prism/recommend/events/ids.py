@@ -1,4 +1,4 @@
-"""The log's own names of users and items, and the rows that stand for them inside: saved with every model."""
+"""Ids of users and items, and the rows that stand for them inside the model: saved with every model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Id: TypeAlias = str | int
 
 
 class Ids:
-    """Distinct ids, all texts or all integers; the first one is row `first`."""
+    """Distinct ids, all text or all integers; the first one is row `first`."""
 
     first: ClassVar[int]
     kind: ClassVar[str]
@@ -30,10 +30,10 @@ class Ids:
         return len(self.ids)
 
     def index(self, ids: Iterable[Any], unknown: Literal["error", "skip"] = "error") -> np.ndarray:
-        """Rows of the ids, int64. A number may be given as its text and the other way round.
+        """Rows of the ids, int64. A number may be given as text and vice versa.
 
         Args:
-            unknown: refuse ids that the log did not have, or leave them out.
+            unknown: refuse unknown ids ("error") or drop them ("skip").
         """
         if unknown not in ("error", "skip"):
             raise ValueError(f"unknown must be 'error' or 'skip', got {unknown!r}")
@@ -42,11 +42,11 @@ class Ids:
         missing = [asked[place] for place in np.flatnonzero(rows < 0)]
         if missing and unknown == "error":
             shown = ", ".join(repr(name) for name in missing[:5]) + (" …" if len(missing) > 5 else "")
-            raise ValueError(f"{len(missing)} of {len(asked)} {self.kind}s are not in the log: {shown}")
+            raise ValueError(f"{len(missing)} of {len(asked)} {self.kind}s are unknown: {shown}")
         return rows[rows >= 0]
 
     def rows(self, ids: Sequence[Any]) -> np.ndarray:
-        """Rows of the ids, int64, -1 for those that the log did not have."""
+        """Rows of the ids, int64, -1 for unknown ids."""
         return np.array([self._row(name) for name in ids], dtype=np.int64)
 
     def names(self, rows: Iterable[int]) -> list[Id]:
@@ -57,7 +57,7 @@ class Ids:
         try:
             row = self._rows.get(name)
         except TypeError:
-            raise ValueError(f"{self.kind}s are texts or whole numbers, got {type(name).__name__} {name!r}") from None
+            raise ValueError(f"{self.kind}s must be text or integers, got {type(name).__name__} {name!r}") from None
         if row is None:
             row = self._rows.get(int(name) if isinstance(name, str) and _is_number(name) else str(name), -1)
         return row
@@ -73,7 +73,7 @@ class Ids:
         return {f"{self.kind}s": list(self.ids)}
 
     def to_bytes(self) -> bytes:
-        """Compact: indented, a million ids would take a line each."""
+        """The contents of a JSON file; compact, because indented a million ids would take a line each."""
         return json.dumps(self.to_json(), ensure_ascii=False).encode()
 
     def save(self, path: Path) -> None:
@@ -94,8 +94,8 @@ class Users(Ids):
         return self.users
 
     @classmethod
-    def from_json(cls, held: dict[str, Any]) -> Users:
-        return cls(held["users"])
+    def from_json(cls, content: dict[str, Any]) -> Users:
+        return cls(content["users"])
 
     @classmethod
     def load(cls, path: Path) -> Users:
@@ -103,7 +103,7 @@ class Users(Ids):
 
 
 class Feature(NamedTuple):
-    """What is known of items: item i has `values[of_item[i]]`. values[0] is None: unknown, and row 0's; of_item `[N + 1]`."""
+    """A property of items: item i has `values[of_item[i]]`; of_item `[N + 1]`. values[0] is None: unknown, and for row 0."""
 
     values: list[Any]
     of_item: np.ndarray
@@ -122,7 +122,7 @@ class Catalogue(Ids):
     def __post_init__(self) -> None:
         for name, feature in self.features.items():
             if feature.of_item.shape != (len(self) + 1,) or feature.of_item[0] != 0 or feature.values[0] is not None:
-                raise ValueError(f"feature {name} needs one value for row 0 (none) and each of {len(self)} items")
+                raise ValueError(f"feature {name} needs one value for row 0 (None) and for each of {len(self)} items")
 
     @property
     def ids(self) -> Sequence[Id]:
@@ -136,12 +136,12 @@ class Catalogue(Ids):
         return {**super().to_json(), "features": features}
 
     @classmethod
-    def from_json(cls, held: dict[str, Any]) -> Catalogue:
+    def from_json(cls, content: dict[str, Any]) -> Catalogue:
         features = {
             name: Feature(feature["values"], np.array(feature["of_item"], dtype=np.int64))
-            for name, feature in held["features"].items()
+            for name, feature in content["features"].items()
         }
-        return cls(held["items"], features)
+        return cls(content["items"], features)
 
     @classmethod
     def load(cls, path: Path) -> Catalogue:

@@ -1,6 +1,6 @@
-"""From a recipe to prepared arrays: which log is read and how, made once and found again in a cache folder.
+"""Settings of the events: what is read and how, prepared once and kept in a cache folder.
 
-The folder's name is a hash of everything that the arrays depend on.
+The name of a cached folder is a hash of everything that the arrays depend on.
 """
 
 from __future__ import annotations
@@ -15,123 +15,135 @@ from typing import Any, Literal
 from filelock import FileLock
 
 from prism.files import check_target, default_cache, not_there
-from prism.recommend.events.dataset import Prepared, open_prepared
+from prism.recommend.events.columns import Columns
+from prism.recommend.events.dataset import Dataset, open_dataset
 from prism.recommend.events.histories import Histories
 from prism.recommend.events.split import Split, global_time, leave_one_out
-from prism.recommend.events.synthetic import synthetic_log
+from prism.recommend.events.synthetic import synthetic_dataset
 
 VERSION = 2
-"""Raise it when the same log would give other arrays: old caches are then no longer found."""
+"""Raise it when the same events would give other arrays: old cache entries are then ignored."""
+_CACHE_FOLDER = "logs"
+"""Stays as it is, so that caches of earlier versions are found."""
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Sizes of the log that is made up where none is given; see synthetic.py."""
+    """Size and seed of the synthetic events, which are used when no source is given; see synthetic.py."""
 
     users: int = 600
+    """Number of users."""
     items: int = 400
+    """Number of items to choose from."""
     events: int = 40_000
+    """Number of events in total."""
     seed: int = 0
+    """Seed of the events."""
 
 
 @dataclass(frozen=True)
-class LogRecipe:
-    """Everything that decides which arrays come out."""
+class EventRecipe:
+    """Everything that the arrays depend on."""
 
     source: str | None = None
-    """A log: csv, tsv, parquet, RecBole's .inter, lines of "user item" or "user item item …" (texts also as .gz and .xz), or
-    a folder that was prepared from one. None: a synthetic log of users whose interests drift."""
+    """File of events: csv, tsv, parquet, RecBole's .inter, or lines "user item item …" (text also as .gz or .xz).
+    Or a folder of prepared events. None: synthetic events of users whose interests drift."""
     format: str = "auto"
-    """Of the log, if its name and first line do not tell."""
+    """File format: auto, csv, tsv, inter, parquet or lines. auto: from the file name and the first lines."""
     user: str = "auto"
-    """The column with the users."""
+    """Column of the users. auto: found by its usual names."""
     item: str = "auto"
-    """The column with the items."""
+    """Column of the items. auto: found by its usual names."""
     time: str | None = "auto"
-    """The column with the times; None: the log is in order as it is."""
+    """Column of the times. auto: found by its usual names. None: the events are already in order."""
     features: tuple[str, ...] = ()
-    """Columns that say something of the item (a category, a brand) for the model to know."""
+    """Columns that describe the item (a category, a brand); the model learns an embedding of each."""
     duplicates: Literal["keep", "drop"] = "keep"
-    """What to do with an event that has user, item and time of another."""
+    """Keep or drop events that repeat user, item and time of an earlier one."""
     min_user: int = 1
-    """Leave out users with fewer events than this, and items with fewer than min_item, until both hold."""
+    """Drop users with fewer events than this (repeated together with min_item until both hold)."""
     min_item: int = 1
-    """Leave out items with fewer events than this."""
+    """Drop items with fewer events than this."""
     synthetic: Synthetic = field(default_factory=Synthetic)
 
 
 @dataclass(frozen=True)
-class RecDataSettings(LogRecipe):
+class RecDataSettings(EventRecipe):
     split: Literal["leave_one_out", "global_time"] = "leave_one_out"
-    """What is held out: every user's last event to test and the one before it to validate, or all events after a time."""
+    """What is held out.
+    leave_one_out: each user's last event for test, the one before for validation.
+    global_time: all events after a point in time."""
     valid_from: float | None = None
-    """global_time: validation starts at this moment of the log's clock; None: where the last fifth of the events begins."""
+    """global_time: start of validation, in the unit of the time column. None: where the last fifth of the events begins."""
     test_from: float | None = None
-    """global_time: the test starts at this moment; None: where the last tenth of the events begins."""
+    """global_time: start of the test. None: where the last tenth of the events begins."""
     length: int = 50
-    """Events in a training sample, and how many of a history are read when it is ranked for."""
+    """Events per training sample, and most events of a history that are read when ranking."""
     order: Literal["windows", "last"] = "windows"
-    """windows: whole histories, cut into stretches of that length; last: only the last stretch of each, as in SASRec."""
+    """windows: whole histories, cut into samples of that length. last: only the last sample of each user, as in SASRec."""
     cache: Path | None = None
-    """Where prepared logs are kept; None: $PRISM_CACHE, or prism in the user's cache folder."""
+    """Folder for prepared events. None: $PRISM_CACHE, or prism in the user's cache folder."""
     verify: bool = True
-    """Compare the prepared log with its hash before every run."""
+    """Check the prepared events against their hash before every run."""
 
-    def recipe(self) -> LogRecipe:
-        """The part that decides which events come out."""
-        return LogRecipe(**{part.name: getattr(self, part.name) for part in fields(LogRecipe)})
+    def recipe(self) -> EventRecipe:
+        """The part of the settings that decides which events are read."""
+        return EventRecipe(**{part.name: getattr(self, part.name) for part in fields(EventRecipe)})
 
     def split_of(self, histories: Histories) -> Split:
-        """What is learned from and what is held out."""
+        """Split histories into what is learned from and what is held out."""
         if self.split == "leave_one_out":
             return leave_one_out(histories)
         return global_time(histories, self.valid_from, self.test_from)
 
 
-def prepare_log(
-    recipe: LogRecipe,
+def prepare_dataset(
+    recipe: EventRecipe,
     cache: Path | None = None,
     verify: bool = True,
     report: Callable[[str], None] = lambda message: None,
-) -> Prepared:
-    """The arrays of a recipe, made now if no one has made them before.
+) -> Dataset:
+    """Open the dataset of a recipe; make it first if it is not in the cache.
 
     Args:
-        cache: the folder that keeps them.
-        verify: compare what is found there with its digest.
-        report: is told when a log is read.
+        cache: folder for prepared datasets.
+        verify: compare the cached files with their digest.
+        report: called with a message when events are read.
     """
     source = None if recipe.source is None else Path(recipe.source).expanduser()
     if source is not None and source.is_dir():
-        return open_prepared(source, verify)
+        return open_dataset(source, verify)
     if source is not None and not source.is_file():
         raise FileNotFoundError(not_there(str(recipe.source)))
-    cache = check_target((cache or default_cache()) / "logs", folder=True, name="data.cache")
+    cache = check_target((cache or default_cache()) / _CACHE_FOLDER, folder=True, name="data.cache")
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / _key(recipe, source)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
-            report(f"reading {'the synthetic log' if source is None else source}, once")
-            make_log(recipe, source).save(folder)
-    return open_prepared(folder, verify)
+            report(f"reading {'synthetic events' if source is None else source} (once)")
+            make_dataset(recipe, source).save(folder)
+    return open_dataset(folder, verify)
 
 
-def make_log(recipe: LogRecipe, source: Any) -> Prepared:
-    """The arrays, made now and kept nowhere; source is a file, a polars or pandas DataFrame, or None: the synthetic log."""
+def make_dataset(recipe: EventRecipe, source: Any) -> Dataset:
+    """Make the dataset of a recipe without caching it.
+
+    Args:
+        source: a file, a polars or pandas DataFrame, or None for synthetic events.
+    """
     if source is None:
-        made = synthetic_log(**asdict(recipe.synthetic))
+        made = synthetic_dataset(**asdict(recipe.synthetic))
     else:
-        from prism.recommend.events.read import Columns, read_log
-        from prism.recommend.events.table import k_core  # works on polars' tables
+        from prism.recommend.events.event_table import k_core, read_events  # imports polars
 
         columns = Columns(recipe.user, recipe.item, recipe.time, recipe.features)
-        log = read_log(source, columns, format=recipe.format, duplicates=recipe.duplicates)
-        made = k_core(log, users=recipe.min_user, items=recipe.min_item).prepare()
-    return Prepared(made.histories, made.catalogue, made.users, {**made.manifest, "recipe": asdict(recipe)})
+        table = read_events(source, columns, format=recipe.format, duplicates=recipe.duplicates)
+        made = k_core(table, users=recipe.min_user, items=recipe.min_item).to_dataset()
+    return Dataset(made.histories, made.catalogue, made.users, {**made.manifest, "recipe": asdict(recipe)})
 
 
-def _key(recipe: LogRecipe, source: Path | None) -> str:
-    """A file counts as the same while its place, size and time stay."""
+def _key(recipe: EventRecipe, source: Path | None) -> str:
+    """The cache key: a file is the same as long as its path, size and modification time are."""
     what: dict[str, Any] = asdict(recipe)
     if source is not None:
         what["source"] = [str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns]

@@ -1,11 +1,11 @@
-"""What is learned from and what is predicted.
+"""Splits of histories into training events and held-out targets.
 
 - `leave_one_out`: every user's last event is the test target, the one before it the validation target. The usual protocol
   of the literature. It leaks time *between* users: one user's training events may be later than another's test event, so
-  what is popular "tomorrow" is known. Within a user nothing leaks.
-- `global_time`: nothing at or after a moment is learned from, for anybody. Stricter, and what a deployed system meets.
+  the model knows what is popular "tomorrow". Within a user nothing leaks.
+- `global_time`: nothing at or after a cut in time is learned from, for any user. Stricter, and what a deployed system meets.
 
-Users keep their row in every part, so row u of `train` is row u of the full histories (perhaps empty).
+Users keep their row in every part: row u of `train` is row u of the full histories (and may be empty).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from prism.recommend.events.histories import Histories
 
 LEAST_EVENTS = 3
-"""Leave-one-out needs a context, a validation and a test event: users with fewer are learned from, but not predicted."""
+"""Leave-one-out needs a context, a validation and a test event: users with fewer events are only trained on."""
 
 
 @dataclass(frozen=True)
 class Targets:
     """M events to predict. Target m is event `ends[m]` of user `users[m]`: its context is events 0 … ends[m]-1 of the
-    user's *full* history, so that a test target is predicted with the validation event known. All int64 `[M]`."""
+    user's *full* history, so the validation event is known when a test target is predicted. All int64 `[M]`."""
 
     users: np.ndarray
     ends: np.ndarray
@@ -39,7 +39,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Split:
-    """`histories` are whole; `train` is the stretch of each that may be learned from."""
+    """`histories` are complete; `train` is the first part of each, which may be learned from."""
 
     name: str
     histories: Histories
@@ -48,11 +48,11 @@ class Split:
     test: Targets
     counts: dict[str, int] = field(default_factory=dict)
     cuts: tuple[float, float] | None = None
-    """Global time: the first moments of validation and of test."""
+    """global_time: the start of validation and of test."""
 
 
 def leave_one_out(histories: Histories) -> Split:
-    """The last event of each user tests, the last but one validates."""
+    """Split off the last event of each user for test and the one before it for validation."""
     lengths = histories.lengths
     users = np.flatnonzero(lengths >= LEAST_EVENTS)
     if not len(users):
@@ -81,26 +81,28 @@ def global_time(
     shares: tuple[float, float] = (0.1, 0.1),
     targets: Literal["all", "last"] = "all",
 ) -> Split:
-    """Events before `valid_from` train, those before `test_from` validate, the rest test.
+    """Split by time: train before `valid_from`, validate before `test_from`, test after that.
 
-    Every held-out event that has a context is predicted from everything before it, as a system would that sees events as
-    they come. Held-out events that are their user's first have no context: they are counted, not predicted.
+    Every held-out event is predicted from everything before it, as in a system that sees events in real time. Held-out
+    events that are their user's first have no context: they are counted, not predicted.
 
     Args:
-        valid_from, test_from: moments on the log's clock; both or neither.
-        shares: without moments: the shares of the events that validate and test.
+        valid_from, test_from: times in the unit of the events; both or neither.
+        shares: without times: the fractions of events to validate and to test.
         targets: every held-out event, or only the last of each user in each period.
     """
     times = histories.times
     if times is None:
-        raise ValueError("a global-time split needs times, and this log has none: name their column, or leave one out")
+        raise ValueError(
+            "a global-time split needs times, and these events have none: name their column, or use leave_one_out"
+        )
     if targets not in ("all", "last"):
         raise ValueError(f"targets must be 'all' or 'last', got {targets!r}")
     if (valid_from is None) != (test_from is None):
-        raise ValueError("give both valid_from and test_from, or neither")
+        raise ValueError(f"give both valid_from and test_from, or neither, got {valid_from} and {test_from}")
     if valid_from is None or test_from is None:
         if min(shares) <= 0 or sum(shares) >= 1:
-            raise ValueError(f"shares must be two positive numbers with a sum below 1, got {shares}")
+            raise ValueError(f"shares must be two positive fractions with a sum below 1, got {shares}")
         valid_from, test_from = np.quantile(times, [1 - sum(shares), 1 - shares[1]], method="higher").tolist()
         if valid_from == test_from:
             raise ValueError(
@@ -135,26 +137,26 @@ def check_leakage(split: Split) -> None:
     """Refuse a split in which a target, or anything after it, can be learned from.
 
     Leave-one-out: every target comes after all training events of its user, and test after validation. Global time:
-    besides, no training event of anybody is at or after the cut.
+    also, no training event of any user is at or after the cut.
     """
     full, train = split.histories, split.train
     if len(full) != len(train) or (train.lengths > full.lengths).any():
-        raise ValueError("train must hold a stretch from the start of every user's history")
+        raise ValueError("train must hold the first events of every user's history")
     prefix = full.head(train.lengths)
     if not np.array_equal(prefix.items, train.items) or not _same(prefix.times, train.times):
-        raise ValueError("train must hold a stretch from the start of every user's history")
+        raise ValueError("train must hold the first events of every user's history")
     if full.times is not None and len(full.times) > 1:
         backwards = np.diff(full.times) < 0
         starts = full.offsets[(full.offsets > 0) & (full.offsets < full.offsets[-1])]
         backwards[starts - 1] = False  # from one user to the next
         if backwards.any():
             user = np.searchsorted(full.offsets, np.flatnonzero(backwards)[0], "right") - 1
-            raise ValueError(f"the events of user row {user} are not in the order of their times")
+            raise ValueError(f"the events of user row {user} are not sorted by time")
     for name, part in (("validation", split.validation), ("test", split.test)):
         early = part.ends < train.lengths[part.users]
         if early.any():
             user = part.users[early][0]
-            raise ValueError(f"a {name} target of user row {user} is among the events that are learned from")
+            raise ValueError(f"a {name} target of user row {user} is among the training events")
     last_validation = np.full(len(full), -1)
     np.maximum.at(last_validation, split.validation.users, split.validation.ends)
     if (split.test.ends <= last_validation[split.test.users]).any():
@@ -169,7 +171,7 @@ def check_leakage(split: Split) -> None:
 
 
 def _events_before(histories: Histories, cut: float) -> np.ndarray:
-    """How many events of each user are before a moment, int64 `[U]` (events are in order)."""
+    """Number of events of each user before a time, int64 `[U]` (events are in order)."""
     assert histories.times is not None
     before = np.concatenate([[0], np.cumsum(histories.times < cut)])
     return before[histories.offsets[1:]] - before[histories.offsets[:-1]]

@@ -1,7 +1,7 @@
-"""A log that is made up: users with several interests that drift, in a catalogue of series. A function of its seed.
+"""Synthetic events: users with several drifting interests, in a catalogue of series. A function of the seed.
 
-Items form clusters (a genre, a department). Inside a cluster they stand in a ring (episodes of a series) and have a Zipf
-popularity that has nothing to do with the ring. A user follows a few clusters at a time, with unequal weights, and takes
+Items form clusters (a genre, a department). Inside a cluster they form a ring (episodes of a series) and have a Zipf
+popularity that is independent of the ring. A user follows a few clusters at a time, with unequal weights, and takes
 no item twice. At each event
 
     drift    with probability `drift`, and when all of a cluster is taken, that interest is given up for another cluster
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prism.recommend.events.dataset import Prepared
+from prism.recommend.events.dataset import Dataset
 from prism.recommend.events.histories import Histories
 from prism.recommend.events.ids import Catalogue, Feature, Users
 
@@ -27,7 +27,7 @@ _START = 1_700_000_000
 _YEAR = 365 * 86_400
 
 
-def synthetic_log(
+def synthetic_dataset(
     users: int = 600,
     items: int = 400,
     events: int = 40_000,
@@ -38,11 +38,11 @@ def synthetic_log(
     stay: float = 0.6,
     follow: float = 0.8,
     drift: float = 0.02,
-) -> Prepared:
-    """Make up a log of exactly `events` events. Histories have very different lengths, from 5 to half of the items.
+) -> Dataset:
+    """Make a dataset of exactly `events` events. Histories have very different lengths, from 5 to half of the items.
 
     Args:
-        items: items to choose from; those nobody takes are not in the catalogue.
+        items: items to choose from; those that no user takes are not in the catalogue.
         cluster: items in a cluster.
         interests: clusters that a user follows at a time.
     """
@@ -61,19 +61,19 @@ def synthetic_log(
     chosen, gaps = _events(lengths, clusters, cluster, interests, stay, follow, drift, random)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     taken, places = np.unique(chosen, return_inverse=True)
-    moments = np.cumsum(gaps)
-    first = moments[offsets[:-1]]
+    elapsed = np.cumsum(gaps)
+    first = elapsed[offsets[:-1]]
     begin = _START + random.random(users) * _YEAR
-    times = np.floor(moments + np.repeat(begin - first, lengths))
+    times = np.floor(elapsed + np.repeat(begin - first, lengths))
     names = [f"series{item // cluster + 1:03d}-{item % cluster + 1:02d}" for item in taken.tolist()]
     series, of_item = np.unique(taken // cluster, return_inverse=True)
     feature = Feature([None, *(f"series{number + 1:03d}" for number in series.tolist())], np.append(0, of_item + 1))
     manifest = {
         "counts": {"users": users, "items": len(taken), "events": events},
-        "notes": [f"made up, with seed {seed}"],
+        "notes": [f"synthetic events, seed {seed}"],
         "times": True,
     }
-    return Prepared(
+    return Dataset(
         Histories(offsets, places.astype(np.int64) + 1, times),
         Catalogue(names, {"series": feature}),
         Users([f"user{n + 1:05d}" for n in range(users)]),
@@ -82,11 +82,11 @@ def synthetic_log(
 
 
 def _lengths(users: int, events: int, longest: int, random: np.random.Generator) -> np.ndarray:
-    """Log-normal, from _SHORTEST to `longest`, exactly `events` together; int64 `[users]`."""
+    """Lengths of histories: log-normal, from _SHORTEST to `longest`, with the sum `events`; int64 `[users]`."""
     weights = random.lognormal(0, 0.8, users)
     ends = np.round(np.cumsum(weights) / weights.sum() * (events - users * _SHORTEST)).astype(np.int64)
     lengths = np.minimum(np.diff(ends, prepend=0) + _SHORTEST, longest)
-    while over := events - lengths.sum():  # what was cut off goes to the shortest, one event each
+    while over := events - lengths.sum():  # give the events that were cut off to the shortest, one each
         shortest = np.argsort(lengths, kind="stable")[:over]
         lengths[shortest[lengths[shortest] < longest]] += 1
     return lengths
@@ -102,11 +102,11 @@ def _events(
     drift: float,
     random: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Items 0 … clusters·cluster - 1 and seconds since the event before, user after user: `[N]` both.
+    """Items 0 … clusters·cluster - 1 and seconds since the previous event, user after user: `[N]` both.
 
-    All users take their t-th event together; those with long histories go on when the others have ended.
+    All users take their t-th event together; those with long histories continue when the others have ended.
     """
-    order = np.argsort(-lengths, kind="stable")  # who is still active is then always a head
+    order = np.argsort(-lengths, kind="stable")  # active users are then always the first rows
     active_at = np.searchsorted(-lengths[order], -np.arange(lengths.max()), "left")  # users with more than t events
     users = len(lengths)
     cluster_odds, item_odds = (
@@ -128,7 +128,7 @@ def _events(
         # the largest of log-odds with Gumbel noise is a draw by those odds
         draw = random.gumbel(size=(len(leaving), clusters)) + cluster_odds
         draw[np.arange(len(leaving))[:, None], followed[leaving]] -= (
-            1e6  # followed already: only if nothing else is left
+            1e6  # already followed: only if nothing else is left
         )
         draw[free[leaving].sum(2) == 0] = -np.inf
         followed[leaving, slot[leaving]] = draw.argmax(1)

@@ -1,4 +1,4 @@
-"""Logs of every format become the same histories; what is wrong with one is said in a sentence, and nothing is lost."""
+"""Events of every file format become the same histories; bad input is refused in one sentence, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.recommend.events import Catalogue, Feature, LogRecipe, Prepared, Users, open_prepared, prepare_log
-from prism.recommend.events.read import Columns, read_log
-from prism.recommend.events.table import core_mask, k_core
+from prism.recommend.events import Catalogue, Dataset, EventRecipe, Feature, Users, open_dataset, prepare_dataset
+from prism.recommend.events.columns import Columns
+from prism.recommend.events.event_table import core_mask, k_core, read_events
 
 ROWS = [("b", "x", 3), ("a", "y", 5), ("a", "x", 1), ("b", "z", 3), ("b", "x", 2), ("a", "z", 5)]
 """Unsorted, with ties in time."""
@@ -28,7 +28,7 @@ ORDERED = {"a": ["x", "y", "z"], "b": ["x", "x", "z"]}
 BY_INPUT = {"a": ["y", "x", "z"], "b": ["x", "z", "x"]}
 
 
-def histories(prepared: Prepared) -> dict[Any, list[Any]]:
+def histories(prepared: Dataset) -> dict[Any, list[Any]]:
     names = prepared.users.users
     return {names[u]: prepared.catalogue.names(prepared.histories.user(u)[0]) for u in range(len(prepared.histories))}
 
@@ -41,17 +41,17 @@ def table(separator: str = ",", names: str = "user,item,time", rows: list[Any] =
 @pytest.mark.parametrize(
     ("name", "content", "columns"),
     [
-        ("log.csv", table(), Columns()),
-        ("log.csv", table(names="userId,movieId,Timestamp"), Columns()),
-        ("log.csv", table(names="who,what,when"), Columns("who", "what", "when")),
-        ("log.csv", table(";"), Columns()),
-        ("log.tsv", table("\t"), Columns()),
-        ("log.dat", table("::", ""), Columns("0", "1", "2")),
-        ("log.csv", table(names=""), Columns("0", "1", "2")),
-        ("log.inter", table("\t", "user_id:token,item_id:token,timestamp:float"), Columns()),
-        ("log.txt", table("\t"), Columns()),
-        ("log", table("|"), Columns()),
-        ("log.csv", "\ufeff" + table().replace("\n", "\r\n"), Columns()),
+        ("events.csv", table(), Columns()),
+        ("events.csv", table(names="userId,movieId,Timestamp"), Columns()),
+        ("events.csv", table(names="who,what,when"), Columns("who", "what", "when")),
+        ("events.csv", table(";"), Columns()),
+        ("events.tsv", table("\t"), Columns()),
+        ("events.dat", table("::", ""), Columns("0", "1", "2")),
+        ("events.csv", table(names=""), Columns("0", "1", "2")),
+        ("events.inter", table("\t", "user_id:token,item_id:token,timestamp:float"), Columns()),
+        ("events.txt", table("\t"), Columns()),
+        ("events", table("|"), Columns()),
+        ("events.csv", "\ufeff" + table().replace("\n", "\r\n"), Columns()),
         ("rows.txt", table(" "), Columns()),
     ],
 )
@@ -61,7 +61,7 @@ def test_separated_values(tmp_path: Path, name: str, content: str, columns: Colu
     pack = {"": lambda x: x, ".gz": gzip.compress, ".xz": lzma.compress}[packed]
     path.write_bytes(pack(content.encode()))
     format = "csv" if name == "rows.txt" else "auto"  # spaces may separate items of one user as well
-    prepared = read_log(path, columns, format=format).prepare()
+    prepared = read_events(path, columns, format=format).to_dataset()
     assert histories(prepared) == ORDERED
     assert prepared.histories.times is not None
     assert prepared.histories.times.tolist() == [1, 5, 5, 2, 3, 3]
@@ -80,9 +80,9 @@ def test_separated_values(tmp_path: Path, name: str, content: str, columns: Colu
     ],
 )
 def test_lines(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "log.txt"
+    path = tmp_path / "events.txt"
     path.write_bytes(content.encode())
-    prepared = read_log(path).prepare()
+    prepared = read_events(path).to_dataset()
     assert histories(prepared) == BY_INPUT
     assert prepared.histories.times is None
     assert any("order of the input" in note for note in prepared.manifest["notes"])
@@ -95,7 +95,7 @@ def test_lines(tmp_path: Path, content: str) -> None:
     ).filter(lambda rows: max(Counter(user for user, _, _ in rows).values()) > 1)
 )
 def test_order_is_by_time_and_ties_stay_as_they_came(rows: list[tuple[int, str, int]]) -> None:
-    prepared = read_log(pl.DataFrame(rows, schema=["user", "item", "time"], orient="row")).prepare()
+    prepared = read_events(pl.DataFrame(rows, schema=["user", "item", "time"], orient="row")).to_dataset()
     expected: dict[int, list[str]] = {user: [] for user in sorted({row[0] for row in rows})}
     for user, item, _ in sorted(rows, key=lambda row: row[2]):  # Python's sort is stable
         expected[user].append(item)
@@ -105,17 +105,17 @@ def test_order_is_by_time_and_ties_stay_as_they_came(rows: list[tuple[int, str, 
 
 def test_frames_and_parquet(tmp_path: Path) -> None:
     frame = pl.DataFrame(ROWS, schema=["user", "item", "time"], orient="row")
-    frame.write_parquet(tmp_path / "log.parquet")
+    frame.write_parquet(tmp_path / "events.parquet")
     pandas = pd.DataFrame(ROWS, columns=["user", "item", "time"])
-    for source in (frame, frame.lazy(), pandas, tmp_path / "log.parquet", str(tmp_path / "log.parquet")):
-        assert histories(read_log(source).prepare()) == ORDERED
-    assert histories(read_log(frame, Columns(time=None)).prepare()) == BY_INPUT
-    with pytest.raises(ValueError, match="a log is a path"):
-        read_log([1, 2])
+    for source in (frame, frame.lazy(), pandas, tmp_path / "events.parquet", str(tmp_path / "events.parquet")):
+        assert histories(read_events(source).to_dataset()) == ORDERED
+    assert histories(read_events(frame, Columns(time=None)).to_dataset()) == BY_INPUT
+    with pytest.raises(ValueError, match="events must be a path"):
+        read_events([1, 2])
     mixed = pandas.assign(item=pandas["item"].astype(object).where(pandas["item"] != "y", 7))
-    assert histories(read_log(mixed).prepare())["a"] == ["7" if item == "y" else item for item in ORDERED["a"]]
+    assert histories(read_events(mixed).to_dataset())["a"] == ["7" if item == "y" else item for item in ORDERED["a"]]
     with pytest.raises(ValueError, match="more than one column 'item'"):
-        read_log(pandas.set_axis(["user", "item", "item"], axis=1))
+        read_events(pandas.set_axis(["user", "item", "item"], axis=1))
 
 
 @pytest.mark.parametrize("make", [pl.DataFrame, pd.DataFrame])
@@ -131,27 +131,29 @@ def test_moments_of_every_kind_are_ordered_and_become_seconds(make: Any) -> None
         [t / 4 for _, _, t in ROWS],
     ]
     for kind, times in enumerate(moments):
-        prepared = read_log(make({"user": [r[0] for r in ROWS], "item": [r[1] for r in ROWS], "time": times})).prepare()
+        prepared = read_events(
+            make({"user": [r[0] for r in ROWS], "item": [r[1] for r in ROWS], "time": times})
+        ).to_dataset()
         assert histories(prepared) == ORDERED
         assert prepared.histories.times is not None
         scale = {3: 86400, 4: 86400, 5: 0.25, 6: 0.25}.get(kind, 1)
         assert (np.diff(prepared.histories.times[:3]) / scale).tolist() == [4, 0]
-        assert any("the log was sorted" in note for note in prepared.manifest["notes"])
+        assert any("the events were sorted by time" in note for note in prepared.manifest["notes"])
 
 
 def test_ids_keep_what_they_are(tmp_path: Path) -> None:
     def items(values: Any) -> list[Any]:
-        return list(read_log(pl.DataFrame({"user": [1, 1], "item": values})).prepare().catalogue.items)
+        return list(read_events(pl.DataFrame({"user": [1, 1], "item": values})).to_dataset().catalogue.items)
 
     assert items(["10", "9"]) == [9, 10]
     assert items(["007", "7"]) == ["007", "7"]
     assert items([2.0, 1.0]) == [1, 2]
     assert items(pl.Series(["b", "a"], dtype=pl.Categorical)) == ["a", "b"]
     large = pl.DataFrame({"user": pl.Series([2**63 + 5, 1], dtype=pl.UInt64), "item": [2.0, 2.0**52]})
-    assert read_log(large).frame.rows() == [("9223372036854775813", 2), ("1", 2**52)]
+    assert read_events(large).frame.rows() == [("9223372036854775813", 2), ("1", 2**52)]
     for wrong in ([float("inf"), 1.0], [1e300, 1.0], [[1], [2]]):
-        with pytest.raises(ValueError, match="ids are texts or whole numbers"):
-            read_log(pl.DataFrame({"user": wrong, "item": [1, 2]}))
+        with pytest.raises(ValueError, match="ids must be text or integers"):
+            read_events(pl.DataFrame({"user": wrong, "item": [1, 2]}))
     with pytest.raises(ValueError, match="fractions"):
         items([1.5, 2.0])
 
@@ -162,43 +164,43 @@ def test_ids_keep_what_they_are(tmp_path: Path) -> None:
 )
 def test_an_id_as_number_and_as_text_is_one_and_is_reported(ids: list[Any]) -> None:
     frame = pd.DataFrame({"user": ["u"] * len(ids), "item": pd.Series(ids, dtype=object)})
-    prepared = read_log(frame).prepare()
+    prepared = read_events(frame).to_dataset()
     both = {value for value in ids if isinstance(value, int)} & {
         int(value) for value in ids if str(value).isdecimal() and isinstance(value, str)
     }
-    said = [note for note in prepared.manifest["notes"] if "both as a number and as a text" in note]
+    said = [note for note in prepared.manifest["notes"] if "both as a number and as text" in note]
     assert len(said) == bool(both)
     assert all(f"column 'item' has {len(both)} ids" in note for note in said)
     assert len(prepared.catalogue) == len({str(value) for value in ids})
 
 
 CASES: list[tuple[str, str, dict[str, Any], str]] = [
-    ("log.csv", "", {}, "is empty"),
-    ("log.csv", "user,item\n", {}, "is empty"),
-    ("log.txt", "\n\n", {}, "is empty"),
-    ("log.csv", "user,item\na,x\nb,y\n", {}, "no user of the log has 2 or more events"),
-    ("log.csv", table(), {"columns": Columns(item="product")}, "has no column 'product' .item.; it has user, item, time"),
-    ("log.csv", table(), {"columns": Columns(features=("brand",))}, "has no column 'brand'.*--data.features NAME"),
-    ("log.csv", table(), {"columns": Columns("item")}, "asked for twice"),
-    ("log.csv", table(names="a,b,c"), {}, "usual name for the user; it has a, b, c .*user=.NAME. in Python, --data.user NAME"),
-    ("log.csv", table(names="user,b,c"), {}, "usual name for the item.*item=.NAME. in Python, --data.item NAME"),
-    ("log.csv", table(names="user,user,item"), {}, "has more than one column 'user': rename one of them"),
-    ("log.csv", table(names='user,"item","item"'), {}, "has more than one column 'item': rename"),
-    ("log.inter", "user_id:token\titem_id:token\titem_id:float\na\tx\t3\na\ty\t4\n", {}, "more than one column 'item_id'"),
-    ("log.csv", table(names=""), {}, "has 3 columns without names: say which is the time"),
-    ("log.csv", table(names=""), {"columns": Columns("0", "7")}, "no column '7'"),
-    ("log.csv", table(rows=[*ROWS, ("a", "x", "")]), {}, "missing in 1 of 7 events, first in event 7.*order of the input"),
-    ("log.csv", table(rows=[*ROWS, ("a", "", 3)]), {}, "'item' of .* is missing in 1 of 7 events"),
-    ("log.csv", table(rows=[*ROWS, ("a", "x", "soon")]), {}, "'soon', neither a number nor an ISO 8601 time"),
-    ("log.csv", table(rows=[*ROWS, ("a", "x", "inf")]), {}, "not finite"),
-    ("log.csv", table(rows=[*ROWS, ("a", "x", "3", "4")]), {}, "does not read as a table"),
-    ("log.txt", "a 1 2 3\nb 1 2 3\n", {}, "every line of .* has 4 fields: a table, or a user and items"),
-    ("log.txt", "a 1\na 2\n", {"columns": Columns(time="when")}, "lines of a user and items: it has no column 'when'"),
-    ("log.csv.xz", table(), {}, "does not decompress"),
-    ("log.csv.gz", table(), {}, "does not decompress"),
-    ("log.csv", table(), {"format": "xml"}, "format must be one of"),
-    ("log.csv", table(), {"duplicates": "merge"}, "duplicates must be"),
-    ("log.parquet", "no", {}, "is not a parquet file"),
+    ("events.csv", "", {}, "is empty"),
+    ("events.csv", "user,item\n", {}, "is empty"),
+    ("events.txt", "\n\n", {}, "is empty"),
+    ("events.csv", "user,item\na,x\nb,y\n", {}, "no user has 2 or more events"),
+    ("events.csv", table(), {"columns": Columns(item="product")}, "has no column 'product' .item.; it has user, item, time"),
+    ("events.csv", table(), {"columns": Columns(features=("brand",))}, "has no column 'brand'.*--data.features NAME"),
+    ("events.csv", table(), {"columns": Columns("item")}, "must be different columns"),
+    ("events.csv", table(names="a,b,c"), {}, "usual name for the user; it has a, b, c .*user=.NAME. in Python, --data.user"),
+    ("events.csv", table(names="user,b,c"), {}, "usual name for the item.*item=.NAME. in Python, --data.item NAME"),
+    ("events.csv", table(names="user,user,item"), {}, "has more than one column 'user': rename one of them"),
+    ("events.csv", table(names='user,"item","item"'), {}, "has more than one column 'item': rename"),
+    ("events.inter", "user_id:token\titem_id:token\titem_id:float\na\tx\t3\na\ty\t4\n", {}, "more than one column 'item_id'"),
+    ("events.csv", table(names=""), {}, "has 3 columns and no header: name the time"),
+    ("events.csv", table(names=""), {"columns": Columns("0", "7")}, "no column '7'"),
+    ("events.csv", table(rows=[*ROWS, ("a", "x", "")]), {}, "missing in 1 of 7 events, first in event 7.*order of the input"),
+    ("events.csv", table(rows=[*ROWS, ("a", "", 3)]), {}, "'item' of .* is missing in 1 of 7 events"),
+    ("events.csv", table(rows=[*ROWS, ("a", "x", "soon")]), {}, "'soon', neither a number nor an ISO 8601 time"),
+    ("events.csv", table(rows=[*ROWS, ("a", "x", "inf")]), {}, "not finite"),
+    ("events.csv", table(rows=[*ROWS, ("a", "x", "3", "4")]), {}, "cannot be read as a table"),
+    ("events.txt", "a 1 2 3\nb 1 2 3\n", {}, "every line of .* has 4 fields: a table, or a user and items"),
+    ("events.txt", "a 1\na 2\n", {"columns": Columns(time="when")}, "lines of a user and items, so it has no column 'when'"),
+    ("events.csv.xz", table(), {}, "does not decompress"),
+    ("events.csv.gz", table(), {}, "does not decompress"),
+    ("events.csv", table(), {"format": "xml"}, "format must be one of"),
+    ("events.csv", table(), {"duplicates": "merge"}, "duplicates must be"),
+    ("events.parquet", "no", {}, "is not a parquet file"),
 ]  # fmt: skip
 
 
@@ -207,34 +209,34 @@ def test_what_is_wrong_is_said(tmp_path: Path, name: str, content: str, argument
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(ValueError, match=sentence):
-        read_log(path, **arguments).prepare()
+        read_events(path, **arguments).to_dataset()
 
 
 def test_a_repeated_column_that_is_not_used_does_no_harm(tmp_path: Path) -> None:
-    path = tmp_path / "log.csv"
+    path = tmp_path / "events.csv"
     path.write_text(table(names="user,item,time,note,note", rows=[(*row, 1, 2) for row in ROWS]))
-    assert histories(read_log(path).prepare()) == ORDERED
+    assert histories(read_events(path).to_dataset()) == ORDERED
     with pytest.raises(ValueError, match="more than one column 'note'"):
-        read_log(path, Columns(features=("note",)))
+        read_events(path, Columns(features=("note",)))
 
 
 def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="there is no file"):
-        read_log(tmp_path / "nothing.csv")
-    (tmp_path / "log.csv").write_bytes(b"user,item\n\xff\xfe,x\n")
+        read_events(tmp_path / "nothing.csv")
+    (tmp_path / "events.csv").write_bytes(b"user,item\n\xff\xfe,x\n")
     with pytest.raises(ValueError, match="not UTF-8"):
-        read_log(tmp_path / "log.csv")
+        read_events(tmp_path / "events.csv")
 
 
-def test_duplicates_are_counted_and_dropped_only_if_told() -> None:
+def test_duplicates_are_counted_and_dropped_only_on_request() -> None:
     frame = pl.DataFrame([*ROWS, ROWS[0], ROWS[3], ROWS[0]], schema=["user", "item", "time"], orient="row")
-    kept = read_log(frame).prepare()
+    kept = read_events(frame).to_dataset()
     assert kept.manifest["counts"]["duplicates"] == 3
     assert len(kept.histories.items) == 9
-    dropped = read_log(frame, duplicates="drop").prepare()
+    dropped = read_events(frame, duplicates="drop").to_dataset()
     assert histories(dropped) == ORDERED
     assert dropped.manifest["counts"]["duplicates_dropped"] == 3
-    untimed = read_log(frame, Columns(time=None), duplicates="drop").prepare()
+    untimed = read_events(frame, Columns(time=None), duplicates="drop").to_dataset()
     assert histories(untimed) == {"a": ["y", "x", "z"], "b": ["x", "z"]}
 
 
@@ -242,20 +244,22 @@ def test_features_of_items() -> None:
     frame = pl.DataFrame(
         {"user": [1, 1, 1, 1], "item": ["x", "y", "x", "z"], "brand": [None, "q", "p", None], "size": [3, 1, 2, 3]}
     )
-    prepared = read_log(frame, Columns(features=("brand", "size"))).prepare()
+    prepared = read_events(frame, Columns(features=("brand", "size"))).to_dataset()
     brand, size = prepared.catalogue.features["brand"], prepared.catalogue.features["size"]
     assert [brand.values[v] for v in brand.of_item] == [None, "p", "q", None]
     assert [size.values[v] for v in size.of_item] == [None, 3, 1, 3]
     assert any("1 items have more than one size" in note for note in prepared.manifest["notes"])
 
-    with pytest.raises(ValueError, match=r"'brand' of the DataFrame holds List.*: a feature is one value an item"):
-        read_log(frame.with_columns(brand=pl.concat_list("size", "size")), Columns(features=("brand",)))
+    with pytest.raises(
+        ValueError, match=r"'brand' of the DataFrame holds List.*: a feature must be one value per item"
+    ):
+        read_events(frame.with_columns(brand=pl.concat_list("size", "size")), Columns(features=("brand",)))
 
 
 @pytest.mark.parametrize("name", ["user", "item", "time", "several"])
 def test_features_may_be_called_anything(name: str) -> None:
     frame = pl.DataFrame({"who": [1, 1, 2], "what": ["x", "y", "x"], name: ["p", "q", "p"]})
-    prepared = read_log(frame, Columns("who", "what", None, (name,))).prepare()
+    prepared = read_events(frame, Columns("who", "what", None, (name,))).to_dataset()
     assert histories(prepared) == {1: ["x", "y"], 2: ["x"]} and prepared.histories.times is None
     feature = prepared.catalogue.features[name]
     assert [feature.values[v] for v in feature.of_item] == [None, "p", "q"]
@@ -280,14 +284,14 @@ def test_core_is_the_largest_set_in_which_all_have_enough(events: list[tuple[int
 
 
 def test_core_of_a_log() -> None:
-    log = read_log(pl.DataFrame(ROWS, schema=["user", "item", "time"], orient="row"))
-    core = k_core(log, items=2)
-    assert histories(core.prepare()) == {"a": ["x", "z"], "b": ["x", "x", "z"]}
-    assert core.prepare().manifest["counts"]["events_dropped"] == core.counts["items_dropped"] == 1
-    with pytest.raises(ValueError, match="no event is left with at least 9"):
-        k_core(log, users=9)
+    events = read_events(pl.DataFrame(ROWS, schema=["user", "item", "time"], orient="row"))
+    core = k_core(events, items=2)
+    assert histories(core.to_dataset()) == {"a": ["x", "z"], "b": ["x", "x", "z"]}
+    assert core.to_dataset().manifest["counts"]["events_dropped"] == core.counts["items_dropped"] == 1
+    with pytest.raises(ValueError, match="no event is left if each user needs 9"):
+        k_core(events, users=9)
     with pytest.raises(ValueError, match="users must be at least 1"):
-        k_core(log, users=0)
+        k_core(events, users=0)
 
 
 def test_ids_and_rows() -> None:
@@ -295,9 +299,9 @@ def test_ids_and_rows() -> None:
     assert catalogue.index(["7", "x", 7]).tolist() == [3, 1, 3]
     assert Users([5, 6]).index(["6", 5, np.int64(6)]).tolist() == [1, 0, 1]
     assert catalogue.index(["x", "no", "y"], unknown="skip").tolist() == [1, 2]
-    with pytest.raises(ValueError, match="2 of 3 items are not in the log: 'no', 8"):
+    with pytest.raises(ValueError, match="2 of 3 items are unknown: 'no', 8"):
         catalogue.index(["no", "x", 8])
-    with pytest.raises(ValueError, match="1 of 1 users are not in the log: 'six'"):
+    with pytest.raises(ValueError, match="1 of 1 users are unknown: 'six'"):
         Users([5, 6]).index(["six"])
     with pytest.raises(ValueError, match="'error' or 'skip'"):
         catalogue.index([], unknown="guess")
@@ -308,53 +312,53 @@ def test_ids_and_rows() -> None:
 
 
 def test_prepared_folder_round_trip(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text(table(names="user,item,time,kind", rows=[(*row, "é") for row in ROWS]))
-    recipe = LogRecipe(source=str(tmp_path / "log.csv"), features=("kind",), min_item=2)
+    (tmp_path / "events.csv").write_text(table(names="user,item,time,kind", rows=[(*row, "é") for row in ROWS]))
+    recipe = EventRecipe(source=str(tmp_path / "events.csv"), features=("kind",), min_item=2)
     said: list[str] = []
-    first = prepare_log(recipe, tmp_path / "cache", report=said.append)
-    again = prepare_log(recipe, tmp_path / "cache", report=said.append)
+    first = prepare_dataset(recipe, tmp_path / "cache", report=said.append)
+    again = prepare_dataset(recipe, tmp_path / "cache", report=said.append)
     assert len(said) == 1
     assert first.folder is not None
-    by_folder = prepare_log(LogRecipe(source=str(first.folder)))
-    for other in (again, by_folder, open_prepared(first.folder)):
+    by_folder = prepare_dataset(EventRecipe(source=str(first.folder)))
+    for other in (again, by_folder, open_dataset(first.folder)):
         assert histories(other) == {"a": ["x", "z"], "b": ["x", "x", "z"]}
         assert other.catalogue.features["kind"].values == [None, "é"]
         assert other.digest == first.digest and other.manifest == first.manifest
     assert first.manifest["counts"]["rows"] == 6 and first.manifest["recipe"]["min_item"] == 2
-    assert prepare_log(LogRecipe(source=recipe.source), tmp_path / "cache").digest != first.digest
-    fresh = read_log(tmp_path / "log.csv", Columns(features=("kind",)))
-    assert k_core(fresh, items=2).prepare().digest == first.digest
+    assert prepare_dataset(EventRecipe(source=recipe.source), tmp_path / "cache").digest != first.digest
+    fresh = read_events(tmp_path / "events.csv", Columns(features=("kind",)))
+    assert k_core(fresh, items=2).to_dataset().digest == first.digest
     with pytest.raises(ValueError, match="exists already"):
         first.save(first.folder)
 
 
 def test_damaged_or_wrong_folders_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text(table())
-    folder = prepare_log(LogRecipe(source=str(tmp_path / "log.csv")), tmp_path / "cache").folder
+    (tmp_path / "events.csv").write_text(table())
+    folder = prepare_dataset(EventRecipe(source=str(tmp_path / "events.csv")), tmp_path / "cache").folder
     assert folder is not None
     items = folder / "items.json"
     items.write_text(items.read_text().replace("x", "w"))
-    with pytest.raises(ValueError, match="is damaged: remove the folder"):
-        open_prepared(folder)
+    with pytest.raises(ValueError, match="are damaged: remove the folder"):
+        open_dataset(folder)
     items.unlink()
-    with pytest.raises(ValueError, match=r"is not a prepared log: it has no items.json"):
-        open_prepared(folder)
+    with pytest.raises(ValueError, match=r"is not a folder of prepared events: it has no items.json"):
+        open_dataset(folder)
     with pytest.raises(FileNotFoundError, match="there is no file or folder"):
-        prepare_log(LogRecipe(source=str(tmp_path / "none.csv")), tmp_path / "cache")
+        prepare_dataset(EventRecipe(source=str(tmp_path / "none.csv")), tmp_path / "cache")
 
 
-def test_a_prepared_log_needs_no_polars(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text(table())
-    folder = prepare_log(LogRecipe(source=str(tmp_path / "log.csv")), tmp_path / "cache").folder
+def test_prepared_events_need_no_polars(tmp_path: Path) -> None:
+    (tmp_path / "events.csv").write_text(table())
+    folder = prepare_dataset(EventRecipe(source=str(tmp_path / "events.csv")), tmp_path / "cache").folder
     code = f"""
 import sys
 sys.modules["polars"] = None
 from pathlib import Path
-from prism.recommend.events import LogRecipe, Samples, leave_one_out, open_prepared, prepare_log
-prepared = open_prepared(Path({str(folder)!r}))
+from prism.recommend.events import EventRecipe, Samples, leave_one_out, open_dataset, prepare_dataset
+prepared = open_dataset(Path({str(folder)!r}))
 print(len(Samples(leave_one_out(prepared.histories).histories, 3)))
 try:
-    prepare_log(LogRecipe(source={str(tmp_path / "log.csv")!r}, min_item=2), Path({str(tmp_path / "cache")!r}))
+    prepare_dataset(EventRecipe(source={str(tmp_path / "events.csv")!r}, min_item=2), Path({str(tmp_path / "cache")!r}))
 except ImportError as error:
     print(error)
 """
@@ -365,17 +369,17 @@ except ImportError as error:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
-        (b"user,item\na,b\n\xe9,c\n", r"log\.csv is not UTF-8 text: .* in line 3$"),
+        (b"user,item\na,b\n\xe9,c\n", r"events\.csv is not UTF-8 text: .* in line 3$"),
         (
             b"user,item\na,b\nb,c\na,b,c,d\n",
-            r"log\.csv does not read as a table: line 4 has 4 fields, the first line 2$",
+            r"events\.csv cannot be read as a table: line 4 has 4 fields, the first line 2$",
         ),
         (b"customer,item\na,b\n", r"no column with a usual name for the user.* --data\.user NAME"),
     ],
 )
-def test_a_bad_table_is_told_with_its_line_or_flag(tmp_path: Path, content: bytes, told: str) -> None:
-    (tmp_path / "log.csv").write_bytes(content)
-    with pytest.raises(ValueError, match=told):
-        read_log(tmp_path / "log.csv")
+def test_errors_of_a_bad_table_name_its_line_or_flag(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "events.csv").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_events(tmp_path / "events.csv")
