@@ -40,7 +40,8 @@ class RecBatch:
         return self._map(lambda x: x[rows])
 
     def to(self, device: torch.device) -> RecBatch:
-        return self._map(lambda x: x.to(device, non_blocking=True))
+        pin = device.type == "cuda"  # from pageable memory, CUDA lets the host wait for the work queued before the copy
+        return self._map(lambda x: (x.pin_memory() if pin and not x.is_cuda else x).to(device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> RecBatch:
         gaps = None if self.gaps is None else function(self.gaps)
