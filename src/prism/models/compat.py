@@ -1,7 +1,8 @@
-"""Every private name of transformers that PRISM's models use, each with a fallback.
+"""Use private names of transformers, each with a fallback or a warning.
 
-Marks that transformers leaves on tensors and modules are read here. Methods and class attributes that the models
-override are listed in `OVERRIDDEN`: a transformers without such a name would ignore ours, so that is warned about.
+This is separate from `engine/compat.py` (torch) because the engine must not import transformers. Marks that transformers
+leaves on tensors and modules are read here. Methods and class attributes that the models override are listed in
+`OVERRIDDEN`: a transformers version without such a name would ignore ours, so a warning says so.
 """
 
 from __future__ import annotations

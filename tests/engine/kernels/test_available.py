@@ -119,7 +119,7 @@ def test_the_serial_form_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_versions_are_those_that_the_package_asks_for() -> None:
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     oldest, newest = (".".join(map(str, version)) for version in available.TRITON)
     assert f'gpu = ["triton>={oldest},<{newest};' in project
     assert f'"torch>={".".join(map(str, available.TORCH))}' in project

@@ -199,7 +199,7 @@ class Launch:
         d_final: Tensor | None,
     ) -> TokenGradients:
         """The gradients that are parallel over chunks. Those of later writes join the first one's in `d_w`."""
-        buffers = self._buffers()
+        buffers = self._allocate()
         narrow = self._key_tiles(buffers.d_x)
         wide = self._value_tiles(self.how.backward_queries, fed, d_o, d_states, d_w)
         self._query_gradients(tables, states, narrow, wide, buffers)
@@ -214,7 +214,7 @@ class Launch:
             d_strength = d_strength[0] if self.key_blocks == 1 else d_strength.sum(0)
         return TokenGradients(buffers.d_q, buffers.d_x, buffers.d_erase_key, d_strength, d_log_decay)
 
-    def _buffers(self) -> TokenBuffers:
+    def _allocate(self) -> TokenBuffers:
         u, blocks = self.u, self.key_blocks
         d_strength = d_cumulated = tails = touched = None
         if u.strength is not None:

@@ -23,9 +23,6 @@ from prism.engine.update import Update
 
 SEGMENT = 512
 
-# An exported program is to run where this library is not installed, so export traces the equations. New in torch 2.7.
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
-
 
 def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """`chunk`: tokens in a chunk. What a chunk does inside grows with its length, what it hands on with the state."""
@@ -39,7 +36,8 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
     transformed = compat.have_tangents(*inputs) or compat.transforms_active(*inputs)
     if update.per_channel or transformed:
         o, S = _in_blocks(steps, S, chunk, size)
-    elif torch.compiler.is_compiling() and not _is_exporting() and S.device.type == "cpu":
+    elif torch.compiler.is_compiling() and not compat.is_exporting() and S.device.type == "cpu":
+        # Not for export: an exported program must run where this library is not installed, so export traces the equations.
         o, S = head_chunks_operator(steps, S, chunk, size)
     else:
         o, S = head_chunks(steps, S, chunk, size, again=_in_blocks)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from prism.engine import compat
 from prism.engine.autocast import without_autocast
 from prism.engine.linear.decay import Documents, HeadDecay
 from prism.engine.linear.steps import Steps
@@ -69,18 +70,13 @@ def head_chunks(steps: Steps, S: Tensor, chunk: int, segment: int, again: Again)
     kind = Kind(chunk, segment, not steps.erase_decayed, not steps.read_after)
     fields = tuple(getattr(steps, name) for name in FIELDS)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*fields, S)):
-        if _exporting():  # a graph of torch.export has no autograd functions
+        if compat.is_exporting():  # a graph of torch.export has no autograd functions
             return again(steps, S, chunk, segment)
         empty: dict[str, Any] = dict.fromkeys((*FIELDS, "reset"))  # tensors are autograd's to keep
         o, S = _HeadChunks.apply(*fields, steps.reset, S, kind, replace(steps, **empty), again)
     else:
         o, S, _ = forward(fields, steps.reset, S, kind, keep=False)
     return o, S
-
-
-def _exporting() -> bool:
-    ask = getattr(torch.compiler, "is_exporting", None)  # torch 2.7 and later
-    return ask is not None and ask()
 
 
 class _HeadChunks(torch.autograd.Function):
