@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import prism
-from prism.engine.kernels.available import widths
+from prism.engine.kernels.available import tile_widths
 from prism.rules.parts import l2_normalize
 from tests.engine.kernels.where import DEVICE, needs_kernels
 
@@ -203,4 +203,4 @@ def test_a_gate_that_forgets_everything_leaves_its_neighbours_alone() -> None:
     [((20, 36), (64, 64)), ((32, 32), (32, 32)), ((16, 8), (32, 32)), ((64, 256), (64, 256)), ((128, 24), (128, 64))],
 )
 def test_on_a_gpu_tiles_are_those_that_were_checked_there(given: tuple[int, int], expected: tuple[int, int]) -> None:
-    assert widths(*given, on_gpu=True) == expected
+    assert tile_widths(*given, on_gpu=True) == expected

@@ -354,7 +354,7 @@ def test_segments_whose_maps_are_too_large_do_not_run_in_parallel(
 ) -> None:
     monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
     inputs = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
-    run: Any = SimpleNamespace(u=inputs, how=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
+    run: Any = SimpleNamespace(u=inputs, configuration=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
     assert segments.segment_count(run) == expected
 
 
@@ -366,18 +366,18 @@ def test_no_other_length_batch_or_number_of_heads_compiles_anything(
     started: set[Any] = set()
     program = Compiled.program
 
-    def note(self: Compiled, kernel: Any, how: Tiling, constants: dict[str, Any]) -> Any:
-        started.add((kernel.fn.__name__, how, *constants.values()))
-        return program(self, kernel, how, constants)
+    def note(self: Compiled, kernel: Any, tiling: Tiling, constants: dict[str, Any]) -> Any:
+        started.add((kernel.fn.__name__, tiling, *constants.values()))
+        return program(self, kernel, tiling, constants)
 
-    def compile_together(self: Compiled, run: Any, *what: bool) -> None:
-        if what not in self.together:
-            self.together.add(what)
+    def compile_together(self: Compiled, run: Any, *kind: bool) -> None:
+        if kind not in self.compiled_kinds:
+            self.compiled_kinds.add(kind)
             run()
 
     monkeypatch.setattr(Compiled, "program", note)
     monkeypatch.setattr(Compiled, "compile", compile_together)
-    monkeypatch.setattr(segments, "_cut", lambda run: True)
+    monkeypatch.setattr(segments, "_may_be_split", lambda run: True)
     monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
 
     def call(T: int, H: int, ended: bool) -> None:
@@ -399,7 +399,7 @@ def test_no_other_length_batch_or_number_of_heads_compiles_anything(
 
 def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(available, "_bind", lambda device: None)
+    monkeypatch.setattr(available, "_create_context", lambda device: None)
 
     def on(index: int) -> Any:
         return SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
@@ -413,7 +413,7 @@ def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.Monkey
 def test_every_thread_that_starts_kernels_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: begun.append((threading.get_ident(), device)))
-    monkeypatch.setattr(available, "_bound", threading.local())
+    monkeypatch.setattr(available, "_initialised", threading.local())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     there: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
     for _ in range(2):
