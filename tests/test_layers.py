@@ -1,7 +1,7 @@
-"""The arrows between packages point one way, and what serves a model loads nothing that trains one.
+"""Packages import each other in one direction only, and serving a model loads nothing that trains one.
 
-Read off the source (import_graph.py), so that an import inside a function, a name in a registry and a lazy public name
-such as `from prism import Mixer` count too.
+Imports are read from the source (import_graph.py), so that imports inside functions, names in registries and lazy public
+names such as `from prism import Mixer` count too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALLOWED = {
     "probes": {*_PRODUCT, "language", "recommend", "recommend.events"},
     "cli": {*_PRODUCT, "language", "recommend", "recommend.events", "probes"},
 }
-"""Package (or module) → the others it may import. A part that has a row of its own does not belong to its package's."""
+"""Package (or module) → the others it may import. A subpackage with its own row does not belong to its package's row."""
 SERVING = ("prism.recommend",)
 """What is loaded to serve a model: imports nothing of prism.train."""
 

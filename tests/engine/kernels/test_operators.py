@@ -1,10 +1,7 @@
-"""The kernels as torch operators: registration, compiled callers, unwritten memory, segments, and the choice of a backend."""
+"""The kernels as torch operators: registration, compiled callers, unwritten memory, segments, and reproducibility."""
 
 from __future__ import annotations
 
-import threading
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,44 +10,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import prism
-from prism.engine import fused, memory_
-from prism.engine.dispatch import choose_path, engine_of
-from prism.engine.kernels import available
-from prism.rules.parts import l2_normalize
-from tests.engine.kernels.where import CAN_START, DEVICE, needs_kernels
+from prism.engine import memory_
+from tests.engine.kernels.problems import SMALLEST, leaves, tiles, update
+from tests.engine.kernels.where import CAN_START, needs_kernels
 from tests.helpers import unwritten_memory_is_nan
 
 pytestmark = needs_kernels
 
 if CAN_START:
     from prism.engine.kernels import decode, memory, segments
-    from prism.engine.kernels.configurations import Configuration, Tiling, forced
+    from prism.engine.kernels.configurations import Tiling, forced
     from prism.engine.kernels.runtime import Compiled, compiled
-
-
-SMALLEST = 16 if DEVICE == "cpu" else 32
-"""The side of the smallest tile that was checked on this device."""
-
-
-def tiles(step: int, chunk: int, segments: int | None = None) -> Configuration:
-    small = Tiling(SMALLEST)
-    return Configuration(small, small, small, small, step=step, chunk=chunk, key_block=SMALLEST, segments=segments)
-
-
-def leaves(T: int, H: int = 2, G: int = 2, K: int = 16, V: int = 16, L: int = 2, n: int = 1, dtype=torch.float64):
-    draw = {
-        "q": l2_normalize(torch.randn(1, T, G, K)),
-        "k": l2_normalize(torch.randn(1, T * n, G, L, K)),
-        "w": torch.randn(1, T * n, H, L, V),
-        "log_decay": -0.2 * torch.rand(1, T, H),
-        "erase_strength": torch.rand(1, T * n, H),
-        "state": torch.randn(1, H, K, V),
-    }
-    return {name: x.to(dtype).requires_grad_() for name, x in draw.items()}
-
-
-def update(x: dict[str, Tensor], **more) -> prism.Update:
-    return prism.Update(**{name: z for name, z in x.items() if name != "state"}, erase_first=True, **more)
 
 
 def everything(x: dict[str, Tensor], form: str, backend: str, **more) -> list[Tensor]:
@@ -172,14 +142,6 @@ def test_forward_mode_gradients_raise_and_are_never_zero(form: str) -> None:
         torch.func.jvp(call, (x["q"],), (torch.ones_like(x["q"]),))
 
 
-def test_a_tensor_with_a_tangent_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "have_tangents", lambda x: x.dual)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for dual in (False, True):
-        x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32, dual=dual)
-        assert fused.use_kernel(x) is not dual
-
-
 def test_second_derivatives_raise_and_are_never_wrong() -> None:
     x = leaves(3, dtype=torch.float32)
     o, _ = prism.memory(update(x), x["state"], "chunkwise", "triton")
@@ -191,20 +153,6 @@ def test_results_may_be_modified_in_place() -> None:
     x = leaves(3, dtype=torch.float32)
     for result in prism.memory(update(x), x["state"], "chunkwise", "triton"):
         result.mul_(2)
-
-
-def test_gradients_of_more_writes_than_the_kernels_serve_use_torch() -> None:
-    x = leaves(1, L=5, dtype=torch.float32)
-    with pytest.raises(ValueError, match="4 writes a token where gradients are wanted, not 5"):
-        prism.memory(update(x), x["state"], "recurrent", "triton")
-    plain = update({name: z.detach() for name, z in x.items()})
-    got, wanted = (
-        torch.autograd.grad(prism.memory(plain, x["state"], "recurrent", backend)[0].sum(), x["state"])[0]
-        for backend in ("triton", "torch")
-    )
-    torch.testing.assert_close(got, wanted)
-    with torch.no_grad():
-        prism.memory(update(x), x["state"], "recurrent", "triton")
 
 
 def _other_strides(z: Tensor) -> Tensor:
@@ -307,55 +255,6 @@ def test_fake_tensors_have_the_real_shapes() -> None:
     assert [(z.shape, z.dtype) for z in fake] == [(z.shape, z.dtype) for z in real]
 
 
-def test_automatic_choice_on_a_cpu_is_torch() -> None:
-    with torch.device("cpu"):
-        u = update(leaves(4, dtype=torch.float32))
-    assert choose_path(engine_of(prism.Update), u).run.__module__ == "prism.engine.linear.chunkwise"
-
-
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ({"L": 5, "dtype": torch.float32}, "4 writes"),
-        ({"K": 257, "L": 1, "dtype": torch.float32}, "256"),
-        ({"dtype": torch.float64}, "float64"),
-        pytest.param(
-            {"dtype": torch.bfloat16}, "interpreter", marks=pytest.mark.skipif(DEVICE != "cpu", reason="on a CPU")
-        ),
-    ],
-)
-def test_sizes_beyond_the_kernels_are_refused(sizes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        prism.memory(update(leaves(2, **sizes)), form="chunkwise", backend="triton")
-
-
-def test_decay_per_channel_is_refused() -> None:
-    x = leaves(2, L=1, dtype=torch.float32)
-    x["log_decay"] = -torch.rand(1, 2, 2, 16)
-    with pytest.raises(ValueError, match="decay per key channel"):
-        prism.memory(update(x), backend="triton")
-    on_cpu = update({name: z.cpu() for name, z in x.items()})
-    with pytest.raises(ValueError, match="'fla' needs"):
-        prism.memory(on_cpu, backend="fla")
-
-
-@pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])
-def test_kernels_around_the_memory_need_the_same_gpu(
-    capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
-    assert fused.use_kernel(tensor) is served
-
-
-@pytest.mark.parametrize(("key_dim", "expected"), [(128, 8), (256, 1)])
-def test_maps_that_are_too_large_give_one_segment(key_dim: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
-    inputs = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
-    run: Any = SimpleNamespace(u=inputs, configuration=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
-    assert segments.segment_count(run) == expected
-
-
 @pytest.mark.parametrize("initial", [True, False])
 def test_other_lengths_batches_and_heads_compile_nothing(initial: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a sequence is long enough to be split into segments."""
@@ -391,35 +290,6 @@ def test_other_lengths_batches_and_heads_compile_nothing(initial: bool, monkeypa
         assert started == first and "segment_chain_kernel" in {name for name, *_ in first}
     finally:
         compiled.cache_clear()  # its entries say that everything was compiled
-
-
-def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(available, "_create_context", lambda device: None)
-
-    def on(index: int) -> Any:
-        return SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
-
-    assert isinstance(available.device_guard(torch.zeros(1, device="cpu")), nullcontext)
-    assert isinstance(available.device_guard(on(0)), nullcontext)
-    there = available.device_guard(on(1))
-    assert isinstance(there, torch.cuda.device) and there.idx == 1
-
-
-def test_every_thread_that_starts_kernels_gets_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: begun.append((threading.get_ident(), device)))
-    monkeypatch.setattr(available, "_initialised", threading.local())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    there: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
-    for _ in range(2):
-        available.device_guard(there)
-    other = threading.Thread(target=available.device_guard, args=(there,))
-    other.start()
-    other.join()
-    available.device_guard(SimpleNamespace(is_cuda=False, device=torch.device("cpu")))
-    assert [device for _, device in begun] == [there.device] * 2
-    assert begun[0][0] == threading.get_ident() != begun[1][0]
 
 
 def test_a_direct_call_equals_the_registered_operator() -> None:

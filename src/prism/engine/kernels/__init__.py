@@ -20,7 +20,7 @@ DeltaNet.
     backward    a scan that carries the state's gradient back, then queries, writes and decays of all chunks in parallel
 
 A long sequence with few heads is cut into segments that run in parallel. Tile sizes come from a table of measured
-configurations; nothing is tuned at run time. The first call of a kind compiles all its kernels at once.
+configurations; nothing is tuned at run time. The first call of a kind compiles all its kernels in parallel.
 
 | file | what it holds |
 |---|---|

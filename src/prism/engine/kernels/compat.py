@@ -31,7 +31,7 @@ def compiles_ahead() -> bool:
 
 
 def asynchronous(threads: Executor) -> AbstractContextManager[Any]:
-    """A context in which `compile_ahead` returns at once and compiles on `threads`."""
+    """A context in which `compile_ahead` returns immediately and compiles on `threads`."""
     return triton.AsyncCompileMode(threads)
 
 

@@ -6,8 +6,8 @@ recompute than to send through memory. T⁻¹ is computed by forward substitutio
 one block row after the other as matrix products. (An inverse by repeated squaring over the chunk is wrong by orders of
 magnitude when keys are correlated.)
 
-**Scan** (serial over chunks): the state stays in registers, and each chunk's outputs are written at once. One program runs
-one segment of one head and BV value channels. Only the outputs leave the chip and, for training, the state every SAVED
+**Scan** (serial over chunks): the state stays in registers, and each chunk writes its outputs. One program runs one
+segment of one head and BV value channels. Only the outputs leave the chip and, for training, the state every SAVED
 chunks and Y_0. With `MAP` the same code carries the columns of the identity instead of a state and writes nothing: at the
 end of a segment it holds the matrix by which the segment multiplies its incoming state, so that segments can run in parallel.
 
