@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from prism.reports.plots import pyplot
+from prism.reports.plots import pyplot, save
 
 HERE = Path(__file__).parent
 
@@ -93,6 +93,7 @@ def networks(results: dict[str, Any], pictures: Path) -> None:
     axes.set(xlabel="thousand tokens a second in training", xlim=(0, 1.15 * max(speeds)))
     axes.invert_yaxis()
     save(figure, pictures / "networks.png")
+    plt.close(figure)
 
 
 def picture(rows: list[dict[str, Any]], what: str, label: str, path: Path) -> None:
@@ -109,12 +110,7 @@ def picture(rows: list[dict[str, Any]], what: str, label: str, path: Path) -> No
     axes.minorticks_off()
     axes.legend(fontsize=7)
     save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot().close(figure)
+    plt.close(figure)
 
 
 def main() -> None:
