@@ -1,4 +1,4 @@
-# Everything a user or CI runs. `make demo` and `make test` set up what they need from a bare clone.
+# Every command that users and CI run. `make demo` and `make test` set up what they need from a bare clone.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,16 +38,16 @@ unit: $(VENV)/ready
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
 
-# The kernels and what replays them, on the GPU at hand; `make test` is the same with and without one. Takes minutes, most of
-# them flash-linear-attention's, which tunes its kernels first.
+# The tests that need a GPU: kernels, CUDA graphs and synchronisation; `make test` never uses one. Takes minutes, most of them
+# for flash-linear-attention, which autotunes its kernels first.
 test-gpu: $(VENV)/ready
 	PRISM_TEST_GPU=1 $(BIN)/python -m pytest -m "not slow" tests/engine/kernels tests/models/test_replay.py \
 		tests/train/test_synchronisation.py
 
 bench: $(VENV)/ready
-	cd benchmarks && ../$(BIN)/python cpu.py
+	$(BIN)/python benchmarks/cpu.py
 
-# Half an hour on an H200; the peers need `pip install flash-linear-attention`.
+# Half an hour on an H200. The comparison needs `pip install flash-linear-attention`.
 NETWORKS := prism-2 ttt_mlp-serial ttt_linear ttt_mlp titans
 bench-gpu: $(VENV)/ready
 	$(BIN)/python benchmarks/gpu.py --peers
@@ -56,7 +56,7 @@ bench-gpu: $(VENV)/ready
 		--output benchmarks/results/throughput-networks.json
 	$(BIN)/python benchmarks/tables.py
 
-# The documentation site, in build/site. Only the set-up needs a network: the build loads nothing, and so do the pages.
+# The documentation site, in build/site. Only the set-up needs a network: neither the build nor the pages load anything.
 docs: $(VENV)/base
 	$(PIP) --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean

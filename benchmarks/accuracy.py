@@ -1,8 +1,8 @@
-"""Are the kernels right? Every output and gradient against float64, beside the same computation in torch.
+"""Check the kernels' accuracy: every output and gradient against float64, compared with the same computation in torch.
 
-The yardstick is what torch itself loses with the same input dtype: the chunk form with every matrix product taken in that
-dtype (float32 sums inside a product, a float32 state between chunks), differentiated by autograd. A kernel may err twice as
-much, norm for norm, and no more. Every case has inputs of its own and unwritten memory is NaN.
+The reference is the error of torch with the same input dtype: the chunk form with every matrix product in that dtype (float32
+sums inside a product, a float32 state between chunks), differentiated by autograd. A kernel may err at most twice as much, in
+the norm. Every case draws its own inputs, and unwritten memory is NaN.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ from prism.engine.kernels.configurations import Configuration, forced
 Tensors = dict[str, Tensor]
 
 FLOOR = 2e-6
-"""Below this relative error nobody is wrong: float32 in another order."""
+"""Relative errors below this are allowed in any case: float32 sums in another order."""
 RECURRENT_UP_TO = 2048
 """Longer sequences are compared with the float64 chunk form, which `reference` compares with the recurrence."""
 EXACT = 1e-10
+"""The largest relative error of that form."""
 
 
 @dataclass(frozen=True)
 class Case:
+    """Sizes and kind of one memory. Inputs are drawn from a hash of its fields: a renamed field draws other numbers."""
+
     tokens: int
     writes: int = 2
     key_dim: int = 128
     value_dim: int = 128
     dtype: str = "bfloat16"
     decay: str = "weak"  # "none", "weak", "strong", or "shut": weak, and now and then a gate of -10⁶
-    erase: str = "first"  # along the first key, along its "own", or "none"
-    alike: bool = False  # keys at a cosine of about .999
+    erase: str = "first"  # along the first key, along a key of its "own", or "none"
+    alike: bool = False  # correlated keys, at a cosine of about .999
     packed: bool = False  # several documents and padding
     segments: int | None = None
     batch: int = 1
@@ -48,7 +51,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """What the bars ask for, ordered so that neighbours share compiled kernels."""
+    """All cases, ordered so that neighbours share compiled kernels."""
     for tokens in (1, 63, 64, 65, 1000, 65536):
         yield Case(tokens)
     for variation in ({"alike": True}, {"decay": "strong"}, {"decay": "shut"}, {"segments": 3}):
@@ -56,7 +59,7 @@ def cases() -> Iterator[Case]:
     for writes in (1, 3, 4):
         yield Case(333, writes)
         yield Case(333, writes, alike=True)
-    # Under a strong decay few tokens say all about a gate: many short sequences, whose errors are one norm.
+    # Under a strong decay few tokens determine a gate's gradient: many short sequences, whose errors share one norm.
     for tokens, batch in ((1, 64), (20, 16), (130, 8)):
         for dtype in ("bfloat16", "float16"):
             yield Case(tokens, dtype=dtype, decay="strong", batch=batch)
@@ -97,7 +100,7 @@ def check(case: Case, device: str, configuration: Configuration | None = None, s
 
 
 def reference(device: str) -> dict[str, Any]:
-    """The chunk form in float64, by which long sequences are judged, against the recurrence."""
+    """The chunk form in float64, the reference of long sequences, against the recurrence."""
     case = Case(RECURRENT_UP_TO, 2, 64, 64, "float64", packed=True)
     tensors, flags = draw(case, device, 0)
     exact, chunks = (
@@ -122,7 +125,7 @@ def _error(got: Tensor, exact: Tensor) -> float:
 
 
 def draw(case: Case, device: str, seed: int) -> tuple[Tensors, Tensors]:
-    """Leaves, already rounded to the case's dtype, and the masks. Another case has other numbers."""
+    """Leaves, already rounded to the case's dtype, and the masks. Each case has different numbers."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(repr((seed, case)).encode()))
     B, T, H, L, K, V = case.batch, case.tokens, case.heads, case.writes, case.key_dim, case.value_dim
 
@@ -158,7 +161,7 @@ def draw(case: Case, device: str, seed: int) -> tuple[Tensors, Tensors]:
 def differentiate(
     case: Case, compute: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors, flags: Tensors, dtype: torch.dtype
 ) -> Tensors:
-    """Outputs, final state and every gradient. Gates and states are float32 beside half-precision tensors."""
+    """Outputs, final state and every gradient. Gates and states are float32 even with half-precision tensors."""
     kept = torch.float64 if dtype == torch.float64 else torch.float32
 
     def cast(name: str, x: Tensor) -> Tensor:
@@ -189,7 +192,7 @@ def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
 
 
 def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """The kernels around the memory (PRISM's solver, a memory's columns, the short convolution), judged in the same way."""
+    """The kernels around the memory (PRISM's solver, a memory's columns, the short convolution), checked in the same way."""
     from prism.engine.fused import UNIT_EPS, Corrections, delta_columns, solve
     from prism.engine.kernels import columns, short_conv, solver
 
@@ -208,9 +211,9 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         def kernel(*tensors: Tensor, name: str = name) -> Tensor:
             return solver.solve(*tensors, name == "gelu", True)
 
-        yield _judge(f"solver {name}", kernel, plain, [normal(B, T, H, V), *anchored])
+        yield _compare(f"solver {name}", kernel, plain, [normal(B, T, H, V), *anchored])
 
-    yield _judge(
+    yield _compare(
         "solver gelu, no gains",
         lambda v, u, beta, scale: solver.solve(v, u, None, beta, scale, True, True),
         lambda v, u, beta, scale: scale.movedim(0, 1) * (beta.unsqueeze(-1) * solve(v - u, None, L, "gelu")),
@@ -228,7 +231,7 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         return flat(*columns.columns(*tensors, K, K**-0.5, UNIT_EPS, False, True))
 
     rows = [normal(B, T, H * (2 * K + V)), normal(B, T, H).sigmoid(), normal(B, T, H, L, K)]
-    yield _judge("columns", fused, in_torch, [*rows, *anchored])
+    yield _compare("columns", fused, in_torch, [*rows, *anchored])
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         y = torch.zeros_like(x) + bias
@@ -236,7 +239,7 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
             y = y + F.pad(x, (0, 0, back, 0))[:, : x.shape[1]] * weight[-1 - back]
         return F.silu(y)
 
-    yield _judge(
+    yield _compare(
         "short convolution",
         lambda x, weight, bias: short_conv.short_conv(x, weight, bias, None, None, True),
         convolve,
@@ -246,7 +249,7 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _no_kernels() -> Iterator[None]:
-    """Definitions stay in torch."""
+    """Compute the operations of `prism.engine.fused` in torch."""
     chosen, operations.use_kernel = operations.use_kernel, lambda x: False
     try:
         yield
@@ -254,9 +257,10 @@ def _no_kernels() -> Iterator[None]:
         operations.use_kernel = chosen
 
 
-def _judge(
+def _compare(
     name: str, kernel: Callable[..., Tensor], plain: Callable[..., Tensor], leaves: list[Tensor]
 ) -> dict[str, Any]:
+    """Errors of a kernel and of its torch definition, output and gradients, both against float64."""
     d_y = torch.randn_like(plain(*leaves))
 
     def everything(compute: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:

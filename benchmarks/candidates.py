@@ -1,7 +1,8 @@
-"""Shorter waits for kernels that are tuned at run time: all candidates of a kernel are compiled at once, then timed as ever.
+"""Speed up Triton's autotuner: compile all candidates of a kernel in parallel before it times them.
 
-Triton's tuner compiles a candidate, times it, and goes on to the next; flash-linear-attention's operators take minutes that
-way. Nothing but the wait changes: the tuner finds its candidates compiled.
+Triton's autotuner compiles a candidate, times it, and continues with the next; flash-linear-attention's operators take
+minutes that way. Only the waiting time changes: the autotuner finds its candidates compiled. Uses private functions of
+Triton, which a benchmark may do; the library itself does so in `prism/engine/kernels/compat.py` only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 
 def compile_candidates_together() -> None:
-    """From here on, in this process."""
+    """Patch the autotuner of this process."""
     import triton
     from triton.runtime.autotuner import Autotuner
 
@@ -40,5 +41,5 @@ def _build_launcher(waiting: Any) -> None:
     kernel = waiting.result(ignore_errors=True) if hasattr(waiting, "result") else waiting
     try:
         _ = kernel.run
-    except Exception:  # too much shared memory, say: the tuner's to find out
+    except Exception:  # too much shared memory, for example: the autotuner will find out
         return

@@ -1,4 +1,4 @@
-"""Timing for benchmarks: candidates take turns, so that a busy moment hits them alike."""
+"""Time candidates in turns, so that a disturbance of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def fastest(candidates: dict[str, Callable[[], Any]], repeats: int = 7) -> dict[str, float]:
-    """Seconds, the minimum of `repeats` for each."""
+    """Seconds of each candidate: the minimum of `repeats`."""
     return {name: min(seconds) for name, seconds in _in_turns(candidates, repeats).items()}
 
 
 def typical(candidates: dict[str, Callable[[], Any]], repeats: int = 7) -> dict[str, float]:
-    """Seconds, the median of `repeats` for each: where a disturbance belongs to the question."""
+    """Seconds of each candidate: the median of `repeats`, for measurements under a disturbance."""
     return {name: median(seconds) for name, seconds in _in_turns(candidates, repeats).items()}
 
 

@@ -1,11 +1,10 @@
-"""PRISM (rank 2) beside transformers' pure-torch Gated DeltaNet (rank 1) on the CPU, forward and backward.
+"""Time PRISM (rank 2) and transformers' pure-torch Gated DeltaNet (rank 1) on the CPU, forward and backward.
 
     python benchmarks/cpu.py                # T = 2048, 8192, 32768; weak and strong decay; writes benchmarks/results/cpu.json
 
-Batch 1, 8 heads of 64 × 64, float32. Both run in one process, taking turns; figures are the minimum of 7. Peak memory is
-what a call adds to what was resident before it, measured in a process of its own. The rows "one core busy" run two threads
-on two cores, one of which another process keeps busy all the time; their figures are the median of 15. Run it on an idle
-machine.
+Batch 1, 8 heads of 64 × 64, float32. Both run in one process, in turns; figures are the minimum of 7. Peak memory is the
+memory that a call adds to the resident set, measured in a separate process. The rows "one core busy" run two threads on two
+cores, one of which another process keeps busy; their figures are the median of 15. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -78,18 +77,18 @@ def _peak(tokens: int, answer: Connection) -> None:
     run, warm_up = ours(tokens, DECAYS["weak"]), ours(64, DECAYS["weak"])
     warm_up()
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak that imports left behind
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which imports have raised
     run()
     status = Path("/proc/self/status").read_text().splitlines()
     answer.send(int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024 - before)
 
 
 def peak_bytes(tokens: int) -> int:
-    return in_own_process(_peak, tokens)
+    return in_new_process(_peak, tokens)
 
 
-def in_own_process(target: Callable[..., None], *arguments: Any) -> Any:
-    """What `target(*arguments, answer)` sends."""
+def in_new_process(target: Callable[..., None], *arguments: Any) -> Any:
+    """Run `target(*arguments, answer)` in a new process, and return what it sends to `answer`."""
     context = multiprocessing.get_context("spawn")
     answer, send = context.Pipe(duplex=False)
     process = context.Process(target=target, args=(*arguments, send))
@@ -105,13 +104,13 @@ def _spin(core: int, started: Event) -> None:
     parent = os.getppid()
     os.sched_setaffinity(0, {core})
     started.set()
-    while os.getppid() == parent:  # ends with the benchmark, however that ends
+    while os.getppid() == parent:  # ends with the benchmark, even if that is killed
         pass
 
 
 @contextmanager
 def kept_busy(core: int) -> Iterator[None]:
-    """Another process computes on this core all the time."""
+    """Keep a core busy with another process."""
     context = multiprocessing.get_context("spawn")
     started = context.Event()
     process = context.Process(target=_spin, args=(core, started), daemon=True)
@@ -125,7 +124,7 @@ def kept_busy(core: int) -> Iterator[None]:
         process.join()
 
 
-def _beside_busy_core(tokens: int, decay: float, repeats: int, answer: Connection) -> None:
+def _with_busy_core(tokens: int, decay: float, repeats: int, answer: Connection) -> None:
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, set(cores))  # before torch's first parallel region: its threads inherit it
     torch.set_num_threads(2)
@@ -140,11 +139,11 @@ def _beside_busy_core(tokens: int, decay: float, repeats: int, answer: Connectio
 
 def busy_rows(labels: list[str], repeats: int) -> list[dict[str, Any]]:
     if len(os.sched_getaffinity(0)) < 2:
-        print("one core busy: left out, this process may use one core only")
+        print("one core busy: skipped, because this process may use one core only")
         return []
     rows = []
     for label in labels:
-        seconds = in_own_process(_beside_busy_core, BUSY_TOKENS, DECAYS[label], repeats)
+        seconds = in_new_process(_with_busy_core, BUSY_TOKENS, DECAYS[label], repeats)
         rows.append(row(label, BUSY_TOKENS, seconds, "one core busy"))
     return rows
 

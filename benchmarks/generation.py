@@ -1,9 +1,9 @@
-"""What one more token costs, after 100 tokens and after 10,000: bytes of state and seconds a step, for stacks of every rule.
+"""Measure one more token after 100 and after 10,000 tokens: bytes of state and seconds per step, for stacks of every rule.
 
     python benchmarks/generation.py         # four layers each; writes benchmarks/results/generation.json
 
 Width 256, 4 heads, batch 1, float32. The two contexts take turns; figures are the median of many steps. Stacks whose state
-has a constant size must show the same bytes and the same time twice; softmax attention is there to show what growing means.
+has a constant size must show the same bytes and the same time for both; softmax attention shows what growth looks like.
 Run it on an idle machine.
 """
 
@@ -24,12 +24,12 @@ CONTEXTS = (100, 10_000)
 
 
 @torch.inference_mode()
-def contexts(model: PrismForCausalLM, piece: int = 2_000) -> dict[int, PrismCache]:
-    """Caches that have read so many tokens, in pieces so that no score matrix has to hold them all."""
+def contexts(model: PrismForCausalLM, size: int = 2_000) -> dict[int, PrismCache]:
+    """Caches that have read so many tokens, `size` at a time to keep attention's score matrices small."""
     caches = {}
     for tokens in CONTEXTS:
         cache = PrismCache()
-        for part in torch.randint(0, model.config.vocab_size, (1, tokens)).split(piece, 1):
+        for part in torch.randint(0, model.config.vocab_size, (1, tokens)).split(size, 1):
             model(part, past_key_values=cache, logits_to_keep=1)
         caches[tokens] = cache
     return caches
@@ -40,9 +40,9 @@ def step_seconds(model: PrismForCausalLM, caches: dict[int, PrismCache], steps: 
     token, seconds = torch.zeros(1, 1, dtype=torch.long), {tokens: [] for tokens in caches}
     for _ in range(steps):
         for tokens, cache in caches.items():
-            twin = cache.copy()  # every step is timed from the same context
+            copied = cache.copy()  # every step is timed from the same context
             start = time.perf_counter()
-            model(token, past_key_values=twin)
+            model(token, past_key_values=copied)
             seconds[tokens].append(time.perf_counter() - start)
     return {tokens: statistics.median(values) for tokens, values in seconds.items()}
 

@@ -1,11 +1,11 @@
-"""The kernels on the GPU at hand: right first, then fast.
+"""Measure the kernels on this machine's GPU: accuracy, speed, decoding and the first call.
 
     python benchmarks/gpu.py                          # accuracy, speed, decoding, first call
     python benchmarks/gpu.py --only accuracy
     python benchmarks/gpu.py --peers                  # also flash-linear-attention; its autotuning takes minutes
     TRITON_INTERPRET=1 python benchmarks/gpu.py --tiny    # a smoke test of the accuracy part on a CPU
 
-Prints one table a part and writes JSON. Exits with 1 if any result errs more than twice what torch does (accuracy.py).
+Prints one table per part and writes JSON. Exits with 1 if any error is more than twice that of torch (accuracy.py).
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from prism.reports.results import write_results
 
 PARTS = ("accuracy", "decode", "first-call", "speed")
 Keep = Callable[[list[dict[str, Any]]], None]
-"""Gets all rows after each one: a run that is cut short leaves what it has."""
+"""Called with all rows so far after each row, so that an interrupted run leaves results."""
 
 
 def check_all(device: str, tiny: bool, keep: Keep, part: int, parts: int) -> None:
-    """Every case with the configuration it gets by itself, then every measured configuration by name; or one part of them,
-    in which those that share kernels stay together."""
+    """Check every case with its default configuration, then every measured configuration explicitly; or one part of them.
+
+    Cases that share kernels are in the same part.
+    """
     kinds: dict[tuple[Any, ...], int] = {}
 
     def mine(*kind: Any) -> bool:
@@ -102,7 +104,7 @@ def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
             floors = (speed.floor(shape, writes, have, False), speed.floor(shape, writes, have, True))
             one(shape, f"PRISM L={writes}", speed.ours(shape, writes), floors)
         one(shape, "softmax attention (SDPA)", speed.attention(shape), None)
-    if peers:  # widths that differ are tuned anew, for minutes
+    if peers:  # every new width is autotuned, for minutes
         for shape in speed.SHAPES:
             one(shape, "fla Gated DeltaNet", speed.flash_linear_attention(shape, "gated_delta", 1), None)
         wide = [shape for shape in speed.SHAPES if shape.width == 128]
@@ -129,25 +131,25 @@ def decode_all(have: speed.Ceilings) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="all, if left out")
-    parser.add_argument("--peers", action="store_true", help="time flash-linear-attention too")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run (default: all)")
+    parser.add_argument("--peers", action="store_true", help="also time flash-linear-attention")
     parser.add_argument(
         "--part", nargs=2, type=int, default=(0, 1), metavar=("I", "N"),
-        help="of the accuracy cases only part I of N, from 0: parts can run side by side",
+        help="run only part I of N of the accuracy cases, counted from 0: parts can run in parallel",
     )  # fmt: skip
-    parser.add_argument("--tiny", action="store_true", help="a few small cases, for Triton's interpreter")
-    parser.add_argument("--output", type=Path, help="results/gpu.json, or results/gpu-I.json of a part")
+    parser.add_argument("--tiny", action="store_true", help="run a few small cases in Triton's interpreter")
+    parser.add_argument("--output", type=Path, help="default: results/gpu.json, or results/gpu-I.json with --part I N")
     arguments = parser.parse_args()
     part, of = arguments.part
     if not 0 <= part < of:
-        parser.error(f"--part {part} {of}: parts of {of} are 0 to {of - 1}" if of > 0 else f"--part of {of} parts")
+        parser.error(f"--part {part} {of}: I must be 0 to N - 1, and N at least 1")
     if arguments.tiny and not INTERPRETED:
         parser.error("--tiny runs in Triton's interpreter: set TRITON_INTERPRET=1")
     if not arguments.tiny and not torch.cuda.is_available():
         parser.error("needs a CUDA device (or --tiny with TRITON_INTERPRET=1)")
     parts = arguments.only or (["accuracy"] if arguments.tiny or of > 1 else list(PARTS))
     if parts != ["accuracy"] and (arguments.tiny or of > 1):
-        parser.error(f"--{'tiny' if arguments.tiny else 'part'} is about the accuracy part alone")
+        parser.error(f"--{'tiny' if arguments.tiny else 'part'} applies to the accuracy part only: use --only accuracy")
     name = "gpu.json" if of == 1 else f"gpu-{part}.json"
     output = arguments.output or Path(__file__).parent / "results" / name
     results: dict[str, Any] = {}

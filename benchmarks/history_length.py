@@ -1,7 +1,7 @@
-"""What a longer history costs a recommender: to train on, to read again, and to add one event to.
+"""Measure what a longer history costs a recommender: to train on, to read again, and to add one event to.
 
-    python benchmarks/history_length.py                       # the plot of docs/recommendation.md; a GPU, or be patient
-    python benchmarks/history_length.py --lengths 64 256      # what a laptop does in a minute
+    python benchmarks/history_length.py                       # the plot of docs/recommendation-results.md; slow without a GPU
+    python benchmarks/history_length.py --lengths 64 256      # a minute on a laptop
 
 Every training batch has the same number of events, however long the histories are. "Read again" encodes the whole history of
 a batch of users; "one event" takes the state after it and adds a single event of every user, which is what a service does.
@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[..., PrismRecConfig]] = {
 
 
 def milliseconds(work: Callable[[], Any], device: str, repeats: int) -> float:
-    """The median, after one call that compiles and warms up."""
+    """The median time of `work`, after one call that compiles and warms up."""
     taken = []
     for i in range(repeats + 1):
         started = time.perf_counter()
@@ -48,6 +48,7 @@ def milliseconds(work: Callable[[], Any], device: str, repeats: int) -> float:
 
 
 def measure(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row per length."""
     torch.manual_seed(0)
     device = arguments.device
     config = MODELS[name](ITEMS, hidden_size=WIDTH, num_heads=HEADS, num_hidden_layers=LAYERS, dropout=0.0)
@@ -92,7 +93,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[64, 256, 1024, 4096, 16384])
     parser.add_argument("--events", type=int, default=65536, help="events in a training batch")
-    parser.add_argument("--users", type=int, default=16, help="users read, and given one event, at once")
+    parser.add_argument(
+        "--users", type=int, default=16, help="users whose histories are read, or get one event, in one batch"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "history_length.json")

@@ -1,4 +1,4 @@
-"""What the kernels are measured against: the chunk form in torch, with every matrix product in half precision."""
+"""The chunk form in torch with every matrix product in half precision, the reference of the kernels' accuracy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import prism
 
 
 def low_precision(u: prism.Update, S: Tensor, size: int = 64) -> tuple[Tensor, Tensor]:
-    """The chunk form as one would write it in torch for half precision: products in w's dtype, the rest in float32."""
+    """The chunk form for half precision: matrix products in w's dtype, the rest in float32.
+
+    Returns the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`.
+    """
     dtype, T = u.w.dtype, u.tokens
     reset = torch.zeros(u.batch, T, dtype=torch.bool, device=S.device) if u.reset is None else u.reset
     mask = torch.ones_like(reset) if u.mask is None else u.mask

@@ -1,4 +1,4 @@
-"""The Gated DeltaNet model on flash-linear-attention's kernels."""
+"""Run our Gated DeltaNet model on flash-linear-attention's kernels, for comparison."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from prism.rules import delta
 
 @contextmanager
 def fla_kernels(active: bool) -> Iterator[None]:
-    """Gated DeltaNet goes to flash-linear-attention's chunk kernel while this holds, which also has its own way to normalise
-    queries and keys and to scale values."""
+    """Run Gated DeltaNet in flash-linear-attention's chunk kernel inside the block.
+
+    Their kernel also normalises queries and keys and scales values, so ours is left out.
+    """
     if not active:
         yield
         return
     from fla.ops.common import chunk_o
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    chunk_o.TRITON_ABOVE_3_7_1 = True  # for timing only: this compiler makes its backward refuse on Hopper
+    chunk_o.TRITON_ABOVE_3_7_1 = True  # for timing only: with this compiler their backward refuses to run on Hopper
     compile_candidates_together()
 
     def unscaled(mixed: Tensor, beta: Tensor, key_dim: int, *_: Any) -> Columns:

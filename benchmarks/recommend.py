@@ -1,13 +1,13 @@
-"""Training and evaluating a recommender on this machine's CPU, beside RecTools' SASRec at equal settings.
+"""Time training and evaluation of recommenders on this machine's CPU, and of RecTools' SASRec with equal settings.
 
     python -m venv rectools && rectools/bin/pip install "rectools[torch]" "numpy<2"
     python benchmarks/recommend.py ml-100k.inter --peer rectools/bin/python
     python benchmarks/recommend.py ml-100k.inter                                # ours alone
 
-Everything counts: reading the events, 20 epochs, ranking all items for every user's last event. Each run is a process of its
-own, whose imports are not timed, and they take turns, so that a busy moment hits them alike. Of the repeats the fastest
-stands for what the machine can do; all are in the file. Seen items are left out of the ranking, at most `--length` events of
-a history are read. Neither validates while training.
+The time covers everything: reading the events, 20 epochs, ranking all items for every user's last event. Each run is a
+separate process, whose imports are not timed. Models take turns, so that a disturbance of the machine affects all of them. The
+fastest repeat is reported; all are in the file. Seen items are left out of the ranking, and at most `--length` events of a
+history are read. No model validates while training.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MODELS = ("sasrec", "prism", "gated_delta")
 
 
 def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """One of our models, end to end."""
-    import polars  # noqa: F401  (reading the events would import it on the clock)
+    """Train and evaluate one of our models, end to end."""
+    import polars  # noqa: F401  (otherwise the import would be timed with reading the events)
     import torch
 
     from prism.models import PrismForRecommendation
@@ -98,7 +98,7 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(command: list[str]) -> dict[str, Any]:
-    """Run a process that ends with a line of JSON."""
+    """Run a process and parse the JSON in its last line."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command[:3])} … failed: {done.stderr.strip().splitlines()[-1]}")

@@ -1,7 +1,7 @@
-"""Tables and pictures of docs/recommendation.md, from the JSON files that the benchmarks wrote.
+"""Make the tables and pictures of docs/recommendation-results.md from the JSON files of the benchmarks.
 
-python benchmarks/recommendation_page.py ml-1m results/recommenders.json         # a table, and its picture
-python benchmarks/recommendation_page.py lengths results/history_length.json
+python benchmarks/recommendation_page.py ml-1m benchmarks/results/recommenders.json         # a table and a picture
+python benchmarks/recommendation_page.py lengths benchmarks/results/history_length.json
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = {
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean, and its standard error over seeds where there are several."""
+    """The mean, and its standard error over seeds if there are several."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return statistics.mean(values), error
 
@@ -40,7 +40,7 @@ def shown(values: Sequence[float]) -> str:
 
 
 def results_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Validation and test of every model, and its difference to the two it is measured against, seed by seed."""
+    """Validation and test scores of every model, and its differences from the two references, paired by seed."""
     lines = [
         "| model | parameters | validation NDCG@10 | test HR@10 | test NDCG@10 | − SASRec | − Gated DeltaNet |",
         "|---|---|---|---|---|---|---|",
@@ -66,7 +66,7 @@ def by_seed(rows: Sequence[dict[str, Any]], model: str) -> dict[int, dict[str, A
 
 
 def draw_results(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """A dot a seed, a bar for the mean; and how validation went."""
+    """Draw test scores (a dot per seed, a bar for the mean) and validation curves."""
     plt = pyplot()
     figure, (figures, curves) = plt.subplots(1, 2, figsize=(11.0, 4.2), width_ratios=(1, 1.1))
     models = [name for name in NAMES if any(row["model"] == name for row in rows)]
@@ -131,7 +131,7 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", help="lengths, or the name of a data set")
+    parser.add_argument("what", help="`lengths`, or the name of a data set")
     parser.add_argument("results", type=Path)
     arguments = parser.parse_args()
     written = json.loads(arguments.results.read_text())

@@ -1,12 +1,12 @@
-"""Recommenders side by side on one data set: leave-one-out, full ranking, several seeds, a budget that is the same for all.
+"""Compare recommenders on one data set: leave-one-out, full ranking, several seeds, the same budget for all.
 
     python benchmarks/recommenders.py ml-1m.txt --models sasrec hstu gated_delta prism-2 --seeds 0 1 2 --jobs 8
     python benchmarks/recommenders.py ml-1m.txt --models prism-2 prism-2@model.dropout=0.4 --validation-only
 
-A model is a name of `MODELS`, any rule, or either with settings after an @, comma by comma; `--set` changes settings of all.
-Variants are compared with --validation-only, which never looks at a test event. Without it every run ends with one ranking
-of the test events by the weights that were best in validation. Runs share the device, `--jobs` at a time; rows are written
-as they come, so that a stopped benchmark loses nothing but what was under way.
+A model is a name in `MODELS`, any rule, or either with settings after an @, separated by commas; `--set` changes settings of
+all. Compare variants with --validation-only, which never looks at a test event. Without it every run ends with one ranking of
+the test events, by the weights that were best in validation. Runs share the device, `--jobs` at a time. Rows are written as
+runs finish, so that an interrupted benchmark loses only unfinished runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FIGURES = ("HR@10", "NDCG@10")
 
 
 def settings_of(source: str, model: str, seed: int, common: Sequence[str], out: Path) -> Any:
-    """From `name@setting=value,…` to a run's settings."""
+    """The settings of a run, from `name@setting=value,…`."""
     from prism.overrides import override, read_toml_value
     from prism.recommend.settings import preset
 
@@ -62,7 +62,7 @@ def settings_of(source: str, model: str, seed: int, common: Sequence[str], out: 
 
 
 def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]:
-    """One model, one seed: train, and unless only validation is asked for, rank the test events once."""
+    """Train one model with one seed and, unless `validation_only`, rank the test events once."""
     source, model, seed, common, validation_only, threads = job
     import torch
 
@@ -136,12 +136,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("events", help="events in any format `prism train rec` reads, or a folder prepared from one")
+    parser.add_argument(
+        "events", help="events in any format that `prism train rec` reads, or a folder prepared from them"
+    )
     parser.add_argument(
         "--models", nargs="+", default=["sasrec", "hstu", "linear", "mamba2", "gated_delta", *list(MODELS)[2:5]]
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--set", nargs="*", default=[], help="settings of every run, as in data.length=200")
+    parser.add_argument("--set", nargs="*", default=[], help="settings of every run, such as data.length=200")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--validation-only", action="store_true", help="do not look at the test events")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "recommenders.json")
@@ -149,7 +151,7 @@ def main() -> None:
 
     from prism.recommend.events import EventRecipe, prepare_dataset
 
-    dataset = prepare_dataset(EventRecipe(source=arguments.events))  # once, before everyone asks for it
+    dataset = prepare_dataset(EventRecipe(source=arguments.events))  # once, before the runs need it
     assert dataset.folder is not None
     threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
     jobs = [
@@ -168,7 +170,7 @@ def main() -> None:
                 rows.append(future.result())
                 shown = json.dumps({part: rows[-1].get(part, {}).get("NDCG@10") for part in ("validation", "test")})
                 print(f"{model} seed {seed}: {shown}, {rows[-1]['train_seconds']:.0f} s", flush=True)
-            except Exception as error:  # one run's failure must not cost the others
+            except Exception as error:  # one failed run must not stop the others
                 failed.append({"model": model, "seed": seed, "error": f"{type(error).__name__}: {error}"})
                 print(f"{model} seed {seed} failed: {failed[-1]['error']}", flush=True)
             write_results(arguments.output, {"rows": rows, "failed": failed}, command=command, data=dataset.digest)

@@ -1,9 +1,9 @@
-"""RecTools' SASRec, end to end, for recommend.py: run by an interpreter that has rectools[torch] (which needs numpy < 2).
+"""Train and evaluate RecTools' SASRec, for recommend.py: needs an interpreter with rectools[torch] (and numpy < 2).
 
     python benchmarks/rectools_sasrec.py ml-100k.inter '{"epochs": 20, …}'
 
-The protocol is recommend.py's: each user's last event tests, the one before it is for validation and not learned from, items
-a user has had are left out of the ranking, all others are ranked. Prints one line of JSON.
+The protocol is that of recommend.py: each user's last event is the test event, the one before it is for validation and not
+trained on, items that a user has seen are left out of the ranking, and all others are ranked. Prints one line of JSON.
 """
 
 from __future__ import annotations

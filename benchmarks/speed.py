@@ -1,7 +1,7 @@
-"""How fast are the kernels? Beside their own floors, and beside what others have for the same shapes.
+"""Time the kernels, and compare them with their lower bounds and with other libraries at the same shapes.
 
-A floor is what no version can beat: bytes that must move (each input read once, each output written once) over what a copy
-reaches here, or operations over what a large bfloat16 product reaches here, whichever takes longer.
+A floor is a lower bound for any implementation: the bytes that must move (each input read once, each output written once) at
+the bandwidth of a copy on this GPU, or the operations at the rate of a large bfloat16 product, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ SHAPES = (Shape(8, 4096, 16, 128), Shape(16, 2048, 12, 64), Shape(1, 32768, 16, 
 
 
 class Ceilings(NamedTuple):
-    bytes: float  # a second
+    """Rates that this GPU reaches, per second."""
+
+    bytes: float
     operations: float
 
 
 def milliseconds(run: Callable[[], Any]) -> float:
-    """The median, by device events."""
+    """The median time of `run`, by device events."""
     from triton.testing import do_bench
 
     return do_bench(run, warmup=25, rep=100, return_mode="median")
@@ -58,12 +60,12 @@ def ceilings() -> Ceilings:
 
 
 def floor(shape: Shape, writes: int, have: Ceilings, backward: bool) -> float:
-    """Milliseconds of PRISM with L writes in bfloat16, from counts a token and head (D = K = V, C = 64).
+    """Lower bound in milliseconds of PRISM with L writes in bfloat16, from counts per token and head (D = K = V, C = 64).
 
-    Bytes: q, L keys, L values in, one output out, gates aside; with the backward dO in as well, all of these once more, and
-    their gradients out. Operations of the chunk form: the grams of the query and of the erase with L keys (4LCD; the
-    triangle's own half is not spared by matrix units), both looking up S (4D²), the grams applied (4LCD), T⁻¹ (2CD) and L
-    outer products (2LD²); a backward has two products for each.
+    Bytes: q, L keys and L values are read, one output is written, gates are ignored. The backward also reads dO and all inputs
+    once more, and writes their gradients. Operations of the chunk form: the grams of the query and of the erase with L keys
+    (4LCD; matrix units do not save half of a triangle), both looking up S (4D²), the grams applied (4LCD), T⁻¹ (2CD) and L
+    outer products (2LD²). The backward has two products for each.
     """
     L, D, C = writes, shape.width, CHUNK
     rows = shape.batch * shape.tokens * shape.heads
@@ -76,7 +78,7 @@ def floor(shape: Shape, writes: int, have: Ceilings, backward: bool) -> float:
 
 
 def inputs(shape: Shape, writes: int) -> list[Tensor]:
-    """q, k, w, log-decay, β as leaves, and dO."""
+    """q, k, w, log-decay and β as leaves, and dO."""
     B, T, H, D = shape
     draw = {"device": "cuda", "dtype": torch.bfloat16}
     q, k = (F.normalize(torch.randn(B, T, H, *n, D, **draw), dim=-1) for n in ((), (writes,)))
@@ -85,7 +87,9 @@ def inputs(shape: Shape, writes: int) -> list[Tensor]:
     return [*[x.requires_grad_() for x in (q, k, w, g, beta)], d_o]
 
 
-def both_ways(run: Callable[..., Tensor], *leaves: Tensor, d_o: Tensor) -> dict[str, float]:
+def forward_and_backward(run: Callable[..., Tensor], *leaves: Tensor, d_o: Tensor) -> dict[str, float]:
+    """Milliseconds of the forward alone, and of forward and backward."""
+
     def forward() -> None:
         with torch.no_grad():
             run(*leaves)
@@ -103,24 +107,26 @@ def ours(shape: Shape, writes: int) -> dict[str, float]:
         update = prism.Update(q, k, w, g, erase_strength=beta, erase_first=True)
         return prism.memory(update, form="chunkwise", backend="triton")[0]
 
-    return both_ways(run, *leaves, d_o=d_o)
+    return forward_and_backward(run, *leaves, d_o=d_o)
 
 
 def attention(shape: Shape) -> dict[str, float]:
     q, k, _, _, _, d_o = inputs(shape, 1)
     leaves = [x.detach().squeeze(3) if x.ndim == 5 else x.detach() for x in (q, k, d_o)]
     leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in leaves]
-    return both_ways(
+    return forward_and_backward(
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *leaves, d_o=d_o.transpose(1, 2)
     )
 
 
 def flash_linear_attention(shape: Shape, name: str, writes: int) -> dict[str, float]:
-    """`gated_delta` (rank 1), `delta_product` (n = L) or `comba`: PRISM itself on an L times longer sequence, p = 0 but
-    for the first of every L tokens."""
+    """Time flash-linear-attention: `gated_delta` (rank 1), `delta_product` (n = L), or `comba`.
+
+    `comba` is PRISM itself on a sequence L times as long, with p = 0 except for the first of every L tokens.
+    """
     from fla.ops.common import chunk_o
 
-    # Their gated backward refuses Triton 3.4 to 3.7.0 on Hopper, where one of its kernels is compiled wrongly. For timing.
+    # Their gated backward refuses Triton 3.4 to 3.7.0 on Hopper, which miscompiles one of its kernels. Allowed for timing only.
     chunk_o.TRITON_ABOVE_3_7_1 = True
     compile_candidates_together()
     q, k, w, g, beta, d_o = inputs(shape, writes)
@@ -133,15 +139,17 @@ def flash_linear_attention(shape: Shape, name: str, writes: int) -> dict[str, fl
     if name == "gated_delta":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        return both_ways(lambda *x: chunk_gated_delta_rule(*x)[0], q, k, v, g, beta, d_o=d_o)
+        return forward_and_backward(lambda *x: chunk_gated_delta_rule(*x)[0], q, k, v, g, beta, d_o=d_o)
     from fla.ops.gated_delta_product import chunk_gated_delta_product
 
-    return both_ways(lambda *x: chunk_gated_delta_product(*x, num_householder=writes)[0], q, k, v, g, beta, d_o=d_o)
+    return forward_and_backward(
+        lambda *x: chunk_gated_delta_product(*x, num_householder=writes)[0], q, k, v, g, beta, d_o=d_o
+    )
 
 
 def comba(q: Tensor, k: Tensor, w: Tensor, g: Tensor, beta: Tensor, d_o: Tensor) -> dict[str, float]:
-    """PRISM as Comba on a sequence L times as long: a token's writes one after the other, of which the first decays and
-    erases, and the last is read. Comba writes β·v and scales q. Refuses to time what is not PRISM."""
+    """Time PRISM as Comba on a sequence L times as long: the writes of a token follow one another, the first decays and
+    erases, and the last is read. Comba writes β·v and scales q. Raises an error if the result is not PRISM's."""
     from fla.ops.comba import chunk_comba
 
     tensors = as_comba(*(z.detach() for z in (q, k, w, g, beta)))
@@ -153,12 +161,14 @@ def comba(q: Tensor, k: Tensor, w: Tensor, g: Tensor, beta: Tensor, d_o: Tensor)
         got = chunk_comba(*tensors)[0][:, L - 1 :: L] / scale
     error = ((got - wanted[0]).float().norm() / wanted[0].float().norm()).item()
     if not error < 0.02:
-        raise AssertionError(f"Comba is told another memory than PRISM: it differs by {error:.1e}")
-    return both_ways(lambda *x: chunk_comba(*x)[0], *[z.requires_grad_() for z in tensors], d_o=_last(d_o, L))
+        raise AssertionError(f"Comba computes another memory than PRISM: the outputs differ by {error:.1e}")
+    return forward_and_backward(
+        lambda *x: chunk_comba(*x)[0], *[z.requires_grad_() for z in tensors], d_o=_last(d_o, L)
+    )
 
 
 def as_comba(q: Tensor, k: Tensor, w: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
-    """Comba's q, k, v, p, g and β, `[B, T · L, H, …]`."""
+    """The inputs q, k, v, p, g and β of Comba, `[B, T · L, H, …]`."""
     L = k.shape[3]
     keys, values = (z.transpose(2, 3).flatten(1, 2) for z in (k, w))
     first = (torch.arange(keys.shape[1], device=k.device) % L == 0)[None, :, None]
@@ -173,7 +183,7 @@ def _last(z: Tensor, count: int) -> Tensor:
 
 
 def decode(batch: int, have: Ceilings, heads: int = 16, width: int = 128, writes: int = 2) -> dict[str, float]:
-    """Microseconds of one step: called, and replayed from a CUDA graph of ten; the floor reads and writes the state once."""
+    """Microseconds of one step: called, and replayed from a CUDA graph of ten. The floor reads and writes the state once."""
     q, k, w, g, beta, _ = (x.detach() for x in inputs(Shape(batch, 1, heads, width), writes))
     state = torch.randn(batch, heads, width, width, device="cuda")
 
@@ -196,7 +206,7 @@ def decode(batch: int, have: Ceilings, heads: int = 16, width: int = 128, writes
 FIRST_CALL = """
 import time, torch, prism
 from prism.engine.kernels import memory
-import torch._dynamo  # what torch.library imports at the first call of any custom operator
+import torch._dynamo  # torch.library imports it at the first call of any custom operator
 torch.zeros(1, device="cuda").cpu()
 def call(B, T, H):
     q, k, w = (torch.randn(B, T, H, *n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in ((), (2,), (2,)))
@@ -211,8 +221,8 @@ print(call(2, 256, 2), call(2, 131, 2), call(3, 256, 5), call(1, 65536, 2))
 
 
 def first_call() -> dict[str, float]:
-    """Seconds of a first forward and backward with an empty compile cache, and of others after it: another length, another
-    batch and other heads, and a sequence so long that it runs as segments."""
+    """Seconds of the first forward and backward with an empty compile cache, and of later calls: another length, another batch
+    and number of heads, and a sequence long enough to run as segments."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-c", FIRST_CALL],

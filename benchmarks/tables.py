@@ -1,6 +1,6 @@
-"""What `gpu.py` and `throughput.py` wrote, as the tables and pictures of docs/performance.md.
+"""Make the tables and pictures of docs/performance.md from the results of `gpu.py` and `throughput.py`.
 
-python benchmarks/tables.py                        # Markdown to the screen, pictures to docs/images
+python benchmarks/tables.py                        # prints Markdown, writes pictures to docs/images
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from prism.reports.results import pyplot
+from prism.reports.results import pyplot, save
 
 HERE = Path(__file__).parent
 
@@ -23,7 +23,7 @@ def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def by(rows: list[dict[str, Any]], row: str, column: str, cell: Callable[[dict[str, Any]], str]) -> str:
-    """A table with one line for each value of `row` and one column for each of `column`, in the order they come."""
+    """A table with one line per value of `row` and one column per value of `column`, in order of appearance."""
     names = list(dict.fromkeys(str(r[row]) for r in rows))
     columns = list(dict.fromkeys(str(r[column]) for r in rows))
     cells = {(str(r[row]), str(r[column])): cell(r) for r in rows}
@@ -31,7 +31,7 @@ def by(rows: list[dict[str, Any]], row: str, column: str, cell: Callable[[dict[s
 
 
 def memory(row: dict[str, Any]) -> str:
-    """Nothing of a run on a CPU."""
+    """Peak memory, empty for a run on a CPU."""
     return f"{row['peak_bytes'] / 2**30:.0f} GiB" if row["peak_bytes"] else ""
 
 
@@ -76,7 +76,7 @@ def models(results: dict[str, Any], pictures: Path) -> None:
 
 
 def networks(results: dict[str, Any], pictures: Path) -> None:
-    """Models of one context side by side, and how many times as fast the first one is."""
+    """Compare models at one context: tokens per second, and how many times as fast the first one is."""
     rows = results["training"]
     speeds = [r["tokens_per_second"] / 1e3 for r in rows]
     times = [f"{speeds[0] / speed:.1f}×" for speed in speeds]
@@ -93,6 +93,7 @@ def networks(results: dict[str, Any], pictures: Path) -> None:
     axes.set(xlabel="thousand tokens a second in training", xlim=(0, 1.15 * max(speeds)))
     axes.invert_yaxis()
     save(figure, pictures / "networks.png")
+    plt.close(figure)
 
 
 def picture(rows: list[dict[str, Any]], what: str, label: str, path: Path) -> None:
@@ -109,12 +110,7 @@ def picture(rows: list[dict[str, Any]], what: str, label: str, path: Path) -> No
     axes.minorticks_off()
     axes.legend(fontsize=7)
     save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot().close(figure)
+    plt.close(figure)
 
 
 def main() -> None:
@@ -124,7 +120,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = [p for p in sorted(arguments.results.glob("*.json")) if p.stem.startswith(("gpu", "throughput"))]
     if not found:
-        parser.error(f"there are no results in {arguments.results}: run gpu.py and throughput.py first, on a GPU")
+        parser.error(f"{arguments.results} holds no results: run gpu.py and throughput.py on a GPU first")
     for path in found:
         results = json.loads(path.read_text())["results"]
         print(f"## {path.stem}\n")

@@ -1,4 +1,4 @@
-"""Whole language models of 110 to 126 M parameters on one GPU: tokens/s and peak memory, in training and in decoding.
+"""Measure language models of 110 to 126 M parameters on one GPU: tokens/s and peak memory, in training and in decoding.
 
     python benchmarks/throughput.py                                    # the table of docs/performance.md
     python benchmarks/throughput.py --models prism-2 transformer --contexts 2048 131072
@@ -6,13 +6,13 @@
         --decode --output benchmarks/results/throughput-networks.json
     python benchmarks/throughput.py --tiny                             # a smoke test that also runs on a CPU
 
-Every batch holds the same number of tokens, whatever the context, so that a column shows what context itself costs. A step is
-forward, backward and a fused AdamW step, in bfloat16 autocast; the loss is taken in slices so that the logits of a batch never
-exist at once. What all models share beside the memories, gated norms and SwiGLUs, is compiled (`--compile layers` compiles
-whole layers, which takes a minute or two for each model). Models run one after the other in one process; the contexts of one
-take turns, because a GPU that has worked for some seconds is slower by two per cent, and figures are the median over all
-turns. `gated_delta-fla` is the same model with flash-linear-attention's kernels under it. With `--graph` forward and backward
-are captured in a CUDA graph: without it, a memory that goes from mini-batch to mini-batch waits for Python.
+Every batch holds the same number of tokens for every context, so that a column shows the cost of the context itself. A step
+is forward, backward and a fused AdamW step, in bfloat16 autocast; the loss is computed in slices so that the logits of a whole
+batch are never in memory. Gated norms and SwiGLUs, which all models share, are compiled (`--compile layers` compiles whole
+layers, which takes a minute or two per model). Models run one after the other in one process. The contexts of a model take
+turns, because a GPU that has worked for some seconds is slower by two per cent; figures are the median over all turns.
+`gated_delta-fla` is the same model on flash-linear-attention's kernels. With `--graph`, forward and backward are captured in a
+CUDA graph: otherwise memories that process mini-batch after mini-batch wait for Python.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "transformer": {"layers": "softmax", "num_heads": 12},
 }
 OTHERS = ("ttt_linear", "ttt_mlp", "ttt_mlp-serial", "titans", "slstm")
-"""Rules far from the others in speed: timed only when asked for, with fewer tokens."""
+"""Much slower rules: timed only on request, with fewer tokens."""
 CONTEXTS = (2048, 8192, 16384, 32768, 131072)
 
 
@@ -56,18 +56,18 @@ def configuration(name: str, tiny: bool) -> PrismConfig:
         sizes = {"vocab_size": 256, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2}
         own = {key: value for key, value in chosen.get("rule_options", {}).get("prism", {}).items() if key == "steps"}
         chosen = {"layers": chosen["layers"], "rule_options": {"prism": own} if own else {}}
-    if name.endswith("-serial"):  # every token learns from the weights that the one before it left
+    if name.endswith("-serial"):  # every token updates the weights that the token before it left
         chosen = {**chosen, "rule_options": {chosen["layers"]: {"mini_batch": 1}}}
     return PrismConfig(**{**sizes, **chosen})
 
 
 def train(name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows; a model too large for the device's memory computes its activations again, and its rows say so."""
+    """One row per context. A model that runs out of memory recomputes activations, and its rows say so."""
     try:
         yield from _train(name, contexts, tokens, arguments, recompute=False)
         return
     except torch.OutOfMemoryError:
-        print(f"{name:16} out of memory: activations are computed again", flush=True)
+        print(f"{name:16} out of memory: activations are recomputed", flush=True)
     torch.cuda.empty_cache()  # outside the handler, which still holds the tensors
     yield from _train(name, contexts, tokens, arguments, recompute=True)
 
@@ -77,7 +77,7 @@ def _train(
 ) -> Iterator[dict[str, Any]]:
     form = "serial" if name.endswith("-serial") else None
     config = configuration(name, arguments.tiny)
-    if arguments.graph:  # a graph keeps its memory: one context after the other, a trainer for each
+    if arguments.graph:  # a graph keeps its memory: one context after the other, each with a new trainer
         for context in contexts:
             trainer = Trainer(config, arguments.device, form, arguments.compile, recompute)
             yield from _turns(name, trainer, (context,), tokens, arguments, recompute)
@@ -95,7 +95,7 @@ def _turns(
     arguments: argparse.Namespace,
     recompute: bool,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each context, after a first step of each, then `turns` times `steps` timed ones of each."""
+    """One row per context: a first step of each context, then `turns` times `steps` timed steps of each."""
     batches, first, peaks, losses = {}, {}, {}, {}
     seconds: dict[int, list[float]] = {context: [] for context in contexts}
     for context in contexts:
@@ -107,9 +107,9 @@ def _turns(
         first[context] = time.perf_counter() - started
     for _ in range(arguments.turns):
         for context, batch in batches.items():
-            if not arguments.graph:  # a replay allocates nothing: its memory is the capture's
+            if not arguments.graph:  # a replay allocates nothing: its memory is that of the capture
                 _reset_peak(arguments.device)
-            if first[context] < 10:  # slower ones have no start-up costs to speak of
+            if first[context] < 10:  # start-up costs do not matter for slower ones
                 trainer.step(batch)
             for _ in range(arguments.steps):
                 started = time.perf_counter()
@@ -133,8 +133,11 @@ def _turns(
 
 @torch.inference_mode()
 def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Milliseconds of one more token for every row, after a context, and the bytes of state a row then has: replayed, if
-    the states have a fixed size (`prism.models.ReplayedCache`), and with the model called from Python."""
+    """Milliseconds of one more token for every row after each context, and the bytes of state per row.
+
+    Decoding is replayed as a CUDA graph if the states have a fixed size (`prism.models.ReplayedCache`), and the model is also
+    called from Python.
+    """
     torch.manual_seed(0)
     model = PrismForCausalLM(configuration(name, arguments.tiny)).to(arguments.device).eval()
     if arguments.device == "cuda":
@@ -142,10 +145,10 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
     for context in contexts:
         tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=arguments.device)
         cache = PrismCache()
-        # In pieces where that changes nothing: a million tokens at once take all memory there is.
-        for piece in tokens.split(8192 if model.config.constant_state else context, 1):
-            logits = model(piece, past_key_values=cache, logits_to_keep=1).logits
-        states = cache.states if model.config.constant_state else []  # a growing cache would be kept twice
+        # In parts where that changes nothing: a million tokens in one call exceed the memory.
+        for part in tokens.split(8192 if model.config.constant_state else context, 1):
+            logits = model(part, past_key_values=cache, logits_to_keep=1).logits
+        states = cache.states if model.config.constant_state else []  # a growing cache would be in memory twice
         called, after = _token_by_token(model, cache, logits)
         row = {"model": name, "context": context, "batch": batch, "called_milliseconds": called}
         row["milliseconds"] = called
@@ -161,7 +164,7 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
 def _token_by_token(
     model: PrismForCausalLM, cache: PrismCache, logits: torch.Tensor, count: int = 20, skip: int = PATIENCE + 3
 ) -> tuple[float, torch.Tensor]:
-    """The median milliseconds of a token, greedily, without the first ones, and the last token's logits."""
+    """Decode greedily: the median milliseconds per token after the first `skip`, and the logits of the last token."""
     seconds = []
     for _ in range(count):
         following = logits[:, -1:].argmax(-1)
@@ -185,28 +188,28 @@ def _peak(device: str) -> int | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--models", nargs="*", help=f"from {', '.join([*MODELS, *OTHERS])}, or any rule; none: only decode"
+        "--models", nargs="*", help=f"any of {', '.join([*MODELS, *OTHERS])}, or any rule; no name: only decode"
     )
-    parser.add_argument("--contexts", nargs="+", type=int, help=f"{' '.join(map(str, CONTEXTS))}, if left out")
-    parser.add_argument("--tokens", type=int, help="tokens in a batch: 131072, if left out")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of a turn")
-    parser.add_argument("--turns", type=int, default=3, help="how often each context has its turn")
+    parser.add_argument("--contexts", nargs="+", type=int, help=f"default: {' '.join(map(str, CONTEXTS))}")
+    parser.add_argument("--tokens", type=int, help="tokens per batch (default: 131072)")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per turn")
+    parser.add_argument("--turns", type=int, default=3, help="turns per context")
     parser.add_argument(
         "--decode", nargs="*", default=["prism-2", "gated_delta", "mamba2", "transformer"],
-        help="of these models also the time of one more token after each context",
+        help="models whose decoding is timed after each context",
     )  # fmt: skip
-    parser.add_argument("--decode-batch", type=int, default=32, help="rows that are decoded at once")
-    parser.add_argument("--tiny", action="store_true", help="small models, for a machine without a GPU")
+    parser.add_argument("--decode-batch", type=int, default=32, help="batch size of decoding")
+    parser.add_argument("--tiny", action="store_true", help="use small models, for a machine without a GPU")
     parser.add_argument("--graph", action="store_true", help="replay forward and backward as a CUDA graph")
     parser.add_argument("--compile", choices=["pieces", "layers", "no"], default="pieces")
     parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="seconds after which no other model is begun"
+        "--budget", type=float, default=float("inf"), help="seconds after which no further model is started"
     )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "throughput.json")
     arguments = parser.parse_args()
     arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.device == "cpu" and not arguments.tiny:
-        parser.error("no GPU here: only --tiny makes sense")
+        parser.error("torch finds no GPU: use --tiny, which runs small models on the CPU")
     if arguments.device == "cpu" and arguments.graph:
         parser.error("--graph needs a GPU")
     served = [name for name in MODELS if arguments.device == "cuda" or not name.endswith("-fla")]
@@ -241,7 +244,7 @@ def main() -> None:
                         f"{row['tokens_per_second'] / 1e3:9.1f} K tokens/s  {memory}  first {row['first_step_seconds']:.1f} s",
                         flush=True,
                     )
-        except Exception as error:  # one model out of memory, or one compiler's refusal, must not cost the others
+        except Exception as error:  # one model that runs out of memory or does not compile must not stop the others
             failed.append({"model": name, "error": (str(error).splitlines() or [type(error).__name__])[0]})
             print(f"{name:16} failed: {failed[-1]['error']}", flush=True)
         keep()
@@ -256,8 +259,9 @@ def main() -> None:
             ):
                 decoding.append(row)
                 print(
-                    f"decode {name:14} context {row['context']:>6} batch {row['batch']}  {row['milliseconds']:.2f} ms a token, "
-                    f"{row['called_milliseconds']:.2f} called from Python  {row['state_bytes_a_row'] / 2**20:.2f} MiB a row",
+                    f"decode {name:14} context {row['context']:>6} batch {row['batch']}  "
+                    f"{row['milliseconds']:.2f} ms per token, {row['called_milliseconds']:.2f} called from Python  "
+                    f"{row['state_bytes_a_row'] / 2**20:.2f} MiB per row",
                     flush=True,
                 )
                 keep()

@@ -1,4 +1,4 @@
-"""A whole training step of a language model, as it is or as a CUDA graph."""
+"""A training step of a language model, called directly or replayed as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prism.rules.parts.norms import HeadNorm
 
 
 def slice_loss(head: nn.Module, hidden: Tensor, labels: Tensor, size: int = 16384) -> Tensor:
-    """Cross-entropy over all tokens, a slice of logits at a time."""
+    """Cross-entropy over all tokens, with the logits of `size` tokens in memory at a time."""
 
     def one(h: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(head(h).float(), y, reduction="sum")
@@ -32,7 +32,7 @@ class Trainer:
     Args:
         form: of every mixer; None leaves the choice to the engine.
         compiled: "pieces" (gated norms and SwiGLUs), "layers" or "no".
-        recompute: compute activations again in the backward.
+        recompute: recompute activations in the backward (gradient checkpointing).
     """
 
     def __init__(self, config: PrismConfig, device: str, form: str | None, compiled: str, recompute: bool) -> None:
@@ -74,10 +74,10 @@ class Trainer:
         return loss.item()  # waits for the device
 
     def capture(self, batch: Tensor) -> None:
-        """From now on a step replays this one, on what `batch` then holds. Gradients are written anew, not added to."""
+        """Capture a step. Later steps replay it on the current contents of `batch`; gradients are overwritten, not added to."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is made on the first use of a stream must not be captured
+        with torch.cuda.stream(stream):  # what torch sets up at the first use of a stream must not be captured
             self.differentiate(batch)
             self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.current_stream().wait_stream(stream)

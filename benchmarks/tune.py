@@ -1,10 +1,10 @@
-"""Measure tilings on the GPU at hand and print rows for `prism/engine/kernels/configurations.py`.
+"""Measure tilings on this machine's GPU and print rows for `prism/engine/kernels/configurations.py`.
 
     python benchmarks/tune.py --widths 64 128 --writes 1 2 4
     python benchmarks/tune.py --widths 256 --writes 2 --blocks 32 64
 
-Kernel by kernel: every tiling that compiles is timed, the fastest is taken, and the whole is checked against float64 before
-it is printed; a row that fails the check is printed as a comment. Nothing is tuned at run time.
+Kernel by kernel, every tiling that compiles is timed and the fastest is taken. The result is checked against float64 before it
+is printed; a row that fails the check is printed as a comment. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prism.engine.kernels.launch import KernelInputs, Launch
 
 
 def time_kernels(u: KernelInputs, d_o: torch.Tensor, chosen: Configuration, name: str) -> float:
-    """Milliseconds of one pass with everything before it done once; of all passes for `step`."""
+    """Milliseconds of the pass that `name` configures, after one run of all passes; of all passes for `step`."""
     with forced(replace(chosen, segments=1)):
         run = Launch(u)
         tables = run.prepare()
@@ -36,14 +36,15 @@ def time_kernels(u: KernelInputs, d_o: torch.Tensor, chosen: Configuration, name
             "backward_scan": lambda: run.backward_scan(tables, d_o, None, 1, d_states, d_w),
             "tokens": lambda: run.token_gradients(tables, states, fed, d_o, d_states, d_w, None, None),
         }
-        for go in passes.values():
-            go()
+        for run_pass in passes.values():
+            run_pass()
         if name == "step":
-            return sum(speed.milliseconds(go) for go in passes.values())
+            return sum(speed.milliseconds(run_pass) for run_pass in passes.values())
         return speed.milliseconds(passes.get(name, passes["tokens"]))
 
 
 def tune(width: int, writes: int, arguments: argparse.Namespace) -> Configuration:
+    """The fastest configuration, one field after the other."""
     shape = speed.Shape(8, 4096, 16, width)
     q, k, w, g, beta, d_o = (x.detach() for x in speed.inputs(shape, writes))
     u = KernelInputs(q, k, w, g, None, beta, None)
@@ -63,10 +64,10 @@ def tune(width: int, writes: int, arguments: argparse.Namespace) -> Configuratio
         for choice in choices:
             try:
                 times[choice] = time_kernels(u, d_o, replace(best, **{name: choice}), name)
-            except Exception as error:  # a tiling may need more shared memory than there is, or stump the compiler
-                if "illegal" in str(error):  # nothing runs in this process any more
+            except Exception as error:  # a tiling may need too much shared memory, or not compile
+                if "illegal" in str(error):  # the CUDA context is lost
                     raise SystemExit(
-                        f"{name} {choice} was compiled wrongly: {error}\nLeave it out and run again."
+                        f"{name} {choice} was compiled wrongly: {error}\nExclude it and run again."
                     ) from error
                 print(f"  {name} {choice}: {type(error).__name__}", flush=True)
                 continue
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128], help="K = V")
     parser.add_argument("--writes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--blocks", nargs="+", type=int, default=[64, 128])
-    # Eight warps: Triton 3.6 makes an illegal access of the forward scan with 4 columns; they were slower elsewhere.
+    # Not eight warps: Triton 3.6 compiles the forward scan with 4 columns into an illegal access; elsewhere they were slower.
     parser.add_argument("--warps", nargs="+", type=int, default=[4])
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument(
@@ -89,7 +90,7 @@ def main() -> None:
         nargs="+",
         type=int,
         default=[0, 168, 128],
-        help="most a thread has, in the parallel passes (0: any)",
+        help="upper bounds of registers per thread in the parallel passes (0: no bound)",
     )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

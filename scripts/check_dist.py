@@ -24,7 +24,7 @@ def first_example(page: str) -> str:
 
 
 def only(folder: Path, pattern: str) -> Path:
-    """The one file of a pattern, so that a left-over of another version is not tested by mistake."""
+    """The only file that matches a pattern. Raises an error for several, so that no old version is tested by mistake."""
     found = list(folder.glob(pattern))
     if len(found) != 1:
         raise ValueError(f"{folder} holds {len(found)} files {pattern}, expected one: empty it and build again")

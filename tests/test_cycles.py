@@ -1,7 +1,8 @@
-"""No module imports itself in a ring, neither at once nor inside a function nor through a registry of names."""
+"""There are no import cycles: at module level, inside functions or through a registry of names."""
 
 from __future__ import annotations
 
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,27 @@ import pytest
 import prism
 from tests.import_graph import Tree
 
+TREE = Tree(Path(prism.__file__).parent)
+KERNELS = "prism.engine.kernels"
+
 
 def test_there_are_no_import_cycles() -> None:
-    assert Tree(Path(prism.__file__).parent).cycles() == []
+    assert TREE.cycles() == []
+
+
+def kernel_files(tree: Tree) -> list[str]:
+    """The kernels' files, each after those it imports; imports for type checkers count here. Raises CycleError for a ring."""
+    edges = {
+        module: {target for found in tree.imports[module] for target in found.targets if target.startswith(KERNELS)}
+        for module in tree.modules
+        if module.startswith(KERNELS + ".")
+    }
+    return [module.rpartition(".")[2] for module in graphlib.TopologicalSorter(edges).static_order()]
+
+
+def test_kernel_files_import_each_other_in_one_direction() -> None:
+    levels = ["available", "runtime", "launch", "memory", "serve"]
+    assert [name for name in kernel_files(TREE) if name in levels] == levels
 
 
 RINGS = {
@@ -52,6 +71,20 @@ def tree(folder: Path, files: dict[str, str]) -> Tree:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return Tree(folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def late():\n    from prism.engine.kernels import high",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from prism.engine.kernels.high import late",
+    ],
+)
+def test_a_ring_of_kernel_files_is_seen(line: str, tmp_path: Path) -> None:
+    folder = "engine/kernels/"
+    files = {"__init__.py": "", "low.py": line, "high.py": "from prism.engine.kernels.low import late"}
+    with pytest.raises(graphlib.CycleError):
+        kernel_files(tree(tmp_path, {folder + name: text for name, text in files.items()}))
 
 
 @pytest.mark.parametrize("kind", RINGS)

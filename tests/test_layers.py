@@ -1,7 +1,7 @@
-"""The arrows between packages point one way, and what serves a model loads nothing that trains one.
+"""Packages import each other in one direction only, and serving a model loads nothing that trains one.
 
-Read off the source (import_graph.py), so that an import inside a function, a name in a registry and a lazy public name
-such as `from prism import Mixer` count too.
+Imports are read from the source (import_graph.py), so that imports inside functions, names in registries and lazy public
+names such as `from prism import Mixer` count too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ALLOWED = {
     "probes": {*_PRODUCT, "language", "recommend", "recommend.events"},
     "cli": {*_PRODUCT, "language", "recommend", "recommend.events", "probes"},
 }
-"""Package (or module) → the others it may import. A part that has a row of its own does not belong to its package's."""
+"""Package (or module) → the others it may import. A subpackage with its own row does not belong to its package's row."""
 SERVING = ("prism.recommend",)
 """What is loaded to serve a model: imports nothing of prism.train."""
 
@@ -72,6 +72,17 @@ def trainers(tree: Tree, module: str) -> list[str]:
     return sorted(name for name in tree.reached(module) if (name + ".").startswith("prism.train."))
 
 
+def kernel_users(tree: Tree) -> list[str]:
+    """Modules outside the kernels' folder that import something in it, also those that belong to no row."""
+    inside = "prism.engine.kernels"
+    return sorted(
+        module
+        for module, entries in tree.imports.items()
+        if not (module + ".").startswith(inside + ".")
+        and any((target + ".").startswith(inside + ".") for entry in entries for target in entry.targets)
+    )
+
+
 def triton_imports(tree: Tree) -> list[str]:
     """Modules that import Triton and are no kernels."""
     found = []
@@ -102,6 +113,12 @@ def test_serving_loads_no_training(module: str) -> None:
     code = f"import sys, {module}; print([name for name in sys.modules if name.startswith('prism.train')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_only_the_engine_imports_kernels() -> None:
+    users = kernel_users(TREE)
+    assert "prism.engine.fused" in users
+    assert {layer_of(module) for module in users} == {"engine"}
 
 
 def test_triton_is_imported_by_kernels_alone() -> None:
@@ -171,6 +188,7 @@ def test_a_good_tree_has_no_violations(tmp_path: Path) -> None:
     tree = small(tmp_path)
     assert [line for layer in RULES for line in violations(tree, layer, RULES)] == []
     assert trainers(tree, "prism.recommend") == [] and triton_imports(tree) == []
+    assert kernel_users(tree) == ["prism.engine.dispatch"]
 
 
 @pytest.mark.parametrize(
@@ -218,6 +236,14 @@ def test_a_wrong_arrow_is_seen(file: str, line: str, tmp_path: Path) -> None:
 )
 def test_training_behind_serving_is_seen(more: dict[str, str], tmp_path: Path) -> None:
     assert trainers(small(tmp_path, **more), "prism.recommend")
+
+
+@pytest.mark.parametrize(
+    "line", ["from prism.engine.kernels.paths import x", "def late():\n    from prism.engine import kernels"]
+)
+def test_kernels_imported_by_a_module_without_a_row_are_seen(line: str, tmp_path: Path) -> None:
+    users = kernel_users(small(tmp_path, device=line))
+    assert [layer_of(module, RULES) for module in users] == ["prism", "engine"]
 
 
 def test_triton_outside_kernels_is_seen(tmp_path: Path) -> None:

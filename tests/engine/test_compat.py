@@ -1,4 +1,4 @@
-"""Results do not depend on private torch names: each has a fallback."""
+"""A torch that has lost a private name computes the same; private names of torch and Triton stay in one file each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import prism
-from prism.engine import compat
+from prism.engine import compat, kernels
 from prism.rules.parts import LowRank, linears
 
 SOURCE = Path(prism.__file__).parent
@@ -21,6 +21,7 @@ SOURCE = Path(prism.__file__).parent
 LOSSES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "transforms": lambda patch: patch.setattr(compat, "TRANSFORMS", "_gone"),
     "dispatch mode": lambda patch: patch.delattr("torch.utils._python_dispatch.is_in_torch_dispatch_mode"),
+    "exporting": lambda patch: patch.setattr(compat, "EXPORTING", "_gone"),
     "dispatch module": lambda patch: patch.delattr("torch.utils._python_dispatch"),
     "forward level": lambda patch: patch.setattr(compat, "forward_ad", _WithoutLevel),
     "foreach": lambda patch: patch.delattr(torch, "_foreach_copy_"),
@@ -101,13 +102,13 @@ def test_tangents_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fallbacks_assume_the_cautious_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, hooked = nn.Linear(2, 2), nn.Linear(2, 2)
     hooked.register_forward_hook(lambda *_: None)
-    assert compat.untouched(plain) and not compat.untouched(hooked)
+    assert compat.is_unmodified(plain) and not compat.is_unmodified(hooked)
     assert compat.forward_hooks([plain]) is not None and not any(compat.forward_hooks([plain]) or [1])
     assert any(compat.forward_hooks([plain, hooked]) or [])
     assert not compat.in_dispatch_mode()
     for lost in ("forward hooks", "registries", "dispatch mode"):
         LOSSES[lost](monkeypatch)
-    assert not compat.untouched(plain)
+    assert not compat.is_unmodified(plain)
     assert compat.forward_hooks([plain]) is None and compat.registries([plain]) is None
     assert compat.in_dispatch_mode()
 
@@ -121,7 +122,7 @@ def test_a_torch_without_export_is_never_exporting(monkeypatch: pytest.MonkeyPat
 PRIVATE_FIELDS = {*compat.FORWARD_HOOKS, *compat.BACKWARD_HOOKS, *compat.REGISTRIES}
 
 
-def private_uses(text: str) -> list[str]:
+def private_torch(text: str) -> list[str]:
     """Private torch names that a file imports or reads."""
     found = []
     for node in ast.walk(ast.parse(text)):
@@ -140,11 +141,44 @@ def private_uses(text: str) -> list[str]:
     return found
 
 
-def test_private_names_of_torch_are_in_one_file() -> None:
+PUBLIC_TRITON = {"triton", "triton.jit", "triton.language", "triton.tools.tensor_descriptor"}
+PRIVATE_TRITON = {"AsyncCompileMode", "FutureKernel", "arg_names", "warmup", "result", "__dataclass_fields__"}
+"""Names that kernels and what Triton compiles from them have. `result` is one of a kernel that is being compiled."""
+
+
+def private_triton(text: str) -> list[str]:
+    """Names outside Triton's public interface that a file of the kernels imports, reads or copies."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute):
+            chain = ast.unparse(node)
+            private = re.match(r"triton\.", chain) and chain not in PUBLIC_TRITON
+            if private or re.match(r"tl\._", chain) or node.attr in PRIVATE_TRITON or chain.endswith("__dict__.update"):
+                found.append(chain)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "triton":
+            found += [f"{node.module}.{alias.name}" for alias in node.names if node.module not in PUBLIC_TRITON]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "triton"]
+            found += [name for name in names if name not in PUBLIC_TRITON]
+        elif isinstance(node, ast.Constant) and node.value in PRIVATE_TRITON:
+            found.append(str(node.value))  # getattr(kernel, "warmup")
+    return found
+
+
+LIBRARIES: dict[str, tuple[Callable[[str], list[str]], Path]] = {
+    "torch": (private_torch, SOURCE),
+    "triton": (private_triton, Path(kernels.__file__).parent),  # nothing else imports Triton (tests/test_layers.py)
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_private_names_of_a_library_are_in_one_file(library: str) -> None:
+    private_uses, folder = LIBRARIES[library]
+    own = {Path(compat.__file__), Path(kernels.__file__).with_name("compat.py")}
     uses = {
-        str(path.relative_to(SOURCE)): private_uses(path.read_text(encoding="utf-8"))
-        for path in SOURCE.rglob("*.py")
-        if path != Path(compat.__file__)
+        str(path.relative_to(folder)): private_uses(path.read_text(encoding="utf-8"))
+        for path in folder.rglob("*.py")
+        if path not in own
     }
     assert {path: names for path, names in uses.items() if names} == {}
 
@@ -161,5 +195,29 @@ def test_private_names_of_torch_are_in_one_file() -> None:
         "import torch._dynamo",
     ],
 )
-def test_a_private_name_is_seen(line: str) -> None:
-    assert private_uses(line)
+def test_a_private_name_of_torch_is_seen(line: str) -> None:
+    assert private_torch(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "triton.AsyncCompileMode(threads)",
+        "with triton.knobs.compilation.scope(): pass",
+        "kernel.warmup(x, grid=(1,))",
+        "getattr(kernel, 'arg_names')",
+        "pending.result()",
+        "descriptor.__dict__.update(template.__dict__)",
+        "tl._experimental_descriptor_load(x)",
+        "import triton.runtime",
+        "from triton.runtime.jit import JITFunction",
+        "from triton.backends import compiler",
+    ],
+)
+def test_a_private_name_of_triton_is_seen(line: str) -> None:
+    assert private_triton(line)
+
+
+@pytest.mark.parametrize("line", ["import triton.language as tl", "@triton.jit\ndef f(x):\n    return tl.exp(x)"])
+def test_public_names_of_triton_are_allowed(line: str) -> None:
+    assert private_triton(line) == []

@@ -1,8 +1,17 @@
-"""Wrap every torch name that some versions lack (private or new), each with a fallback.
+"""Call private torch functions, each with a fallback for a torch version that no longer has it.
 
-Such names are looked up at the call, never imported: a rename in torch costs speed or a special case, not `import prism`.
-Each function says what it does without the name. Names of Triton are in the kernels, names of transformers in
-`prism.models.compat`.
+Private names are looked up at the call, never imported. A rename in torch then costs speed or a special case, and does not
+break `import prism`. Each docstring says what the fallback does. Functions that only newer torch versions have are here too.
+
+Every library has one such file, because of what each layer may import:
+
+| file | library | why it is separate |
+|---|---|---|
+| `engine/compat.py` | torch | everything above the engine may import it |
+| `engine/kernels/compat.py` | Triton | `import prism` must not import Triton |
+| `models/compat.py` | transformers | the engine needs torch only |
+
+Tests keep private names of a library inside its file.
 """
 
 from __future__ import annotations
@@ -16,6 +25,7 @@ import torch.utils
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+EXPORTING = "is_exporting"
 TRANSFORMS = "_are_functorch_transforms_active"
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -26,8 +36,8 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 def transforms_active(*values: Any) -> bool:
     """Whether a `torch.func` transform (vmap, grad, jvp) is running.
 
-    Fallback: whether a tensor among `values` is wrapped by a transform; such a tensor has no storage. In compiled code the
-    fallback is yes: callers then take the path that is right for both, and slower.
+    Fallback: whether a transform wraps one of the tensors in `values`; a wrapped tensor has no storage. In compiled code the
+    fallback is True: callers then take the path that is correct in both cases, and slower.
     """
     active = getattr(torch._C, TRANSFORMS, None)
     if active is not None:
@@ -43,23 +53,23 @@ def _has_storage(x: Tensor) -> bool:
     return True
 
 
-def is_exporting() -> bool:
-    """Whether `torch.export` is tracing. Fallback (before torch 2.7): no."""
-    active = getattr(torch.compiler, "is_exporting", None)
-    return active is not None and active()
-
-
 def in_dispatch_mode() -> bool:
-    """Whether a `TorchDispatchMode` may be active. Fallback: yes, so that operators are called through torch."""
+    """Whether a `TorchDispatchMode` may be active. Fallback: True, so that operators are called through torch."""
     module = getattr(torch.utils, "_python_dispatch", None)
     active = getattr(module, "is_in_torch_dispatch_mode", None)
     return True if active is None else active()
 
 
-def have_tangents(*values: Any) -> bool:
-    """Whether one of these has a tangent (forward-mode AD).
+def is_exporting() -> bool:
+    """Whether `torch.export` is tracing. Fallback (before torch 2.7): False."""
+    exporting = getattr(torch.compiler, EXPORTING, None)
+    return False if exporting is None else exporting()
 
-    The private level only saves time outside forward mode. Fallback: check every tensor.
+
+def have_tangents(*values: Any) -> bool:
+    """Whether one of the values carries a forward-mode tangent.
+
+    The private level only saves time outside forward mode. Fallback: look at every tensor.
     """
     if getattr(forward_ad, "_current_level", 0) < 0:
         return False
@@ -67,7 +77,7 @@ def have_tangents(*values: Any) -> bool:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, in one kernel. Fallback: one kernel each."""
+    """Copy each source into its target with one kernel for all. Fallback: one kernel per pair."""
     together = getattr(torch, "_foreach_copy_", None)
     if together is not None:
         together(targets, sources)
@@ -77,22 +87,22 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def forward_hooks(modules: Iterable[nn.Module]) -> list[dict[Any, Any]] | None:
-    """The live dictionaries of forward hooks, global ones first. Fallback: None, unknown."""
-    found = [getattr(torch_module, name, None) for name in GLOBAL_HOOKS]
-    found += [getattr(m, name, None) for m in modules for name in FORWARD_HOOKS]
-    return None if any(hooks is None for hooks in found) else found  # type: ignore[return-value]
+    """Torch's own dictionaries of forward hooks, the global ones first. Fallback: None, unknown."""
+    kept = [getattr(torch_module, name, None) for name in GLOBAL_HOOKS]
+    kept += [getattr(m, name, None) for m in modules for name in FORWARD_HOOKS]
+    return None if any(hooks is None for hooks in kept) else kept  # type: ignore[return-value]
 
 
 def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]] | None:
-    """The live dictionaries of parameters, buffers and children. Fallback: None, unknown."""
-    found = [getattr(m, name, None) for m in modules for name in REGISTRIES]
-    return None if any(registry is None for registry in found) else found  # type: ignore[return-value]
+    """Torch's own dictionaries of parameters, buffers and submodules. Fallback: None, unknown."""
+    kept = [getattr(m, name, None) for m in modules for name in REGISTRIES]
+    return None if any(registry is None for registry in kept) else kept  # type: ignore[return-value]
 
 
-def untouched(m: nn.Module) -> bool:
-    """Whether m has no hooks and no instance `forward` (accelerate sets one to fetch weights).
+def is_unmodified(m: nn.Module) -> bool:
+    """Whether m has no hooks and no `forward` set on the instance (accelerate sets one to fetch weights).
 
-    Fallback: no, so that m is called normally.
+    Fallback: False, so that m is called the ordinary way.
     """
     for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
         if getattr(m, name, True):

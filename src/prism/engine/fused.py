@@ -1,14 +1,14 @@
-"""Operations around the memory, each in torch and in a Triton kernel: the torch definition, and the choice between them.
+"""Define the operations around the memory that also have a Triton kernel, and choose between torch and the kernel.
 
-    short_conv      y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}), each channel by itself
+    short_conv      y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}), per channel
     delta_columns   q = K^-½ · unit(q̃),   k_1 = unit(k̃),   w_1 = β v;   PRISM's later writes   k_l = unit(k̃_l),   w_l
     solved_writes   w_l = γ_l β_l δ_l, PRISM's solver, which reduces a residual r_1 = v - u in L steps:
 
         gelu     δ_l = GELU(p_l ⊙ r_l),   r_{l+1} = r_l - δ_l
         closed   δ_l = P_l ⊙ r_l,         r_{l+1} = r_l - δ_l,   P = σ(p)     =>   δ_l = P_l ⊙ Π_{j<l}(1 - P_j) ⊙ r
 
-Rules call these, never a kernel. On a GPU one kernel computes each of them, with the same results. Kernels are imported
-when they first run, so that `import prism` does not import Triton.
+Rules call these functions and import no kernel. On a GPU one kernel computes each of them, with the same results. Kernels are
+imported when they first run, so that `import prism` does not import Triton.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SOLVERS = ("gelu", "closed")
 
 
 class Corrections(NamedTuple):
-    """PRISM's N = L - 1 writes after a token's first one, as `delta_columns` takes them."""
+    """PRISM's N = L - 1 writes after a token's first one: an argument of `delta_columns`."""
 
-    keys: Tensor | None  # [B, T, H, N, K]; None: all use the first key
+    keys: Tensor | None  # [B, T, H, N, K]; None: the first key for all
     expected: Tensor | None  # [B, T, H, V], subtracted from v to get the residual; None: the residual is v
     gains: Tensor | None  # [B, T, H, N, V]
     beta: Tensor  # [B, T, H, N]
@@ -40,7 +40,7 @@ class Corrections(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The queries, keys and writes of a delta rule. The n sub-steps of a token are n rows of k and w."""
+    """The queries, keys and values of a delta rule's memory. The n sub-steps of a token are n rows of k and w."""
 
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T·n, H, L, K]
@@ -48,7 +48,7 @@ class Columns(NamedTuple):
 
 
 def use_kernel(x: Tensor) -> bool:
-    """Whether to run a kernel on x: one is available, and `using(backend="torch")` has not turned them off."""
+    """Whether the kernels around the memory can serve a tensor and are allowed to: `using(backend="torch")` turns them off."""
     if not x.is_cuda or x.dtype == torch.float64 or resolve()[1] == "torch":
         return False
     available.warn_if_unavailable(x)
@@ -56,7 +56,7 @@ def use_kernel(x: Tensor) -> bool:
 
 
 def use_conv_kernel(x: Tensor, window: Tensor | None) -> bool:
-    """Whether to run the convolution's kernel, which has no gradient for the window."""
+    """Whether the convolution's kernel serves a call. It has no gradient for the conv state."""
     return use_kernel(x) and (window is None or not window.requires_grad or not torch.is_grad_enabled())
 
 
@@ -74,8 +74,9 @@ def short_conv(
         x: `[B, T, D]`.
         weight: `[W, D]`, the current token's tap last.
         bias: `[D]`.
-        window: the W - 1 tokens before x, `[B, W - 1, D]`; None: zeros.
+        window: the conv state: the W - 1 tokens before x, `[B, W - 1, D]`; None: zeros.
         documents: each token's document number `[B, T]`. Taps do not reach into an earlier document.
+        activation: apply SiLU to the result `[B, T, D]`.
     """
     if use_conv_kernel(x, window):
         from prism.engine.kernels import short_conv as kernel
@@ -85,7 +86,7 @@ def short_conv(
         return kernel.short_conv(x, weight, bias, before, numbers, activation)
     size, T = weight.shape[0], x.shape[1]
     seen = history(x, window, size - 1)
-    # Under autocast x is bfloat16 and the weight float32: their product must not make the whole layer float32.
+    # Under autocast x is bfloat16 and the weight float32. Their product must not turn the whole layer into float32.
     weight = weight.to(x.dtype)
     y = x * weight[-1]
     for back in range(1, size):
@@ -109,13 +110,14 @@ def history(x: Tensor, window: Tensor | None, size: int) -> Tensor:
 def delta_columns(
     mixed: Tensor, beta: Tensor, key_dim: int, substeps: int = 1, corrections: Corrections | None = None
 ) -> Columns:
-    """Compute a delta rule's queries, keys and writes from its projections.
+    """Compute the columns that a delta rule's memory reads from its projections.
 
     Args:
-        mixed: `[B, T, H·K + n·H·K + n·H·V]`: q̃, k̃ and v.
+        mixed: q̃, k̃ and v, `[B, T, H·K + n·H·K + n·H·V]`.
         beta: β `[B, T·n, H]`.
+        key_dim: K.
         substeps: n.
-        corrections: PRISM's later writes.
+        corrections: PRISM's later writes; None: no later writes.
     """
     if substeps == 1 and use_kernel(mixed):
         return _columns_by_kernel(mixed, beta, key_dim, corrections)
@@ -146,11 +148,11 @@ def _columns_by_kernel(mixed: Tensor, beta: Tensor, key_dim: int, c: Corrections
 
 
 def l2_normalize(x: Tensor, eps: float = UNIT_EPS) -> Tensor:
-    """x / sqrt(Σx² + eps) over the last dimension; in float32 for half precision."""
+    """x / sqrt(Σx² + eps) over the last dimension, computed in float32 for half precision."""
     width, half = x.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
-    # Torch has one kernel for x / sqrt(mean x² + eps); its weight √1/K is accurate enough in half precision if K is 2^n.
+    # Torch has one kernel for x / sqrt(mean x² + eps). Its weight √1/K is accurate enough in half precision if K is 2^n.
     if x.is_cuda and half and width & (width - 1) == 0:
-        with torch.autocast("cuda", enabled=False):  # autocast would keep a float32 copy of x
+        with torch.autocast("cuda", enabled=False):  # autocast would save a float32 copy of x
             return F.rms_norm(x, (width,), x.new_full((width,), width**-0.5), eps / width)
     y = x.float() if half else x
     return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
@@ -165,7 +167,7 @@ def solved_writes(
     solver: str,
     nonlinearity: bool = True,
 ) -> Tensor:
-    """PRISM's writes w_l = γ_l ⊙ β_l δ_l, `[…, H, L, V]`, of the residual v - u.
+    """Solve for PRISM's writes w_l = γ_l ⊙ β_l δ_l, `[…, H, L, V]`, of the residual v - u.
 
     Args:
         v, u: `[…, H, V]`; u None: the residual is v.
@@ -173,7 +175,7 @@ def solved_writes(
         beta: β `[…, H, L]`.
         scale: γ `[L, H, V]`; None: 1.
         solver: `"gelu"` or `"closed"`.
-        nonlinearity: False leaves out the GELU, or the closed form's sigmoid.
+        nonlinearity: False omits the GELU, or the sigmoid of the closed form.
     """
     if use_kernel(v):
         from prism.engine.kernels import solver as kernel

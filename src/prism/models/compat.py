@@ -1,7 +1,8 @@
-"""Every private name of transformers that PRISM's models use, each with a fallback.
+"""Use private names of transformers, each with a fallback or a warning.
 
-Marks that transformers leaves on tensors and modules are read here. Methods and class attributes that the models
-override are listed in `OVERRIDDEN`: a transformers without such a name would ignore ours, so that is warned about.
+This is separate from `engine/compat.py` (torch) because the engine must not import transformers. Marks that transformers
+leaves on tensors and modules are read here. Methods and class attributes that the models override are listed in
+`OVERRIDDEN`: a transformers version without such a name would ignore ours, so a warning says so.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ OVERRIDDEN = {
 
 
 def is_loaded(parameter: Tensor) -> bool:
-    """Whether transformers filled this parameter from a file. `require_marks` has made sure that it would say so."""
+    """Whether transformers filled this parameter from a file. `require_marks` has checked that it marks those."""
     return getattr(parameter, LOADED_MARK, False)
 
 
 def require_marks() -> None:
-    """Refuse to load with a transformers that marks loaded weights in another way: they would be drawn anew, silently."""
-    from transformers import initialization  # transformers 5 has it: its own models draw their weights through it
+    """Refuse a transformers version that marks loaded weights in another way: they would be initialised again, silently."""
+    from transformers import initialization  # in transformers 5, whose models initialise their weights through it
 
     marked = torch.zeros(1)
     setattr(marked, LOADED_MARK, True)
@@ -51,14 +52,14 @@ def require_marks() -> None:
 
 
 def forget_initialised(model: nn.Module) -> None:
-    """Make `init_weights` start every module again, also those marked as done. Without the mark nothing is skipped."""
+    """Make `init_weights` initialise every module again, also those marked as done. Without the mark it skips none."""
     for part in model.modules():
         if hasattr(part, LOADED_MARK):
             delattr(part, LOADED_MARK)
 
 
 def warn_of_missing(*classes: type[Any]) -> None:
-    """Say which overridden names these classes of transformers no longer have."""
+    """Warn about overridden names that these classes of transformers no longer have."""
     missing = [f"{c.__name__}.{name}" for c in classes for name in OVERRIDDEN[c.__name__] if not hasattr(c, name)]
     if missing:
         warnings.warn(

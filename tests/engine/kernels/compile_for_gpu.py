@@ -1,7 +1,7 @@
-"""Compiles the kernels of one group for an H100 or H200 on any machine, and starts none. Prints each one's name.
+"""Compile the kernels of one group for an H100 or H200 on any machine, start none, and print their names.
 
-The interpreter runs kernels as Python: it does not see what a compiler refuses (a type that differs between two branches, say,
-or code after a `return`), nor how much shared memory a kernel asks for.
+The interpreter runs kernels as Python. It does not see what the compiler refuses (a type that differs between two branches,
+or code after a `return`), nor how much shared memory a kernel needs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 SHARED_MEMORY = 227 * 1024
+"""Bytes per multiprocessor of an H100 or H200."""
 
 
 class NoDriver:
-    """As much of a driver as the compiler asks for."""
+    """A stand-in for a GPU driver, with the methods that the compiler calls."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -37,16 +38,16 @@ class NoDriver:
 
 
 def compile_only() -> None:
-    """Every launch in this process compiles instead."""
+    """Make every launch in this process compile its kernel and not start it."""
     from prism.engine.kernels.runtime import Program
 
     run = JITFunction.run
 
     def compiled(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        made = run(kernel, *arguments, **{**options, "warmup": True})
-        assert made.metadata.shared <= SHARED_MEMORY, f"{kernel.fn.__name__} wants {made.metadata.shared} bytes"
+        result = run(kernel, *arguments, **{**options, "warmup": True})
+        assert result.metadata.shared <= SHARED_MEMORY, f"{kernel.fn.__name__} needs {result.metadata.shared} bytes"
         print(kernel.fn.__name__)
-        return made
+        return result
 
     def start(program: Program, count: int, *arguments: Any) -> None:
         program.kernel.run(*arguments, grid=(count,), **program.constants, **program.options)
@@ -60,11 +61,13 @@ def leaf(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
 
-def both_ways(outputs: Sequence[Tensor]) -> None:
+def forward_and_backward(outputs: Sequence[Tensor]) -> None:
+    """Run the backward of these outputs too."""
     torch.autograd.backward(outputs, [torch.zeros_like(z) for z in outputs])
 
 
 def memory() -> None:
+    """The chunk and decode kernels."""
     from prism.engine.kernels import decode
     from prism.engine.kernels import memory as chunks
     from prism.engine.kernels.configurations import MEASURED, default, forced
@@ -89,7 +92,7 @@ def memory() -> None:
         how = MEASURED.get((K, V, J, "sm90")) or default(K, V, dtype)
         with forced(replace(how, segments=segments)):
             decay = leaf(B, T, H, dtype=single) if gates else None
-            both_ways(chunks.memory(*tokens, decay, own, strength, numbers, state, True)[:2])
+            forward_and_backward(chunks.memory(*tokens, decay, own, strength, numbers, state, True)[:2])
 
     one(128, 128, 2)
     one(64, 64, 1, segments=3)
@@ -104,6 +107,7 @@ def memory() -> None:
 
 
 def around_the_memory() -> None:
+    """The kernels of `prism.engine.fused`."""
     from prism.engine.kernels.columns import columns
     from prism.engine.kernels.short_conv import short_conv
     from prism.engine.kernels.solver import solve
@@ -111,19 +115,20 @@ def around_the_memory() -> None:
     B, T, H, K, V, N = 1, 70, 2, 64, 36, 2
     mixed, beta, scale = leaf(B, T, H * (2 * K + V)), leaf(B, T, H), leaf(N, H, V, dtype=torch.float32)
     keys, u, p, betas = leaf(B, T, H, N, K), leaf(B, T, H, V), leaf(B, T, H, N, V), leaf(B, T, H, N)
-    both_ways(columns(mixed, beta, None, None, None, None, None, K, 0.1, 1e-6, False, False))
-    both_ways(columns(mixed, beta, keys, u, p, betas, scale, K, 0.1, 1e-6, False, True))
-    both_ways(columns(mixed, beta, None, None, None, betas, scale, K, 0.1, 1e-6, True, True))
+    forward_and_backward(columns(mixed, beta, None, None, None, None, None, K, 0.1, 1e-6, False, False))
+    forward_and_backward(columns(mixed, beta, keys, u, p, betas, scale, K, 0.1, 1e-6, False, True))
+    forward_and_backward(columns(mixed, beta, None, None, None, betas, scale, K, 0.1, 1e-6, True, True))
     for options in ((True, True), (True, False), (False, True), (False, False)):  # GELU or closed, non-linear or not
-        both_ways([solve(u, None, None, betas, None, *options)])
-        both_ways([solve(u, u, p, betas, scale, *options)])
+        forward_and_backward([solve(u, None, None, betas, None, *options)])
+        forward_and_backward([solve(u, u, p, betas, scale, *options)])
     x, weight, bias = leaf(B, T, 48), leaf(4, 48, dtype=torch.float32), leaf(48, dtype=torch.float32)
     documents, window = torch.zeros(B, T, dtype=torch.int32), torch.zeros(B, 3, 48, dtype=torch.bfloat16)
-    both_ways([short_conv(x, weight, None, None, None, True)])
-    both_ways([short_conv(x, weight, bias, window, documents, False)])
+    forward_and_backward([short_conv(x, weight, None, None, None, True)])
+    forward_and_backward([short_conv(x, weight, bias, window, documents, False)])
 
 
 def networks() -> None:
+    """The kernels of memories that are networks."""
     from prism.engine.kernels.serial_mlp import serial_mlp
 
     B, T, H, D, M = 1, 5, 2, 64, 256
@@ -133,8 +138,8 @@ def networks() -> None:
     biases = leaf(B, H, 1, M, dtype=single), leaf(B, H, 1, D, dtype=single)
     norm = leaf(H, D, dtype=single), leaf(H, D, dtype=single)
     rate = leaf(B, T, H, dtype=single)
-    both_ways(serial_mlp(*tokens, rate, *weights, *biases, *norm, True)[:5])
-    both_ways(serial_mlp(*tokens, rate, *weights, None, None, None, None, True)[:3])
+    forward_and_backward(serial_mlp(*tokens, rate, *weights, *biases, *norm, True)[:5])
+    forward_and_backward(serial_mlp(*tokens, rate, *weights, None, None, None, None, True)[:3])
 
 
 GROUPS = {"memory": memory, "around": around_the_memory, "networks": networks}

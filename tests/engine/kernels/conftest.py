@@ -1,4 +1,4 @@
-"""Kernels are tested where they can run: on a GPU, or else in Triton's interpreter. Tensors are made there."""
+"""Create tensors where the kernels run: on a GPU, or on the CPU for Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.engine.kernels.where import DEVICE
 
 
 @pytest.fixture(autouse=True)
-def _made_where_the_kernels_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _default_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if DEVICE != "cpu":
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # what they are compared with is exact
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the references are exact
         torch.set_default_device(DEVICE)
     yield
     torch.set_default_device(None)

@@ -1,4 +1,4 @@
-"""Which versions of Triton and torch the kernels accept, and what a user hears about any other."""
+"""The versions of Triton and torch that the kernels accept, and the messages about all others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def small() -> prism.Update:
     return prism.Update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 1, 16), torch.randn(1, 2, 1, 1, 16))
 
 
-def test_a_backend_that_was_asked_for_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_backend_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "PROBLEM", "needs Triton 3.6 to 3.9 (pip install …), but 3.10 is installed")
     for form in ("chunkwise", "recurrent"):
         with pytest.raises(ValueError, match=r"'triton' needs Triton 3.6 to 3.9 .*is served here by backend 'torch'"):
@@ -84,7 +84,7 @@ def on_gpu(**more: Any) -> Any:
     return SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16, **more)
 
 
-def test_torch_in_place_of_kernels_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falling_back_to_torch_is_warned_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "PROBLEM", "needs Triton 3.6 to 3.9 (pip install …), but 3.10 is installed")
     monkeypatch.setattr(available, "_warned", False)
     with pytest.warns(UserWarning, match=r"torch is used .* slower: backend 'triton' needs Triton"):
@@ -95,14 +95,14 @@ def test_torch_in_place_of_kernels_is_said_once(monkeypatch: pytest.MonkeyPatch)
         assert not fused.use_kernel(on_gpu())
 
 
-def test_nothing_is_said_where_no_kernel_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_warning_where_no_kernel_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "PROBLEM", "needs Triton 3.6 to 3.9 (pip install …), but none is installed")
     monkeypatch.setattr(available, "_warned", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         prism.memory(small())
         prism.Mixer("prism", 16, 1)(torch.randn(1, 3, 16))
-        fused.use_kernel(SimpleNamespace(is_cuda=True, dtype=torch.float64))  # which no kernel serves
+        fused.use_kernel(SimpleNamespace(is_cuda=True, dtype=torch.float64))  # no kernel serves float64
     monkeypatch.setattr(available, "PROBLEM", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with warnings.catch_warnings():
@@ -110,7 +110,7 @@ def test_nothing_is_said_where_no_kernel_would_run(monkeypatch: pytest.MonkeyPat
         assert fused.use_kernel(on_gpu())
 
 
-def test_the_serial_form_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_serial_form_warns_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "PROBLEM", "needs Triton 3.6 to 3.9 (pip install …), but 3.10 is installed")
     monkeypatch.setattr(available, "_warned", False)
     path = engine_of(InnerUpdate).paths["serial", "triton"]
@@ -119,7 +119,7 @@ def test_the_serial_form_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_versions_are_those_that_the_package_asks_for() -> None:
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     oldest, newest = (".".join(map(str, version)) for version in available.TRITON)
     assert f'gpu = ["triton>={oldest},<{newest};' in project
     assert f'"torch>={".".join(map(str, available.TORCH))}' in project

@@ -1,4 +1,4 @@
-"""Every kernel compiles for Hopper, on a machine without a GPU too (compile_for_gpu.py says what that shows)."""
+"""Every kernel compiles for Hopper, also on a machine without a GPU (compile_for_gpu.py says what this checks)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Decays per channel on flash-linear-attention's kernels: what they are told means the update that they were chosen for.
+"""Decays per channel on flash-linear-attention's kernels: their inputs mean the same update as ours.
 
-Without a GPU their own definitions stand in for their kernels: other people's code for the same equations.
+Without a GPU, their reference implementations replace their kernels: independent code for the same equations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def leaves(erase: str, T: int, K: int, V: int, strong: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Also erases of nothing beside writes of something, which KDA, whose write is β·v, does not have."""
+    """Inputs of an update and a state. Some tokens write but erase nothing, which KDA, whose write is β·v, does not have."""
     B, H = 2, 2
     generator = torch.Generator().manual_seed(T)
 
@@ -60,7 +60,7 @@ def compute(
 
 
 def errors(kind: str, run: Any, x: dict[str, Tensor]) -> dict[str, float]:
-    """Of outputs, the final state and every gradient, against the recurrence in float64."""
+    """Relative errors of outputs, the final state and every gradient, against the recurrence in float64."""
     exact = compute(
         {n: z.double().cpu() for n, z in x.items()}, KINDS[kind], lambda u, s: prism.memory(u, s, "recurrent")
     )
@@ -70,13 +70,15 @@ def errors(kind: str, run: Any, x: dict[str, Tensor]) -> dict[str, float]:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU their kernels are there")
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_are_told_the_update(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    definitions(monkeypatch)
+def test_their_inputs_are_the_same_update(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_reference_code(monkeypatch)
     found = errors(kind, fla.run, leaves(KINDS[kind].get("erase", ""), 9, 8, 6, False, torch.float32))
     assert max(found.values()) <= 1e-5, found
 
 
-def definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_reference_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace their kernels by their naive implementations."""
+
     from fla.ops.gdn2.naive import naive_recurrent_gdn2
     from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
     from fla.ops.gla.naive import naive_recurrent_gla
@@ -105,7 +107,7 @@ def definitions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_kernels_on_a_gpu(kind: str) -> None:
-    """Within a few roundings of bfloat16 (4e-3). They are tuned first, which takes a minute or two."""
+    """Errors are a few roundings of bfloat16 (4e-3). The kernels are autotuned first, which takes a minute or two."""
     for strong in (False, True):
         x = leaves(KINDS[kind].get("erase", ""), 130, 64, 64, strong, torch.bfloat16)
         x = {name: z.to(DEVICE) for name, z in x.items()}

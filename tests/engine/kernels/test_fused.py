@@ -1,4 +1,4 @@
-"""The kernels around the memory (solver, delta columns, short convolution), each against its torch definition in fused.py."""
+"""The kernels around the memory (solver, delta columns, short convolution) against their torch definitions in fused.py."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from prism.engine import fused
 from prism.engine.fused import Columns, Corrections, delta_columns, solve, solved_writes
 from prism.rules.parts import UNIT_EPS, ShortConv
 from prism.rules.rule import Span
-from tests.engine.kernels.where import STARTED, needs_kernels
+from tests.engine.kernels.where import CAN_START, needs_kernels
 from tests.helpers import assert_close, unwritten_memory_is_nan
 
 pytestmark = needs_kernels
 
-if STARTED:
+if CAN_START:
     from prism.engine.kernels.columns import columns
     from prism.engine.kernels.short_conv import short_conv
     from prism.engine.kernels.solver import solve as solve_by_kernel
@@ -48,7 +48,7 @@ def test_solver(solver: str, gain: bool, nonlinearity: bool, scaled: bool) -> No
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_solver_is_a_proper_operator_and_means_the_rules_loop() -> None:
+def test_solver_is_a_proper_operator_and_equals_its_torch_loop() -> None:
     v, u, p = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1, 2, 4)
     beta = torch.rand(1, 2, 1, 2)
     given = [z.requires_grad_() for z in (v, u, p, beta)]
@@ -60,7 +60,7 @@ def test_solver_is_a_proper_operator_and_means_the_rules_loop() -> None:
 def draw_columns(
     T: int, H: int, K: int, V: int, later: int, own_keys: bool, anchored: bool, gains: bool
 ) -> tuple[Tensor | None, ...]:
-    """mixed, β, and of the later writes keys, expected, gains, β and γ, in float64."""
+    """mixed and β, and the keys, expected values, gains, β and γ of the later writes, in float64."""
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(2, T, *shape, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_columns_are_a_proper_operator() -> None:
 
 
 @pytest.mark.parametrize("given", [(1,), (2,), (4,), (6,), (1, 6)])
-def test_columns_of_which_few_want_a_gradient(given: tuple[int, ...]) -> None:
+def test_columns_of_which_only_some_want_a_gradient(given: tuple[int, ...]) -> None:
     tensors = draw_columns(5, 2, 16, 20, 2, True, True, True)
     exact = [z for i, z in enumerate(tensors) if z is not None and z.requires_grad_(i in given).requires_grad]
     single = tuple(None if z is None else z.detach().float().requires_grad_(z.requires_grad) for z in tensors)
@@ -151,7 +151,7 @@ def test_columns_of_which_few_want_a_gradient(given: tuple[int, ...]) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
-def test_columns_that_nobody_used_have_no_gradient() -> None:
+def test_unused_columns_have_no_gradient() -> None:
     mixed, beta, *_ = draw_columns(3, 1, 16, 16, 0, False, False, False)
     assert mixed is not None and beta is not None
     single = (mixed.float().requires_grad_(), beta.float().requires_grad_(), *[None] * 5)
@@ -189,19 +189,19 @@ def test_short_convolution_is_a_proper_operator() -> None:
     torch.library.opcheck(short_conv.registered, (x, weight, None, None, None, True))
 
 
-def test_a_convolution_whose_window_wants_a_gradient_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convolution_whose_state_wants_a_gradient_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=torch.device("cuda", 0))
     window = torch.zeros(1, 3, 3)
     assert fused.use_conv_kernel(on_gpu, window)
-    assert not fused.use_conv_kernel(on_gpu, window.requires_grad_()), "the kernel has none for it"
+    assert not fused.use_conv_kernel(on_gpu, window.requires_grad_()), "the kernel has no gradient for it"
 
 
 @pytest.mark.parametrize("options", [{"preset": "lm"}, {"preset": "paper"}, {"preset": "lm", "steps": 1}])
-def test_a_layer_on_these_kernels_is_the_layer_in_torch(
+def test_a_layer_on_these_kernels_equals_the_layer_in_torch(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the layer is computed again for its gradients."""
+    """Also under gradient checkpointing."""
     mixer = prism.Mixer("prism", 32, 2, **options)
     x = torch.randn(2, 9, 32)
 

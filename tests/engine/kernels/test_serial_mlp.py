@@ -1,5 +1,7 @@
-"""The kernels of the serial form: on a GPU, and on the CPU through Triton's interpreter (in a process of its own: Triton
-decides when it is imported)."""
+"""The kernels of the serial form, on a GPU and in Triton's interpreter.
+
+The interpreter runs in a separate process, because Triton chooses it when it is imported.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def errors(
             loss_scale,
         )
         update = InnerUpdate(x["q"], x["k"], x["v"], x["rate"], network, Averaged(x["tau"]), 1, None, mask)
-        # From a state on, so that its gradient is taken too.
+        # Two calls, so that the gradient of the state is checked too.
         o, state = prism.memory(update, None, form, backend)
         again, state = prism.memory(update, state, form, backend)
         outputs = {"o": o, "again": again, **state}
@@ -79,10 +81,10 @@ def check(device: str, cases: list[dict]) -> None:
     for case in cases:
         plain = errors(device, "torch", **case)
         for name, error in errors(device, "triton", **case).items():
-            assert error <= max(1e-5, 3 * plain[name]), f"{case} {name}: {error:.2g}, torch loses {plain[name]:.2g}"
+            assert error <= max(1e-5, 3 * plain[name]), f"{case} {name}: {error:.2g}, torch has {plain[name]:.2g}"
 
 
-@pytest.mark.skipif(os.environ.get("PRISM_TEST_GPU") == "1", reason="the interpreter is `make test`'s")
+@pytest.mark.skipif(os.environ.get("PRISM_TEST_GPU") == "1", reason="`make test` runs the interpreter")
 def test_kernels_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="Triton is for Linux")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -96,7 +98,7 @@ def test_kernels_on_a_gpu() -> None:
     check("cuda", SMALL + LARGE)
 
 
-def test_without_a_gpu_the_kernels_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "INTERPRETED", False)
     q = torch.zeros(1, 2, 1, 16)
     network = Network((torch.zeros(1, 16, 64), torch.zeros(1, 64, 16)))

@@ -1,4 +1,4 @@
-"""Where the kernels run, and the mark of tests that start them."""
+"""The device on which kernels run, and the mark of tests that start kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from prism.engine.kernels import available
 
-STARTED = available.PROBLEM is None and (available.INTERPRETED or torch.cuda.is_available())
-DEVICE = "cuda" if STARTED and not available.INTERPRETED else "cpu"
+CAN_START = available.PROBLEM is None and (available.INTERPRETED or torch.cuda.is_available())
+DEVICE = "cuda" if CAN_START and not available.INTERPRETED else "cpu"
 
-needs_kernels = pytest.mark.skipif(not STARTED, reason="needs Triton's interpreter or a GPU")
+needs_kernels = pytest.mark.skipif(not CAN_START, reason="needs Triton's interpreter or a GPU")

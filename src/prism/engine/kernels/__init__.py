@@ -1,16 +1,17 @@
 """Triton kernels: the linear memory with one decay per head, and the operations around it.
 
 **The chunk form** that all kernels of the memory share. A token has J *columns*: keys X_j, written with values Y_j. With an
-erase, column 0 is special. It looks up B (X_0 itself, unless the update has its own erase direction) and writes what is
-left:
+erase, column 0 is special. It looks up B (X_0 itself, unless the update has a separate erase direction) and writes the
+remainder:
 
     Y_0 = W_0 - β ⊙ R,     R = (B ⊙ e^G) S + Σ_j tril(B X_jᵀ ⊙ Γ, -1) Y_j,        Y_j = W_j for j > 0
         = T⁻¹ (W_0 - β ⊙ [(B ⊙ e^G) S + Σ_{j>0} tril(B X_jᵀ ⊙ Γ, -1) W_j]),       T = I + β ⊙ tril(B X_0ᵀ ⊙ Γ, -1)
     O  = (Q ⊙ e^G) S + Σ_j tril(Q X_jᵀ ⊙ Γ) Y_j
     S' = e^{G_C} S + Σ_j (X_j ⊙ e^{G_C - G})ᵀ Y_j
 
-S is the state before a chunk and S' after it, G the log-decays summed inside the chunk, and Γ what is left of each column's
-write at each row. PRISM with L writes has J = L columns, and the same triangular matrix T as Gated DeltaNet.
+S is the state before a chunk and S' after it, G the cumulative log-decay inside the chunk, and Γ the fraction of each
+column's write that remains at each row. PRISM with L writes has J = L columns, and the same triangular matrix T as Gated
+DeltaNet.
 
 **One call.** `engine.dispatch` asks `serve.py` whether the kernels serve an update. `serve.py` turns the update into
 `KernelInputs` and calls the operator in `memory.py`, which runs the passes in order:
@@ -19,22 +20,23 @@ write at each row. PRISM with L writes has J = L columns, and the same triangula
     backward    a scan that carries the state's gradient back, then queries, writes and decays of all chunks in parallel
 
 A long sequence with few heads is cut into segments that run in parallel. Tile sizes come from a table of measured
-configurations; nothing is tuned at run time. The first call of a kind compiles all its kernels at once.
+configurations; nothing is tuned at run time. The first call of a kind compiles all its kernels in parallel.
 
 | file | what it holds |
 |---|---|
 | available.py | whether kernels can run here: versions, device, tile widths |
-| serve.py | which updates are served, and how an `Update` becomes `KernelInputs` |
+| serve.py | which updates the kernels serve, and how an `Update` becomes `KernelInputs` |
 | memory.py | the chunk operator: torch registration, order of the passes |
 | launch.py | `KernelInputs`, scratch memory and grids of each pass |
-| forward.py, backward_scan.py, backward_tokens.py, tiles.py | the kernels of these passes, and what they share |
+| forward.py, backward_scan.py, backward_tokens.py | the kernels of these passes |
+| tiles.py | device functions that these kernels share |
 | segments.py | how a sequence is cut into segments, and the kernel that links them |
-| decode.py | one token at a time: kernel, launch, operator |
-| short_conv.py, solver.py, columns.py | operations around the memory (definitions: `engine/fused.py`), likewise whole |
-| serial_mlp.py | online gradient descent of a two-layer network, likewise whole |
+| decode.py | one token at a time: kernel, launch and operator |
+| short_conv.py, solver.py, columns.py | the same three for each operation around the memory (defined in `engine/fused.py`) |
+| serial_mlp.py | the same three for online gradient descent of a two-layer network |
 | configurations.py | measured tile sizes per shape and GPU |
 | runtime.py | compiling and starting kernels; `Operator`, the shortest path from torch to them |
-| compat.py | every private Triton call, with its fallback |
+| compat.py | private Triton calls, each with a fallback |
 | fla.py | decays per key channel, through flash-linear-attention |
 
 Modules with kernels import Triton. Others import them inside functions, because `import prism` must not import Triton.

@@ -1,4 +1,4 @@
-"""Whether the Triton kernels can run here: installed versions, the device, and the widths of their tiles."""
+"""Check whether the Triton kernels can run here: installed versions, the device, and the widths of their tiles."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 TORCH = (2, 6)
-"""The oldest torch that the kernels run with."""
+"""The oldest torch that the kernels support."""
 TRITON = (3, 6), (3, 10)
-"""The oldest Triton that they run with, and the first that they were not tried with: `compat.py` calls private functions."""
+"""The oldest Triton that the kernels support, and the first untested one: `compat.py` calls private functions."""
 
 
 def installed_version(*distributions: str) -> tuple[int, int] | None:
@@ -36,7 +36,7 @@ def _numbers(version: str) -> tuple[int, int]:
 
 
 def find_problem() -> str | None:
-    """Why the kernels cannot run with the installed versions and what to install, in one clause, or None."""
+    """Why the kernels cannot run with the installed versions, and what to install, in one clause; None if they can."""
     (major, minor), oldest, newest = TORCH, TRITON[0], TRITON[1]
     if _numbers(torch.__version__) < TORCH:
         return f"needs torch {major}.{minor} or newer (pip install 'torch>={major}.{minor}'), not {torch.__version__}"
@@ -51,7 +51,7 @@ def find_problem() -> str | None:
 PROBLEM = find_problem()
 """None if the kernels can run."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Triton reads the variable once, when it is imported; so does this."""
+"""Whether Triton's interpreter runs the kernels. Read once, as Triton does when it is imported."""
 
 _warned = False
 
@@ -72,33 +72,33 @@ def outdated(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
 
 
-_bound = threading.local()
+_initialised = threading.local()
 
 
-def _bind(device: torch.device) -> None:
-    """Give this thread a CUDA context, without which tensors cannot be described to a kernel. A thread has none before torch
-    starts something on it, and the first thing that an autograd thread starts may be one of our kernels."""
-    if device not in (devices := _bound.__dict__.setdefault("devices", set())):
+def _create_context(device: torch.device) -> None:
+    """Give this thread a CUDA context, which tensor descriptors need. A thread has none until torch starts something on it,
+    and the first thing that an autograd thread starts may be one of our kernels."""
+    if device not in (devices := _initialised.__dict__.setdefault("devices", set())):
         torch.zeros(1, device=device)
         devices.add(device)
 
 
 def device_guard(z: Tensor) -> AbstractContextManager[None]:
-    """A context in which kernels start on z's device (they start on torch's current device)."""
+    """A context manager that makes z's device current, because kernels start on torch's current device."""
     if z.is_cuda:
-        _bind(z.device)
+        _create_context(z.device)
     elsewhere = z.is_cuda and z.device.index != torch.cuda.current_device()
     return torch.cuda.device(z.device) if elsewhere else nullcontext()
 
 
-def widths(key_dim: int, value_dim: int, on_gpu: bool) -> tuple[int, int]:
-    """K and V as the chunk kernels compute them. On a GPU only tile sides that were checked on one are used: both are 32, or
-    both at least 64 (Triton 3.6 compiled 32 keys with 64 values into an illegal access on an H200)."""
-    K, V = padded(key_dim), padded(value_dim)
+def tile_widths(key_dim: int, value_dim: int, on_gpu: bool) -> tuple[int, int]:
+    """K and V as padded for the chunk kernels. On a GPU, only sizes that were checked on one: both 32, or both at least 64
+    (Triton 3.6 compiled 32 keys with 64 values into an illegal access on an H200)."""
+    K, V = tile_width(key_dim), tile_width(value_dim)
     least = 16 if not on_gpu else 32 if max(K, V) <= 32 else 64
     return max(K, least), max(V, least)
 
 
-def padded(width: int) -> int:
-    """Tiles are powers of two and at least 16 wide."""
+def tile_width(width: int) -> int:
+    """`width` rounded up to a power of two, at least 16: what a tile can hold."""
     return max(16, 1 << (width - 1).bit_length())

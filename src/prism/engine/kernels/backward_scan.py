@@ -1,16 +1,16 @@
-"""Backward passes over the chunks: the state's gradient from the last chunk to the first, and the gates' gradient.
+"""Backward kernels over the chunks: the state's gradient from the last chunk to the first, and the gates' gradient.
 
 **Scan** (serial, the state's gradient in registers):
 
     dY_0 = N_0ᵀ dO + (X_0 ⊙ e^{G_C - G}) dS'        dU = T⁻ᵀ dY_0, the gradient of W_0        dR = -β ⊙ dU
     dS   = e^{G_C} dS' + (Q ⊙ e^G)ᵀ dO + (B ⊙ e^G)ᵀ dR
 
-dU is itself a result (the gradient of the first write). It and dS' every SAVED chunks are all that `backward_tokens.py`
-needs. As in `forward.py`, everything with a value column is held transposed.
+dU is itself a result (the gradient of the first write). `backward_tokens.py` needs only dU, and dS' every SAVED chunks. As
+in `forward.py`, everything with value channels is held transposed.
 
-**Decay** (the last step): from the partial sums of all kernels to the gradient of each token's log-decay. Since
-G_i = Σ_{t ≤ i} g_t, dg_t collects dG_i of all rows i ≥ t of its chunk. What e^{G_C - G_j} multiplies also decays at every
-row t > j, and the decay of the incoming state involves all rows.
+**Decay** (the last pass): from the partial sums of all kernels to the gradient of each token's log-decay. Since
+G_i = Σ_{t ≤ i} g_t, dg_t collects dG_i of all rows i ≥ t of its chunk. Terms with the factor e^{G_C - G_j} also decay at
+every row t > j, and the decay of the incoming state involves all rows.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import triton.language as tl
 from prism.engine.kernels.tiles import borders, load_gate, load_rows, store_rows
 
 
+# Repeats the argument list of `forward_scan_kernel`: a Triton kernel takes no structures.
 @triton.jit(do_not_specialize=["T", "H", "padded", "per_segment", "segments"])
 def backward_scan_kernel(
     q,
@@ -78,7 +79,7 @@ def backward_scan_kernel(
         chunk = bh * chunks + n
         from_start, to_end, carried = borders(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS)
         outgoing = dS.to(x.dtype)
-        if SAVED:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if SAVED:  # noqa: SIM102 (the outer condition is a compile-time constant)
             if n % SAVED == SAVED - 1:
                 d_states.store([chunk // SAVED * V + first_column, 0], outgoing)
         asked = load_rows(q, b, t, h * K, C, K)
@@ -122,8 +123,8 @@ def backward_decay_kernel(
     STEP: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """One chunk and head. Partial sums, added up in a fixed order: `d_cumulated` `[SLABS, K/BK, B, H, padded]` (queries, the
-    erase if there is one, columns), `tails` `[J, K/BK, B, H, padded]`, `touched` `[K/BK, B, H, chunks]`."""
+    """One program per chunk and head. Partial sums, added in a fixed order: `d_cumulated` `[SLABS, K/BK, B, H, padded]` (of
+    queries, of the erase if there is one, of columns), `tails` `[J, K/BK, B, H, padded]`, `touched` `[K/BK, B, H, chunks]`."""
     chunks = padded // C
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h, t = bh // H, bh % H, n * C

@@ -1,23 +1,23 @@
-"""Backward passes over the tokens, all chunks in parallel: gradients of queries, keys, values and strengths.
+"""Backward kernels over the tokens, all chunks in parallel: gradients of queries, keys, values and strengths.
 
-**Queries** (one program per chunk, head and side): what each query and each erase looked up.
+**Queries** (one program per chunk, head and side): the gradients of each query and of each erase's lookup.
 
     dN_j = dO Y_jᵀ ⊙ Γ        dQ = Σ_j dN_j X_j + e^G ⊙ dO Sᵀ
     dM_j = dR Y_jᵀ ⊙ Γ        dB = Σ_j dM_j X_j + e^G ⊙ dR Sᵀ        dR = -β ⊙ dU        dβ = -⟨B, the same with dU⟩
 
 An erase is a query whose answer is fed back. One function serves both, in neighbouring programs that find each other's tiles
-in the L2 cache. Gates only ever multiply rows of Q and B by e^G and rows of X_j by e^-G, so that
+in the L2 cache. Gates only multiply rows of Q and B by e^G and rows of X_j by e^-G, so that
 
     dG_i = ⟨q_i, dq_i⟩ + ⟨b_i, db_i⟩ - Σ_j ⟨x_ij, dx_ij⟩        (dB and dX_0 taken separately even where B is X_0)
 
-and no C × C matrix is needed for it.
+and dG needs no C × C matrix.
 
 **Writes** (one program per chunk, head and column):
 
     dX_j = dN_jᵀ Q + dM_jᵀ B + e^{G_C - G} ⊙ Y_j dS'ᵀ         (where B is X_0, dB is added to dX_0)
     dW_j = N_jᵀ dO + M_jᵀ dR + e^{G_C - G} ⊙ X_j dS'          for j > 0; dW_0 = dU is known
 
-No product's left factor is ever the transpose of another product's result: Triton 3.4 to 3.7.0 miscompiles that on Hopper.
+No product's left factor is the transpose of another product's result: Triton 3.4 to 3.7.0 miscompiles that on Hopper.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def looked_up(
     APART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient `[C, BK]` of what asked, from the gradient of what was answered, and ⟨asked, gradient⟩ `[C]`.
+    """The gradient `[C, BK]` of a query or lookup, from the gradient of its answer, and ⟨query, gradient⟩ `[C]`.
 
-    `values` are column 0's, the others' are in `w`. APART: the product without what a query sees of its own token's writes.
-    No gate touches that; it would only be the difference of two large numbers later (`column_gradients` leaves it out too)."""
+    `values` are those of column 0, the others are in `w`. APART: the inner product leaves out what a query sees of its own
+    token's writes. No gate multiplies that part; later it would only be the difference of two large numbers
+    (`column_gradients` leaves it out too)."""
     grad = tl.zeros((C, BK), tl.float32)
     gram = tl.zeros((C, C), tl.float32)
     for v in range(0, V, BV):
@@ -161,8 +162,9 @@ def backward_queries_kernel(
     elif ERASE:
         looking = x if TIED else erase_key
         first = h * (J * K) if TIED else h * K
-        # β goes in before the product is rounded, as in `column_gradients`: the two halves of dG cancel only what was rounded
-        # alike. Where it is too small to be divided out of dβ again it goes in later: what does not cancel is then as small.
+        # β multiplies before the product is rounded, as in `column_gradients`: the two halves of dG cancel only if both were
+        # rounded in the same way. Where β is too small to be divided out of dβ again, it multiplies later: what does not
+        # cancel is then equally small.
         beta = tl.full((C,), 1.0, tl.float32)
         if STRENGTH:
             beta = load_gate(strengths, bh, t, padded, C)
@@ -244,7 +246,8 @@ def column_gradients(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """FED: column 0, which the erase feeds (`values` are Y_0); any other column has its values in w, and dW_j to find."""
+    """The gradients of one column. FED: column 0, which the erase feeds (`values` are Y_0). For any other column `values` are
+    w, and dW_j is computed too."""
     BLOCKS: tl.constexpr = K // BK
     SIDES: tl.constexpr = 2 if ERASE else 1
     chunks = padded // C
@@ -256,7 +259,7 @@ def column_gradients(
     value = h * V if FED else (h * J + j) * V
     place = ((j * BLOCKS + block) * heads + bh).to(tl.int64) * padded + t + tl.arange(0, C)
 
-    # Over all value channels: the outgoing state's share of dX_j, and the gradients of the two grams below.
+    # Over all value channels: the outgoing state's part of dX_j, and the gradients of the two grams below.
     dx = tl.zeros((C, BK), tl.float32)
     d_gram_q = tl.zeros((C, C), tl.float32)
     d_gram_b = tl.zeros((C, C), tl.float32)
@@ -289,7 +292,7 @@ def column_gradients(
         dx = tl.dot((d_gram_b * strict).to(x.dtype), lookup, dx, input_precision=PRECISION)
     if DECAY:
         tl.store(tails + place, tail)
-        if BK <= 64:  # without the keys' registers from above until here a third program fits onto a multiprocessor
+        if BK <= 64:  # loaded again: not keeping the keys in registers lets a third program fit on a multiprocessor
             keys = load_rows(x, b, t, key + k, C, BK)
         tl.store(
             d_cumulated + (SIDES * BLOCKS * heads).to(tl.int64) * padded + place,
@@ -320,6 +323,7 @@ def column_gradients(
             store_rows(d_w, b, t, value + v, dw, C, BV)
 
 
+# Repeats the argument list of `backward_queries_kernel`: a Triton kernel takes no structures.
 @triton.jit(do_not_specialize=["T", "H", "padded"])
 def backward_writes_kernel(
     q,

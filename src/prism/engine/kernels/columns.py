@@ -1,10 +1,10 @@
-"""From a delta rule's projections to the columns that its memory reads, in one pass, and back.
+"""Compute the columns that a delta rule's memory reads from its projections in one pass, with gradients.
 
     q = K^-½ · unit(q̃)        k_1 = unit(k̃)        w_1 = β v        k_l = unit(k̃_l),  w_l = the solver's writes of v - u
 
-q̃, k̃ and v are stored in one row per token, as the convolution before writes them, and so is their gradient. In torch, the
+q̃, k̃ and v are stored in one row per token, as the preceding convolution writes them, and so is their gradient. In torch, the
 norms, the scalings and the concatenation of first and later columns move each of these tensors several times. One program
-takes ROWS tokens of one head. The backward saves the inputs alone. The definition in torch is `delta_columns` in
+takes ROWS tokens of one head. Only the inputs are saved for the backward. The definition in torch is `delta_columns` in
 `engine/fused.py`.
 """
 
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prism.engine.kernels.available import device_guard, padded
+from prism.engine.kernels.available import device_guard, tile_width
 from prism.engine.kernels.runtime import (
     Operator,
     all_contiguous_aligned,
@@ -29,9 +29,9 @@ from prism.engine.kernels.solver import (
     Grid,
     differentiate_solution,
     empty_like,
-    grid,
     scale_shares,
     summed_shares,
+    token_grid,
     tokens_of_a_head,
     write_solution,
 )
@@ -39,12 +39,13 @@ from prism.engine.kernels.solver import (
 
 @triton.jit
 def unit(x, eps):
-    """Rows over their length."""
+    """Rows divided by their length."""
     return x * tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
 
 
 @triton.jit
 def differentiate_unit(x, d_y, eps):
+    """The gradient of x, from that of `unit(x, eps)`."""
     shrink = tl.rsqrt(tl.sum(x * x, 1) + eps)[:, None]
     y = x * shrink
     return shrink * (d_y - y * tl.sum(y * d_y, 1)[:, None])
@@ -85,8 +86,8 @@ def columns_kernel(
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
-    """mixed `[rows, H·(K + K + V)]`, β `[rows, H]`; of the N later writes keys `[rows, H, N, K]` (None: along the first key),
-    u `[rows, H, V]`, p `[rows, H, N, V]`, betas `[rows, H, N]`, γ `[N, H, V]` → q `[rows, H, K]`, k and w of 1 + N columns."""
+    """mixed `[rows, H·(K + K + V)]`, β `[rows, H]`; of the N later writes keys `[rows, H, N, K]` (None: the first key), u
+    `[rows, H, V]`, p `[rows, H, N, V]`, betas `[rows, H, N]`, γ `[N, H, V]` → q `[rows, H, K]`, k and w of 1 + N columns."""
     h, head, known = tokens_of_a_head(rows, H, ROWS)
     c, v = tl.arange(0, BK), tl.arange(0, BV)
     narrow, wide = known[:, None] & (c < K)[None, :], known[:, None] & (v < V)[None, :]
@@ -108,6 +109,7 @@ def columns_kernel(
         write_solution(value, p, betas, scale, w, head, h, v, wide, known, H, N, 1, V, GELU, NONLINEAR)
 
 
+# Repeats the argument list of `columns_kernel`: a Triton kernel takes no structures.
 @triton.jit(do_not_specialize=["rows", "H"])
 def columns_backward_kernel(
     mixed,
@@ -179,32 +181,32 @@ def columns_backward_kernel(
 
 
 class ColumnInputs(NamedTuple):
-    """What the kernels read: q̃, k̃ and v of a token in one row, β, and PRISM's N later writes."""
+    """Inputs of the kernels: q̃, k̃ and v of a token in one row, β, and PRISM's N later writes."""
 
     mixed: Tensor  # […, H·(K + K + V)]
     beta: Tensor  # […, H]
-    keys: Tensor | None  # […, H, N, K]; None: along the first key
+    keys: Tensor | None  # […, H, N, K]; None: the first key
     u: Tensor | None  # […, H, V]
     p: Tensor | None  # […, H, N, V]
     betas: Tensor | None  # […, H, N]
     scale: Tensor | None  # γ, [N, H, V]
 
 
-GIVEN = len(ColumnInputs._fields)
+INPUT_COUNT = len(ColumnInputs._fields)
 
 
 def _columns(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`ColumnInputs` and options → q `[…, H, K]`, k `[…, H, 1 + N, K]` and w `[…, H, 1 + N, V]`."""
-    given = ColumnInputs(*all_contiguous_aligned(*inputs[:GIVEN]))
-    q, k, w = _columns_shapes(*given, *inputs[GIVEN:])
-    where, numbers, constants = _layout(given, *inputs[GIVEN:])
+    given = ColumnInputs(*all_contiguous_aligned(*inputs[:INPUT_COUNT]))
+    q, k, w = _columns_shapes(*given, *inputs[INPUT_COUNT:])
+    grid, numbers, constants = _layout(given, *inputs[INPUT_COUNT:])
     with device_guard(given.mixed):
-        columns_kernel[(where.programs,)](*given, q, k, w, *numbers, **constants)
+        columns_kernel[(grid.programs,)](*given, q, k, w, *numbers, **constants)
     return q, k, w
 
 
 def _columns_shapes(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    given, key_dim = ColumnInputs(*inputs[:GIVEN]), inputs[GIVEN]
+    given, key_dim = ColumnInputs(*inputs[:INPUT_COUNT]), inputs[INPUT_COUNT]
     lead, J = given.beta.shape, 1 if given.betas is None else 1 + given.betas.shape[-1]
     value_dim, new = given.mixed.shape[-1] // lead[-1] - 2 * key_dim, given.mixed.new_empty
     return new(*lead, key_dim), new(*lead, J, key_dim), new(*lead, J, value_dim)
@@ -212,18 +214,18 @@ def _columns_shapes(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _columns_backward(d_q: Tensor, d_k: Tensor, d_w: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """The gradients of `ColumnInputs`."""
-    d_q, d_k, d_w, *tensors = all_contiguous_aligned(d_q, d_k, d_w, *inputs[:GIVEN])
+    d_q, d_k, d_w, *tensors = all_contiguous_aligned(d_q, d_k, d_w, *inputs[:INPUT_COUNT])
     given = ColumnInputs(*tensors)
-    where, numbers, constants = _layout(given, *inputs[GIVEN:])
+    grid, numbers, constants = _layout(given, *inputs[INPUT_COUNT:])
     grads = [empty_like(z) for z in given[:-1]]
-    shares = scale_shares(given.scale, where)
+    shares = scale_shares(given.scale, grid)
     with device_guard(given.mixed):
-        columns_backward_kernel[(where.programs,)](*given, d_q, d_k, d_w, *grads, shares, *numbers, **constants)
+        columns_backward_kernel[(grid.programs,)](*given, d_q, d_k, d_w, *grads, shares, *numbers, **constants)
     return all_present((*grads, summed_shares(shares, given.scale)), given.mixed)
 
 
 def _columns_backward_shapes(d_q: Tensor, d_k: Tensor, d_w: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    given = ColumnInputs(*inputs[:GIVEN])
+    given = ColumnInputs(*inputs[:INPUT_COUNT])
     return tuple(gradient_like(z, given.mixed) for z in given)
 
 
@@ -233,24 +235,24 @@ def _layout(
     """The grid, the numbers and the constants of a launch."""
     H = given.beta.shape[-1]
     tokens, V = given.beta.numel() // H, given.mixed.shape[-1] // H - 2 * K
-    narrow, wide = padded(K), padded(V)
-    where = grid(tokens, H, max(narrow, wide))
+    narrow, wide = tile_width(K), tile_width(V)
+    grid = token_grid(tokens, H, max(narrow, wide))
     constants = {
         "N": 0 if given.betas is None else given.betas.shape[-1],
         "K": K,
         "BK": narrow,
         "V": V,
         "BV": wide,
-        "ROWS": where.per_program,
+        "ROWS": grid.per_program,
         "GELU": gelu,
         "NONLINEAR": nonlinear,
     }
-    return where, (query_scale, eps, tokens, H), constants
+    return grid, (query_scale, eps, tokens, H), constants
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:GIVEN])
-    ctx.options = inputs[GIVEN:]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:INPUT_COUNT])
+    ctx.options = inputs[INPUT_COUNT:]
 
 
 def _differentiate(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -258,19 +260,19 @@ def _differentiate(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
     return *only_given(given, columns_backward(*d_outputs, *given, *ctx.options)), *[None] * len(ctx.options)
 
 
-_INPUTS = f"{schema_of(ColumnInputs)}, int key_dim, float query_scale, float eps, bool gelu, bool nonlinear"
+_INPUT_SCHEMA = f"{schema_of(ColumnInputs)}, int key_dim, float query_scale, float eps, bool gelu, bool nonlinear"
 
 columns_backward = Operator(
     "prism::columns_backward",
     _columns_backward,
     _columns_backward_shapes,
-    schema=f"(Tensor d_q, Tensor d_k, Tensor d_w, {_INPUTS}) -> ({', '.join(['Tensor'] * GIVEN)})",
+    schema=f"(Tensor d_q, Tensor d_k, Tensor d_w, {_INPUT_SCHEMA}) -> ({', '.join(['Tensor'] * INPUT_COUNT)})",
 )
 columns = Operator(
     "prism::columns",
     _columns,
     _columns_shapes,
-    _keep,
+    _setup_context,
     _differentiate,
-    schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_INPUT_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )

@@ -1,7 +1,8 @@
-"""Every call into Triton's private interface, each with a fallback to its public one.
+"""Call Triton's private interface, each call with a fallback to the public one.
 
-These calls are known to work with the versions that `available.py` admits. Where a version lacks one of them, kernels are
-started as `kernel[grid](…)` and descriptors are built by their constructor: slower on the host, with the same results.
+This is separate from `engine/compat.py` (torch) because it imports Triton, which `import prism` must not do. The calls work
+with the versions that `available.py` admits. Where a version lacks one of them, kernels are started as `kernel[grid](…)` and
+descriptors are built by their constructor: slower on the host, with the same results.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def compiles_ahead() -> bool:
 
 
 def asynchronous(threads: Executor) -> AbstractContextManager[Any]:
-    """A context in which `compile_ahead` returns at once and compiles on `threads`."""
+    """A context in which `compile_ahead` returns immediately and compiles on `threads`."""
     return triton.AsyncCompileMode(threads)
 
 
@@ -40,10 +41,10 @@ def compile_ahead(kernel: Any, count: int, arguments: Sequence[Any], options: di
 
 
 def startable(kernel: Any) -> Any:
-    """A compiled kernel that `kernel[grid](*arguments, *constants)` starts without a look at its arguments, or None.
+    """The compiled kernel, which `kernel[grid](*arguments, *constants)` starts without inspecting its arguments, or None.
 
-    None where Triton returned nothing of the kind: the interpreter compiles nothing. A kernel that another thread or an
-    interrupted call is still compiling is waited for.
+    None where Triton returned no compiled kernel: the interpreter compiles nothing. Waits for a kernel that another thread or
+    an interrupted call is still compiling.
     """
     if hasattr(kernel, "result"):
         kernel = kernel.result()
@@ -51,12 +52,12 @@ def startable(kernel: Any) -> Any:
 
 
 def build_launcher(compiled: Any) -> None:
-    """Build the host's side of a launch now, which takes a C compiler half a second; otherwise the first start does."""
+    """Build the host side of a launch now (half a second of a C compiler); otherwise the first start does."""
     getattr(compiled, "run", None)
 
 
-def _is_its_fields() -> bool:
-    """Whether a descriptor has no state but its dataclass fields, so that copying those copies the descriptor."""
+def _has_only_fields() -> bool:
+    """Whether a descriptor's only state is its dataclass fields, so that copying those copies the descriptor."""
     fields = getattr(TensorDescriptor, "__dataclass_fields__", {})
     if "base" not in fields:
         return False
@@ -65,7 +66,7 @@ def _is_its_fields() -> bool:
 
 
 def copied_descriptor(template: TensorDescriptor, z: Tensor) -> TensorDescriptor:
-    """The template on a tensor's memory, without checking it again: there are dozens of these to a call."""
+    """The template's descriptor for z's memory, without checking it again: a call needs dozens of these."""
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(template.__dict__)
     descriptor.base = z
@@ -73,8 +74,8 @@ def copied_descriptor(template: TensorDescriptor, z: Tensor) -> TensorDescriptor
 
 
 def built_descriptor(template: TensorDescriptor, z: Tensor) -> TensorDescriptor:
-    """The same through the constructor."""
+    """The template's descriptor for z's memory, by the public constructor."""
     return TensorDescriptor(z, template.shape, template.strides, template.block_shape)
 
 
-descriptor_on = copied_descriptor if _is_its_fields() else built_descriptor
+descriptor_on = copied_descriptor if _has_only_fields() else built_descriptor

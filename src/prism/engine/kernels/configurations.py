@@ -1,9 +1,8 @@
 """Tile sizes of each kernel: measured per (K, V, columns, architecture), never tuned at run time.
 
-A `Tiling` says how many value (or key) channels one program takes, how many warps it has and how many loads it keeps ahead.
-`benchmarks/tune.py` measures tilings on the GPU at hand and prints rows for `MEASURED`; every row here has passed the
-float64 check of `benchmarks/gpu.py` on that architecture (a Triton version can compile one tiling wrongly and the next one
-right).
+`benchmarks/tune.py` measures tilings on the current GPU and prints rows for `MEASURED`. Every row here has passed the
+float64 check of `benchmarks/gpu.py` on that architecture: a Triton version can compile one tiling wrongly and the next one
+correctly.
 """
 
 from __future__ import annotations
@@ -17,18 +16,22 @@ import torch
 
 @dataclass(frozen=True)
 class Tiling:
+    """The channels of one program, its warps, and how it loads."""
+
     block: int
+    """Value (or key) channels per program."""
     warps: int = 4
     stages: int = 1
+    """Loads that are prefetched (software pipelining)."""
     registers: int | None = None
-    """Registers per thread at most: fewer let another program onto a multiprocessor, at the price of spilling some."""
+    """Upper bound of registers per thread. Fewer let another program run on a multiprocessor, but may spill."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The two scans go in steps of `step` tokens, the parallel passes in chunks of `chunk` (a multiple).
+    """Tile sizes of all passes. The two scans use chunks of `step` tokens, the parallel passes of `chunk`, a multiple.
 
-    All passes are cut along V; `backward_queries` and `backward_writes` also by `key_block` along K.
+    All passes are split along V; `backward_queries` and `backward_writes` also by `key_block` along K.
     """
 
     forward_scan: Tiling
@@ -51,10 +54,9 @@ _HOPPER_64 = replace(
     backward_queries=Tiling(64, stages=2, registers=128),
     backward_writes=Tiling(64, stages=2, registers=168),
 )
-# Where the tiles of many columns leave room for too few programs on a multiprocessor: half as many tokens at a time.
+# Tiles of many columns leave room for too few programs per multiprocessor: half as many tokens per step.
 _SHORT, _SHORT_64 = replace(_HOPPER, step=16), replace(_HOPPER_64, step=16)
 
-# (K, V, columns, architecture) -> what was fastest there in bfloat16.
 MEASURED: dict[tuple[int, int, int, str], Configuration] = {
     (64, 64, 1, "sm90"): _HOPPER_64,
     (64, 64, 2, "sm90"): _SHORT_64,
@@ -65,6 +67,7 @@ MEASURED: dict[tuple[int, int, int, str], Configuration] = {
     (128, 128, 3, "sm90"): _HOPPER,
     (128, 128, 4, "sm90"): _SHORT,
 }
+"""(K, V, columns, architecture) → the configuration that was fastest in bfloat16."""
 
 _forced: list[Configuration] = []
 
@@ -75,18 +78,18 @@ def configuration(
     """The measured configuration for these sizes, or the default one."""
     if _forced:
         return _forced[-1]
-    K, V, J = int(key_dim), int(value_dim), int(columns)  # widths are constants, also where shapes are symbols
+    K, V, J = int(key_dim), int(value_dim), int(columns)  # widths are constants even where shapes are symbolic
     found = None if dtype == torch.float32 else MEASURED.get((K, V, J, architecture(device)))
     return found or default(K, V, dtype)
 
 
 def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
-    """Small enough to compile and run for any sizes."""
-    if dtype == torch.float32:  # no tensor cores: small tiles keep the unrolled products compilable
+    """A configuration small enough to compile and run for any sizes."""
+    if dtype == torch.float32:  # no tensor cores: only small unrolled products compile
         small = Tiling(min(value_dim, 16), stages=2)
         return Configuration(small, small, small, small, step=16, chunk=32, key_block=min(key_dim, 32))
     wide = Tiling(min(value_dim, 64), stages=2)
-    if key_dim > 128:  # registers and shared memory are short
+    if key_dim > 128:  # registers and shared memory are scarce
         narrow = Tiling(min(value_dim, 32), stages=2)
         return Configuration(Tiling(wide.block), wide, narrow, narrow, prepare_warps=4)
     return Configuration(wide, wide, wide, wide, key_block=min(key_dim, 128))

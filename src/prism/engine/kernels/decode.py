@@ -1,6 +1,6 @@
-"""Decoding: tokens one after the other in one kernel, which reads the state once and writes it once.
+"""Decode tokens one after the other in one kernel, which reads the state once and writes it once.
 
-One program holds BV value columns of one head's state in registers. The arithmetic is that of the recurrent form in torch,
+One program holds BV value channels of one head's state in registers. The arithmetic is that of the recurrent form in torch,
 in float32; q, k and the erase may have fewer heads than w (head h reads group h // (H // G)).
 """
 
@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prism.engine.kernels.available import device_guard, padded
+from prism.engine.kernels.available import device_guard, tile_width
 from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, schema_of
 
 
 @triton.jit
 def load_row(tensor, row, h, H, groups, apart, ks, K: tl.constexpr):
-    """A vector of `[rows, groups, K]`, whose vectors begin `apart` numbers after one another, as float32 `[K, 1]`."""
+    """A vector of `[rows, groups, K]`, whose vectors begin `apart` elements after one another, as float32 `[K, 1]`."""
     group = h // (H // groups)
     return tl.load(tensor + (row * groups + group) * apart + ks, mask=ks < K, other=0.0).to(tl.float32)[:, None]
 
@@ -53,8 +53,8 @@ def step_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """`state` and `new_state` `[B, H, K, V]` may be the same memory. Tensors that are None are left out of the code. The
-    erase's vectors begin `b_apart` numbers after one another: it may be the first of k's, as it lies there."""
+    """`state` and `new_state` `[B, H, K, V]` may share memory. Tensors that are None are left out of the compiled code. The
+    erase's vectors begin `b_apart` elements after one another, so that it may be a view of k's first keys."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     bh = pid // BLOCKS
@@ -101,7 +101,7 @@ def step_kernel(
 
 
 class DecodeInputs(NamedTuple):
-    """What the kernel reads: an `Update`'s tensors, with heads as the update has them, and the state."""
+    """Inputs of the kernel: the tensors of an `Update`, with their own numbers of heads, and the state."""
 
     q: Tensor  # [B, T, G, K]
     k: Tensor  # [B, T·n, G, L, K]
@@ -116,20 +116,20 @@ class DecodeInputs(NamedTuple):
 
 
 def _launch(given: DecodeInputs, new_state: Tensor, substeps: int) -> Tensor:
-    """Run the kernel. Fills `new_state`, which may be the state itself, and returns the outputs `[B, T, H, V]`."""
+    """Run the kernel. Writes `new_state`, which may be the state itself, and returns the outputs `[B, T, H, V]`."""
     q, k, w, log_decay, erase_key, erase_strength, erase_write, reset, mask, state = given
     (B, T, _, K), (H, L, V) = q.shape, w.shape[2:]
     groups = {
         name: 1 if z is None else z.shape[2] for name, z in {"q": q, "k": k, "b": erase_key, "a": erase_write}.items()
     }
-    # (A contiguous tensor may have any stride where its size is 1.)
+    # `is_contiguous` first: a contiguous tensor may have any stride in a dimension of size 1.
     apart = K if erase_key is None or erase_key.is_contiguous() else erase_key.stride(2)
     o = w.new_empty(B, T, H, V)
-    block = min(padded(V), 32)
+    block = min(tile_width(V), 32)
     step_kernel[(-(-V // block) * B * H,)](
         q, k, w, log_decay, erase_key, erase_strength, erase_write, _bytes(reset), _bytes(mask), state, new_state, o,
         T=T, H=H, **{f"{name}_groups": count for name, count in groups.items()}, b_apart=apart,
-        SUBSTEPS=substeps, L=L, K=K, V=V, BK=padded(K), BV=block, num_warps=4,
+        SUBSTEPS=substeps, L=L, K=K, V=V, BK=tile_width(K), BV=block, num_warps=4,
     )  # fmt: skip
     return o
 
@@ -139,8 +139,8 @@ def _bytes(flags: Tensor | None) -> Tensor | None:
 
 
 def _aligned(tensors: Sequence[Tensor | None]) -> DecodeInputs:
-    """Contiguous and aligned tensors, except that the erase's keys may be evenly strided, as the first of k's are: decoding
-    copies nothing."""
+    """Contiguous and aligned tensors, except that the erase's keys may be evenly strided, as a view of k's first keys is: no
+    copy is made while decoding."""
     b = tensors[4]
     aligned = all_contiguous_aligned(*tensors[:4], None if _evenly_strided(b) else b, *tensors[5:])
     aligned[4] = b if aligned[4] is None else aligned[4]
@@ -155,7 +155,7 @@ def _evenly_strided(b: Tensor | None) -> bool:
 
 
 def _step(*inputs: Any) -> tuple[Tensor, Tensor]:
-    """`DecodeInputs` and n: the outputs and a new state. Has no backward."""
+    """`DecodeInputs` and n → the outputs `[B, T, H, V]` and a new state `[B, H, K, V]`. Has no backward."""
     *tensors, substeps = inputs
     given = _aligned(tensors)
     with device_guard(given.w):
@@ -169,7 +169,7 @@ def _step_shapes(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _step_in_place(*inputs: Any) -> Tensor:
-    """`step` that overwrites the state. Called by `engine.memory_`, which checks its arguments."""
+    """`step` that updates the state in-place. Called by `engine.memory_`, which checks its arguments."""
     *tensors, state, substeps = inputs
     if state.dtype != torch.float32 or not state.is_contiguous():
         raise ValueError(f"state must be contiguous float32, got {state.dtype} with strides {list(state.stride())}")
@@ -187,10 +187,10 @@ def _new_state(given: DecodeInputs) -> Tensor:
     return w.new_empty(w.shape[0], w.shape[2], given.q.shape[3], w.shape[4], dtype=torch.float32)
 
 
-_INPUTS = f"{schema_of(DecodeInputs)}, int substeps"
-_IN_PLACE = _INPUTS.replace("Tensor? state", "Tensor(a!) state")
+_INPUT_SCHEMA = f"{schema_of(DecodeInputs)}, int substeps"
+_IN_PLACE = _INPUT_SCHEMA.replace("Tensor? state", "Tensor(a!) state")
 
-step = Operator("prism::step", _step, _step_shapes, schema=f"({_INPUTS}) -> (Tensor, Tensor)")
+step = Operator("prism::step", _step, _step_shapes, schema=f"({_INPUT_SCHEMA}) -> (Tensor, Tensor)")
 step_ = torch.library.custom_op(
     "prism::step_", _step_in_place, mutates_args=("state",), schema=f"({_IN_PLACE}) -> Tensor"
 )

@@ -1,12 +1,12 @@
-"""Decays per key channel on a GPU: flash-linear-attention's kernels, where it is installed and has the memory at hand.
+"""Run decays per key channel in flash-linear-attention's kernels, where it is installed and has an operator for the update.
 
 | update | their operator |
 |---|---|
 | no erase, read after / before | GLA / RWKV-6 without its bonus |
 | erase of the undecayed state | DPLR (RWKV-7): S_t = Diag(e^g) S + b̂ (âᵀ S) + k wᵀ with â = b, b̂ = -a |
-| erase of the decayed state along the key written | Gated DeltaNet 2, whose erase and write have gates of their own |
+| erase of the decayed state along the key written | Gated DeltaNet 2, whose erase and write have separate gates |
 
-Imports it only when it runs.
+The package is imported only when one of its kernels runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDEST_KEY = 256
 
 
 def refuses(u: Update) -> str | None:
-    """Why their kernels cannot serve an update, or None."""
+    """Why their kernels cannot serve an update, in one clause; None if they can."""
     if not INSTALLED:
         return "needs flash-linear-attention 0.6 or newer, which is not installed"
     if not u.w.is_cuda:
@@ -50,16 +50,18 @@ def refuses(u: Update) -> str | None:
 
 
 def run(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Run their kernel for an update: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`."""
     dtype, H = u.w.dtype, u.heads
 
-    def lay(z: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+    def converted(z: Tensor, dtype: torch.dtype = dtype) -> Tensor:
         z = z.to(dtype)
         if u.mask is not None:
             z = torch.where(u.mask.reshape(*u.mask.shape, *[1] * (z.ndim - 2)), z, 0.0)
         return (z if z.shape[2] == H else z.repeat_interleave(H // z.shape[2], 2)).contiguous()
 
     assert u.log_decay is not None
-    q, k, v, g = lay(u.q), lay(u.k[..., 0, :]), lay(u.w[..., 0, :]), lay(u.log_decay, torch.float32)
+    q, k, v = converted(u.q), converted(u.k[..., 0, :]), converted(u.w[..., 0, :])
+    g = converted(u.log_decay, torch.float32)
     shared: dict[str, Any] = {"scale": 1.0, "initial_state": state, "output_final_state": True}
     if u.erase_key is None:
         if u.read == "after":
@@ -69,18 +71,18 @@ def run(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
         from fla.ops.rwkv6 import chunk_rwkv6
 
         return chunk_rwkv6(q, k, v, g, torch.zeros_like(q[0, 0]), **shared)
-    b = lay(u.erase_key)
+    b = converted(u.erase_key)
     if u.erase_on == "undecayed":
         from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
 
         if u.erase_write is not None:
-            a = lay(u.erase_write)
+            a = converted(u.erase_write)
         else:
             assert u.erase_strength is not None  # an update with an erase has one or the other
-            a = b * lay(u.erase_strength).unsqueeze(-1)
+            a = b * converted(u.erase_strength).unsqueeze(-1)
         return chunk_dplr_delta_rule(q, k, v, b, -a, g, **shared)
     from fla.ops.gdn2 import chunk_gdn2
 
-    assert u.erase_strength is not None  # all else was refused
-    beta = lay(u.erase_strength).unsqueeze(-1).expand_as(k).contiguous()
+    assert u.erase_strength is not None  # `refuses` admits no other
+    beta = converted(u.erase_strength).unsqueeze(-1).expand_as(k).contiguous()
     return chunk_gdn2(q, k, v, g, beta, torch.ones_like(v), **shared)

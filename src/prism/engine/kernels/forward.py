@@ -1,19 +1,19 @@
-"""Forward passes of the chunk memory: what each chunk needs, then the state from chunk to chunk.
+"""Forward kernels of the chunk memory: prepare all chunks in parallel, then carry the state from chunk to chunk.
 
-**Prepare** (parallel): what depends on the inputs alone, which is the cumulated gates, T⁻¹, and how much each row sees of
+**Prepare** (parallel): what depends on the inputs only, which is the cumulative gates, T⁻¹, and how much each row sees of
 each column's write. These are C × C matrices of short chunks, a few dozen bytes per token; everything larger is cheaper to
-recompute than to send through memory. T⁻¹ is computed by forward substitution throughout: inside blocks of 16 rows one row
-after the other, then one block row after the other as matrix products. (An inverse by repeated squaring over the chunk is
-wrong by orders of magnitude when keys are correlated.)
+recompute than to send through memory. T⁻¹ is computed by forward substitution: row by row inside blocks of 16 rows, then
+one block row after the other as matrix products. (An inverse by repeated squaring over the chunk is wrong by orders of
+magnitude when keys are correlated.)
 
-**Scan** (serial over chunks): the state stays in registers, and outputs are written on the way. One program runs one segment
-of one head and BV value columns. Nothing leaves the chip except the outputs and, for training, the state every SAVED chunks
-and Y_0. With `MAP` the same code carries the columns of the identity instead of a state and writes nothing: at the end of a
-segment it holds the matrix by which the segment multiplies its incoming state, so that segments can run in parallel.
+**Scan** (serial over chunks): the state stays in registers, and each chunk writes its outputs. One program runs one
+segment of one head and BV value channels. Only the outputs leave the chip and, for training, the state every SAVED
+chunks and Y_0. With `MAP` the same code carries the columns of the identity instead of a state and writes nothing: at the
+end of a segment it holds the matrix by which the segment multiplies its incoming state, so that segments can run in parallel.
 
-In the scan, everything with a value column is held transposed (Sᵀ `[BV, K]`, Oᵀ and Yᵀ `[BV, C]`): each product's left
-factor is then already in registers, its right factor is a tile as it was loaded, and a chunk may be shorter than the 64
-rows of a tensor core.
+In the scan, everything with value channels is held transposed (Sᵀ `[BV, K]`, Oᵀ and Yᵀ `[BV, C]`): each product's left
+factor is then already in registers, its right factor is a tile in the layout in which it was loaded, and a chunk may be
+shorter than the 64 rows of a tensor core.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def prepare_kernel(
     DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One chunk and head. Gates `[B, T, H]` become `[B, H, padded]`: G_i = Σ_{j ≤ i} g_j inside each chunk, summed in
-    float64, in base 2; and β. `inverse` `[B, H, chunks, C, C]` is T⁻¹; `grams` `[B, H, chunks, 2J or J, C, C]` holds
+    """One program per chunk and head. Gates `[B, T, H]` become `[B, H, padded]`: G_i = Σ_{j ≤ i} g_j inside each chunk, summed
+    in float64, in base 2; and β. `inverse` `[B, H, chunks, C, C]` is T⁻¹; `grams` `[B, H, chunks, 2J or J, C, C]` holds
     N_jᵀ = X_j Qᵀ ⊙ Γᵀ for every column, then -β ⊙ M_jᵀ = -β ⊙ X_j Bᵀ ⊙ Γᵀ (strict)."""
     chunks = padded // C
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
@@ -61,7 +61,7 @@ def prepare_kernel(
     G = tl.zeros((C,), tl.float32)
     if DECAY:
         g = tl.load(log_decay + given, mask=t + i < T, other=0.0)
-        # e^-128 is 0 in float32 already; in a sum, anything larger would swallow the gates of the tokens around it.
+        # e^-128 is already 0 in float32. In a sum, a stronger decay would take all digits from the gates of nearby tokens.
         g = tl.where(g < -128.0, -128.0, g).to(tl.float64)
         G = (tl.cumsum(g, 0) * 1.4426950408889634).to(cumulated.dtype.element_ty)
         tl.store(cumulated + bh.to(tl.int64) * padded + t + i, G)
@@ -94,7 +94,7 @@ def prepare_kernel(
 def invert_unit_lower(lower, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + lower)⁻¹ for a strictly lower triangular `[C, C]`."""
     BLOCKS: tl.constexpr = C // 16
-    # The diagonal blocks [BLOCKS, 16, 16], all inverted at once.
+    # The diagonal blocks [BLOCKS, 16, 16], all inverted together.
     block_row = tl.arange(0, BLOCKS)[:, None, None, None]
     block_column = tl.arange(0, BLOCKS)[None, None, :, None]
     tiles = tl.reshape(lower, (BLOCKS, 16, BLOCKS, 16))
@@ -178,7 +178,7 @@ def forward_scan_kernel(
         chunk = bh * chunks + n
         from_start, to_end, carried = borders(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS)
         incoming = S.to(x.dtype)
-        if SAVED:  # noqa: SIM102 (one is known when compiling, the other is not)
+        if SAVED:  # noqa: SIM102 (the outer condition is a compile-time constant)
             if n % SAVED == 0:
                 states.store([chunk // SAVED * V + first_column, 0], incoming)
         S = S * carried

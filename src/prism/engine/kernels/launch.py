@@ -1,4 +1,4 @@
-"""Launches of the chunk memory's kernels: what they read, sizes, scratch memory and grids."""
+"""Launch the chunk memory's kernels: their inputs, sizes, scratch memory and grids."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from prism.engine.kernels.runtime import compiled, rows, tiles
 
 
 class KernelInputs(NamedTuple):
-    """What the chunk kernels read: J columns per token, contiguous, one dtype; gates in float32.
+    """Inputs of the chunk kernels: J columns per token, contiguous, one dtype; gates in float32.
 
-    An erase looks up `erase_key` (None: column 0's own key) and feeds column 0 with `strength` (None: 1).
+    An erase looks up `erase_key` (None: the key of column 0) and feeds column 0 with `strength` (None: 1).
     K and V are powers of two ≥ 16.
     """
 
@@ -39,13 +39,13 @@ class KernelInputs(NamedTuple):
 
 
 class ChunkTables(NamedTuple):
-    """What the prepare kernel computes from the inputs alone. `padded` is T rounded up to whole chunks."""
+    """Results of the prepare kernel, which depend on the inputs only. `padded` is T rounded up to whole chunks."""
 
     cumulated: Tensor | None  # G, [B, H, padded]
     strengths: Tensor | None  # β, [B, H, padded]
     grams: Tensor  # [B, H, padded / step, J or 2J, step, step]
     inverse: Tensor | None  # T⁻¹, [B, H, padded / step, step, step]
-    maps: Tensor | None = None  # by what each segment multiplies its incoming state, [segments, B, H, K, K]
+    maps: Tensor | None = None  # the matrix by which each segment multiplies its incoming state, [segments, B, H, K, K]
 
 
 class TokenGradients(NamedTuple):
@@ -59,7 +59,7 @@ class TokenGradients(NamedTuple):
 
 
 class TokenBuffers(NamedTuple):
-    """What those passes fill: results, and partial sums over `key_blocks` blocks of key channels."""
+    """Memory that those passes write: results, and partial sums over `key_blocks` blocks of key channels."""
 
     d_q: Tensor
     d_x: Tensor
@@ -71,7 +71,7 @@ class TokenBuffers(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """Descriptors of tiles of `key_block` channels, for both of those passes."""
+    """Descriptors of tiles of `key_block` key channels, for both of those passes."""
 
     q: Any
     x: Any
@@ -80,7 +80,7 @@ class KeyTiles(NamedTuple):
 
 
 class ValueTiles(NamedTuple):
-    """Descriptors of tiles of BV channels."""
+    """Descriptors of tiles of BV value channels."""
 
     BV: int
     w: Any
@@ -91,37 +91,42 @@ class ValueTiles(NamedTuple):
 
 
 class Launch:
-    """The arguments that the kernels share, and one method per kernel."""
+    """The arguments that the kernels share, and one method per pass.
+
+    Args:
+        u: the inputs. A step is the chunk of the scans, a chunk that of the parallel passes (`Configuration`).
+    """
 
     def __init__(self, u: KernelInputs) -> None:
         self.u = u
-        self.how = u.configuration
+        self.configuration = u.configuration
         self.B, self.T, self.H, self.K = u.q.shape
         self.J, self.V = u.w.shape[3:]
-        self.step, self.chunk = self.how.step, self.how.chunk
+        self.step, self.chunk = self.configuration.step, self.configuration.chunk
         self.chunks = -(-self.T // self.chunk)
         self.padded = self.chunks * self.chunk
         self.heads = self.B * self.H
-        self.key_block = min(self.K, self.how.key_block)
+        self.key_block = min(self.K, self.configuration.key_block)
         self.key_blocks, self.sides = self.K // self.key_block, 2 if u.erases else 1
         self.sizes = (self.T, self.H, self.padded)
-        known = (
+        options = (
             u.erases,
             u.erase_key is None,
             u.strength is not None,
             u.log_decay is not None,
             u.documents is not None,
         )
-        self.compiled = compiled(self.K, self.V, self.J, u.w.dtype, u.w.device, *known, self.how)
+        self.compiled = compiled(self.K, self.V, self.J, u.w.dtype, u.w.device, *options, self.configuration)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.u.w.new_empty(shape, dtype=dtype)
 
-    def start(self, kernel: Any, how: Tiling, count: int, *arguments: Any, **constants: Any) -> None:
-        """`count` programs; `constants` are those that a kernel does not share with the others."""
-        self.compiled.program(kernel, how, constants).start(count, *arguments)
+    def start(self, kernel: Any, tiling: Tiling, count: int, *arguments: Any, **constants: Any) -> None:
+        """Start `count` program instances; `constants` are those that a kernel does not share with the others."""
+        self.compiled.program(kernel, tiling, constants).start(count, *arguments)
 
     def prepare(self) -> ChunkTables:
+        """The first pass: what depends on the inputs only, for all steps in parallel."""
         u, C, K = self.u, self.step, self.K
         B, H, steps = self.B, self.H, self.padded // self.step
         exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
@@ -130,7 +135,7 @@ class Launch:
         grams = self.empty(B, H, steps, 2 * self.J if u.erases else self.J, C, C)
         inverse = self.empty(B, H, steps, C, C) if u.erases else None
         self.start(
-            prepare_kernel, Tiling(K, self.how.prepare_warps, 3), self.heads * steps,
+            prepare_kernel, Tiling(K, self.configuration.prepare_warps, 3), self.heads * steps,
             rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K), u.log_decay, u.strength, u.documents, G, beta,
             tiles(grams, C, C), tiles(inverse, C, C), *self.sizes, C=C,
         )  # fmt: skip
@@ -147,13 +152,13 @@ class Launch:
         fed: Tensor | None = None,
         as_map: bool = False,
     ) -> Tensor:
-        """The state after each segment, `[segments, B, H, K, V]`, or its map `[…, K, K]`. Fills o, states and fed."""
-        u, how, C, K = self.u, self.how.forward_scan, self.step, self.K
+        """The state after each segment, `[segments, B, H, K, V]`, or its map `[…, K, K]`. Writes o, states and fed."""
+        u, tiling, C, K = self.u, self.configuration.forward_scan, self.step, self.K
         V = K if as_map else self.V
-        block = min(how.block, V)
+        block = min(tiling.block, V)
         final = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
         self.start(
-            forward_scan_kernel, how, V // block * segments * self.heads,
+            forward_scan_kernel, tiling, V // block * segments * self.heads,
             rows(u.q, C, K), rows(u.x, C, K), rows(u.w, C, block), rows(u.erase_key, C, K),
             tables.strengths, tables.cumulated, u.documents, tiles(tables.grams, C, C), tiles(tables.inverse, C, C),
             tiles(initial, K, block), rows(o, C, block), tiles(states, block, K), rows(fed, C, block),
@@ -172,12 +177,12 @@ class Launch:
         d_states: Tensor | None = None,
         d_w: Tensor | None = None,
     ) -> Tensor:
-        """The gradient of the state before each segment. Fills d_states and column 0 of d_w."""
-        u, how, C, K, V = self.u, self.how.backward_scan, self.step, self.K, self.V
-        block = min(how.block, V)
+        """The gradient of the state before each segment. Writes d_states and column 0 of d_w."""
+        u, tiling, C, K, V = self.u, self.configuration.backward_scan, self.step, self.K, self.V
+        block = min(tiling.block, V)
         d_initial = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
         self.start(
-            backward_scan_kernel, how, V // block * segments * self.heads,
+            backward_scan_kernel, tiling, V // block * segments * self.heads,
             rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K),
             tables.strengths, tables.cumulated, u.documents, tiles(tables.grams, C, C), tiles(tables.inverse, C, C),
             rows(d_o, C, block), tiles(d_final, K, block), tiles(d_states, block, K), rows(d_w, C, block),
@@ -198,23 +203,23 @@ class Launch:
         state: Tensor | None,
         d_final: Tensor | None,
     ) -> TokenGradients:
-        """The gradients that are parallel over chunks. Those of later writes join the first one's in `d_w`."""
-        buffers = self._buffers()
+        """The gradients that are parallel over chunks. Those of the later writes go to `d_w`, after the first one's."""
+        buffers = self._allocate()
         narrow = self._key_tiles(buffers.d_x)
-        wide = self._value_tiles(self.how.backward_queries, fed, d_o, d_states, d_w)
+        wide = self._value_tiles(self.configuration.backward_queries, fed, d_o, d_states, d_w)
         self._query_gradients(tables, states, narrow, wide, buffers)
-        if self.how.backward_writes.block != self.how.backward_queries.block:
-            wide = self._value_tiles(self.how.backward_writes, fed, d_o, d_states, d_w)
+        if self.configuration.backward_writes.block != self.configuration.backward_queries.block:
+            wide = self._value_tiles(self.configuration.backward_writes, fed, d_o, d_states, d_w)
         self._write_gradients(tables, narrow, wide, buffers)
         d_strength, d_log_decay = buffers.d_strength, None
         if buffers.touched is not None:
-            self.touch_ends(buffers.touched, states, d_states, state, d_final)
+            self._recompute_ends(buffers.touched, states, d_states, state, d_final)
             d_log_decay = self._decay_gradient(tables, buffers)
         if d_strength is not None:
             d_strength = d_strength[0] if self.key_blocks == 1 else d_strength.sum(0)
         return TokenGradients(buffers.d_q, buffers.d_x, buffers.d_erase_key, d_strength, d_log_decay)
 
-    def _buffers(self) -> TokenBuffers:
+    def _allocate(self) -> TokenBuffers:
         u, blocks = self.u, self.key_blocks
         d_strength = d_cumulated = tails = touched = None
         if u.strength is not None:
@@ -233,8 +238,10 @@ class Launch:
         u, C, BK = self.u, self.chunk, self.key_block
         return KeyTiles(rows(u.q, C, BK), rows(u.x, C, BK), rows(u.erase_key, C, BK), rows(d_x, C, BK))
 
-    def _value_tiles(self, how: Tiling, fed: Tensor | None, d_o: Tensor, d_states: Tensor, d_w: Tensor) -> ValueTiles:
-        C, BV = self.chunk, min(how.block, self.V)
+    def _value_tiles(
+        self, tiling: Tiling, fed: Tensor | None, d_o: Tensor, d_states: Tensor, d_w: Tensor
+    ) -> ValueTiles:
+        C, BV = self.chunk, min(tiling.block, self.V)
         return ValueTiles(
             BV,
             rows(self.u.w, C, BV),
@@ -247,9 +254,9 @@ class Launch:
     def _query_gradients(
         self, tables: ChunkTables, states: Tensor, narrow: KeyTiles, wide: ValueTiles, out: TokenBuffers
     ) -> None:
-        C, BK = self.chunk, self.key_block
+        C, BK, count = self.chunk, self.key_block, self.sides * self.key_blocks * self.chunks * self.heads
         self.start(
-            backward_queries_kernel, self.how.backward_queries, self.sides * self.key_blocks * self.chunks * self.heads,
+            backward_queries_kernel, self.configuration.backward_queries, count,
             narrow.q, narrow.x, wide.w if wide.fed is None else wide.fed, wide.w, narrow.erase_key,
             tables.strengths, tables.cumulated, self.u.documents,
             tiles(states, wide.BV, BK), wide.d_o, wide.d_states, wide.d_w,
@@ -259,7 +266,7 @@ class Launch:
 
     def _write_gradients(self, tables: ChunkTables, narrow: KeyTiles, wide: ValueTiles, out: TokenBuffers) -> None:
         self.start(
-            backward_writes_kernel, self.how.backward_writes, self.key_blocks * self.J * self.chunks * self.heads,
+            backward_writes_kernel, self.configuration.backward_writes, self.key_blocks * self.J * self.chunks * self.heads,
             narrow.q, narrow.x, wide.fed, wide.w, narrow.erase_key,
             tables.strengths, tables.cumulated, self.u.documents,
             wide.d_o, wide.d_states, wide.d_w, narrow.d_x, out.d_cumulated, out.tails,
@@ -277,11 +284,11 @@ class Launch:
         )  # fmt: skip
         return d_log_decay
 
-    def touch_ends(
+    def _recompute_ends(
         self, touched: Tensor, states: Tensor, d_states: Tensor, state: Tensor | None, d_final: Tensor | None
     ) -> None:
-        """⟨dS', S⟩ of the first and the last chunk, from the state and its gradient as they were given: in a short sequence
-        that is most of the gates' gradient, and rounding S and dS' would be most of its error."""
+        """Overwrite ⟨dS', S⟩ of the first and the last chunk, computed from the given state and gradient without rounding: in
+        a short sequence this is most of the gates' gradient, and the rounding of S and dS' would be most of its error."""
         last = self.chunks - 1
         ends = {n for n, given in ((0, state), (last, d_final)) if given is not None}
         for n in ends:
@@ -291,5 +298,5 @@ class Launch:
             touched[0, :, :, n] = (S * dS).sum((-1, -2))
 
     def per_segment(self, segments: int) -> int:
-        """Steps in a segment: whole chunks, so that saved states are those at chunks' borders."""
+        """Steps per segment: whole chunks, so that the saved states are those at chunk borders."""
         return -(-self.chunks // segments) * (self.chunk // self.step)

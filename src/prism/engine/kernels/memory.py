@@ -1,7 +1,7 @@
-"""The chunk memory: the torch operator `prism::memory`, and which kernels run in which order.
+"""Register the chunk memory as the torch operator `prism::memory`, and run its kernels in order.
 
-Operators take and return flat tensors. Their order is written down once: `KernelInputs`, then the state, then `Saved`.
-Tensors that an operator does not need are None as inputs and empty as outputs. `save` says whether a backward will follow.
+Operators take and return flat tensors, in one order: `KernelInputs`, then the state, then `Saved`. A tensor that an operator
+does not need is None as an input and empty as an output. `save` says whether a backward will follow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prism.engine.kernels.segments import incoming, outgoing, segment_count, seg
 
 
 class Saved(NamedTuple):
-    """What the forward saves for the backward, empty where there is none (see `ChunkTables` for the last four)."""
+    """Tensors that the forward saves for the backward, empty where not needed (`ChunkTables` describes the last four)."""
 
     states: Tensor  # before each chunk, [B, H, chunks, V, K]
     fed: Tensor  # Y_0, [B, T, H, V]
@@ -39,7 +39,7 @@ class Saved(NamedTuple):
 def forward(
     u: KernelInputs, state: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, ChunkTables]:
-    """The outputs, the final state, and for the backward: each chunk's state, Y_0 and what was prepared."""
+    """The outputs, the final state, and for the backward: the state before each chunk, Y_0 and the chunk tables."""
     run = Launch(u)
     run.compiled.compile(lambda: _rehearse(u, state, save, segment_counts(run)), save, state is not None)
     return _forward(run, state, save, segment_count(run))
@@ -54,7 +54,7 @@ def _forward(
     tables = run.prepare()
     initial, maps = incoming(run, tables, state, segments)
     final = run.forward_scan(tables, initial, segments, o=o, states=states, fed=fed)[-1]
-    final = final.detach()  # a view among an autograd function's results could never be written to
+    final = final.detach()  # a view among the results of an autograd function could not be modified in-place
     return o, final, states, fed, tables._replace(maps=maps)
 
 
@@ -92,9 +92,10 @@ def _backward(
 
 
 def _rehearse(u: KernelInputs, state: Tensor | None, save: bool, numbers_of_segments: tuple[int, ...]) -> None:
-    """Start everything that a call with these arguments starts at any length, on one token of one head: lengths and heads are
-    not compiled in."""
+    """Start every kernel that a call with these arguments may start at any length, on one token of one head.
 
+    For compiling ahead: lengths and heads are not compiled in.
+    """
     one: list[Any] = [None if z is None else z.new_empty([1] * min(z.ndim, 3) + [*z.shape[3:]]) for z in u]
     run = Launch(KernelInputs(*one))
     entering = None if state is None else state[:1, :1]
@@ -105,8 +106,8 @@ def _rehearse(u: KernelInputs, state: Tensor | None, save: bool, numbers_of_segm
                 _backward(run, tables, entering, states, fed, o, d_final, segments)
 
 
-GIVEN = len(KernelInputs._fields)
-_INPUTS = f"{schema_of(KernelInputs)}, Tensor? state"
+INPUT_COUNT = len(KernelInputs._fields)
+_INPUT_SCHEMA = f"{schema_of(KernelInputs)}, Tensor? state"
 
 
 def _memory(*inputs: Any) -> tuple[Tensor, ...]:
@@ -115,8 +116,11 @@ def _memory(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _memory_and_maps(*inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None]]:
-    """`memory`'s outputs, and the segments' maps. An operator cannot return those: their number depends on the device and on
-    how much there is to do, which compiled code must not be bound to. Its backward computes them again."""
+    """The outputs of `memory`, and the segments' maps.
+
+    The registered operator cannot return the maps: their number depends on the device and the amount of work, which compiled
+    code must not depend on. Its backward computes them again.
+    """
     *given, state, save = inputs
     u = KernelInputs(*all_contiguous_aligned(*given))
     with device_guard(u.w):
@@ -134,26 +138,26 @@ def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
     steps = N * (chunk // step)
     exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
 
-    def made(needed: bool, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def allocated(needed: bool, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return u.w.new_empty(shape, dtype=dtype) if save and needed else u.w.new_empty(0)
 
     saved = Saved(
-        states=made(True, B, H, N, V, K),
-        fed=made(u.erases, B, T, H, V),
-        cumulated=made(u.log_decay is not None, B, H, N * chunk, dtype=exact),
-        strengths=made(u.strength is not None, B, H, N * chunk, dtype=torch.float32),
-        grams=made(True, B, H, steps, 2 * J if u.erases else J, step, step),
-        inverse=made(u.erases, B, H, steps, step, step),
+        states=allocated(True, B, H, N, V, K),
+        fed=allocated(u.erases, B, T, H, V),
+        cumulated=allocated(u.log_decay is not None, B, H, N * chunk, dtype=exact),
+        strengths=allocated(u.strength is not None, B, H, N * chunk, dtype=torch.float32),
+        grams=allocated(True, B, H, steps, 2 * J if u.erases else J, step, step),
+        inverse=allocated(u.erases, B, H, steps, step, step),
     )
     return u.w.new_empty(B, T, H, V), u.w.new_empty(B, H, K, V, dtype=torch.float32), *saved
 
 
 def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) -> tuple[Tensor, ...]:
     """The gradients of `KernelInputs` without the documents, and of the state."""
-    u = KernelInputs(*all_contiguous_aligned(*rest[:GIVEN]))
+    u = KernelInputs(*all_contiguous_aligned(*rest[:INPUT_COUNT]))
     with device_guard(u.w):
-        # Saved tensors too: a hook on them may bring them back with other strides.
-        d_o, d_final, state, *kept, maps = all_contiguous_aligned(d_o, d_final, *rest[GIVEN:])
+        # Saved tensors too: a saved-tensor hook may return them with other strides.
+        d_o, d_final, state, *kept, maps = all_contiguous_aligned(d_o, d_final, *rest[INPUT_COUNT:])
         saved = Saved(*kept)
         tables = ChunkTables(
             None if u.log_decay is None else saved.cumulated,
@@ -167,13 +171,13 @@ def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) 
 
 
 def _memory_backward_shapes(d_o: Tensor, d_final: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    u = KernelInputs(*rest[:GIVEN])
+    u = KernelInputs(*rest[:INPUT_COUNT])
     B, _, H, K = u.q.shape
     d_state = u.w.new_empty(B, H, K, u.w.shape[4], dtype=torch.float32)
     return *(gradient_like(z, u.w) for z in u[:-1]), d_state
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], maps: Tensor | None = None) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], maps: Tensor | None = None) -> None:
     *given, save = inputs
     ctx.save_for_backward(*given, *output[2:], maps)
     ctx.has_state, ctx.saved_states = given[-1] is not None, save
@@ -183,28 +187,31 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], maps: T
 
 def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if not ctx.saved_states:
-        raise RuntimeError("prism::memory was called with save=False: nothing was saved for a backward")
+        raise RuntimeError(
+            "prism::memory was called with save=False, so nothing was saved for a backward: pass save=True"
+        )
     kept = ctx.saved_tensors  # gradient checkpointing allows one read
     if d_o is None:
         if d_final is None:
-            return (None,) * (GIVEN + 2)
-        d_o = torch.zeros_like(KernelInputs(*kept[:GIVEN]).w[..., 0, :])
+            return (None,) * (INPUT_COUNT + 2)
+        d_o = torch.zeros_like(KernelInputs(*kept[:INPUT_COUNT]).w[..., 0, :])
     *grads, d_state = memory_backward(d_o, d_final, *kept)
-    return *only_given(kept[: GIVEN - 1], grads), None, d_state if ctx.has_state else None, None
+    return *only_given(kept[: INPUT_COUNT - 1], grads), None, d_state if ctx.has_state else None, None
 
 
 memory_backward = Operator(
     "prism::memory_backward",
     _memory_backward,
     _memory_backward_shapes,
-    schema=f"(Tensor d_o, Tensor? d_final, {_INPUTS}, {schema_of(Saved)}, Tensor? maps) -> ({', '.join(['Tensor'] * GIVEN)})",
+    schema=f"(Tensor d_o, Tensor? d_final, {_INPUT_SCHEMA}, {schema_of(Saved)}, Tensor? maps) "
+    f"-> ({', '.join(['Tensor'] * INPUT_COUNT)})",
 )
 memory = Operator(
     "prism::memory",
     _memory,
     _memory_shapes,
-    _keep,
+    _setup_context,
     _differentiate,
     run_for_gradient=_memory_and_maps,
-    schema=f"({_INPUTS}, bool save) -> (Tensor, Tensor, {', '.join(['Tensor'] * len(Saved._fields))})",
+    schema=f"({_INPUT_SCHEMA}, bool save) -> (Tensor, Tensor, {', '.join(['Tensor'] * len(Saved._fields))})",
 )

@@ -1,14 +1,16 @@
-"""How kernels are compiled and started, and how torch reaches them.
+"""Compile and start kernels, and connect them to torch.
 
-**Programs.** Triton inspects every argument of every launch to find out what to run. Here that is known: a kernel's code
-depends on its constants alone (dtypes and alignment are guaranteed by the caller, sizes are never compiled in), so a
-`Program` goes straight to its compiled code. `compile_together` compiles all programs of an operator on several threads and
+**Programs.** Triton inspects every argument of every launch to find the compiled code. Here that is known in advance: a
+kernel's code depends on its constants only (the caller guarantees dtypes and alignment, sizes are never compiled in), so a
+`Program` starts its compiled code directly. `compile_together` compiles all programs of an operator on several threads and
 starts none of them. `Compiled` holds the programs of one kind of memory.
 
 **Operators.** Torch's path from an operator to its Python code and back takes longer than a small kernel, above all with
-gradients: 0.15 ms of host time for forward and backward of one operator, where the direct call takes 0.06. An `Operator` is
-registered with torch, and called directly wherever nothing would notice the difference: not in compiled code, dispatch
-modes and function transforms, nor with tensor subclasses.
+gradients: 0.15 ms of host time for forward and backward of one operator, compared with 0.06 for the direct call. An
+`Operator` is registered with torch, but called directly where the result is the same. It goes through torch in compiled
+code, dispatch modes and function transforms, and for tensor subclasses.
+
+**Tensors.** `rows` and `tiles` describe tensors to a kernel. The helpers at the end prepare an operator's inputs and results.
 """
 
 from __future__ import annotations
@@ -32,29 +34,30 @@ from prism.engine.kernels.compat import descriptor_on
 from prism.engine.kernels.configurations import Configuration, Tiling
 
 THREADS = 8
+"""Threads that compile kernels in parallel."""
 
 
 class Program:
-    """A kernel and its constants."""
+    """A kernel with fixed constants."""
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], how: Tiling) -> None:
+    def __init__(self, kernel: Any, constants: dict[str, Any], tiling: Tiling) -> None:
         self.kernel = kernel
-        # A kernel's own constants, in the order of its signature, which is after all other arguments.
+        # Only the constants in the kernel's signature, in its order. They come after all other arguments.
         self.constants = {name: constants[name] for name in compat.argument_names(kernel) if name in constants}
-        self.options: dict[str, Any] = {"num_warps": how.warps, "num_stages": how.stages}
-        if how.registers is not None:
-            self.options["maxnreg"] = how.registers
+        self.options: dict[str, Any] = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+        if tiling.registers is not None:
+            self.options["maxnreg"] = tiling.registers
         self.values = tuple(self.constants.values())
         self.compiled: Any = None
 
     def start(self, count: int, *arguments: Any) -> None:
-        """`count` programs. Tensors begin at multiples of 16 bytes."""
+        """Start `count` program instances. Tensors must begin at multiples of 16 bytes."""
         if self.compiled is not None:
             self.compiled[(count, 1, 1)](*arguments, *self.values)
         elif (together := getattr(_active, "programs", None)) is not None:
             if self not in together:
                 together[self] = compat.compile_ahead(self.kernel, count, arguments, {**self.constants, **self.options})
-        else:  # the interpreter compiles nothing and comes here every time
+        else:  # the first start; in the interpreter, which compiles nothing, every start
             self.compiled = compat.startable(self.kernel[(count,)](*arguments, **self.constants, **self.options))
 
 
@@ -64,7 +67,7 @@ _active = threading.local()
 def compile_together(run: Callable[[], None]) -> None:
     """Compile the programs that `run` starts, on several threads, and start none of them."""
     if compat.compiles_ahead():
-        # In its own context: Triton 3.6 stays in its asynchronous mode when it is interrupted.
+        # In a separate context: Triton 3.6 stays in its asynchronous mode when it is interrupted.
         copy_context().run(_compile_together, run)
 
 
@@ -86,7 +89,10 @@ def _compile_together(run: Callable[[], None]) -> None:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[Callable[[Tensor], None]]:
-    """Run what is started inside in parallel with what follows, until the yielded function is called with its result."""
+    """Start work on a second stream, in parallel with the code after the block.
+
+    Yields a function that must be called with the result: it makes the current stream wait for it.
+    """
     if device.type != "cuda":
         yield lambda result: None
         return
@@ -94,7 +100,7 @@ def side_stream(device: torch.device) -> Iterator[Callable[[Tensor], None]]:
 
     def join(result: Tensor) -> None:
         current.wait_stream(side)
-        result.record_stream(current)  # it was allocated on the other stream
+        result.record_stream(current)  # allocated on the other stream
 
     side.wait_stream(current)
     with torch.cuda.stream(side):
@@ -107,7 +113,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def rows(z: Tensor | None, count: int, width: int) -> TensorDescriptor | None:
-    """`[B, T, …]`, contiguous, cut into tiles of `count` tokens × `width` channels."""
+    """A descriptor of a contiguous `[B, T, …]` in tiles of `count` tokens × `width` channels."""
     if z is None:
         return None
     B, T = z.shape[:2]
@@ -115,7 +121,7 @@ def rows(z: Tensor | None, count: int, width: int) -> TensorDescriptor | None:
 
 
 def tiles(z: Tensor | None, count: int, width: int) -> TensorDescriptor | None:
-    """`[…, R, columns]`, contiguous, as one tall matrix cut into tiles."""
+    """A descriptor of a contiguous `[…, R, columns]`, seen as one tall matrix, in tiles of `count` rows × `width` columns."""
     if z is None:
         return None
     columns = z.shape[-1]
@@ -136,28 +142,29 @@ _compiling = threading.Lock()
 
 
 class Compiled:
-    """The programs for one kind of memory: everything that compiled code depends on is the same for all of them."""
+    """The programs for one kind of memory: all inputs of the compiler that do not differ between its kernels."""
 
     def __init__(self, constants: dict[str, Any], device: torch.device) -> None:
         self.constants, self.device = constants, device
         self.programs: dict[Any, Program] = {}
-        self.together: set[tuple[bool, ...]] = set()
+        self.compiled_kinds: set[tuple[bool, ...]] = set()
 
-    def program(self, kernel: Any, how: Tiling, constants: dict[str, Any]) -> Program:
-        key = (kernel, how, *constants.values())
+    def program(self, kernel: Any, tiling: Tiling, constants: dict[str, Any]) -> Program:
+        """The program of a kernel; `constants` are those that it does not share with the others."""
+        key = (kernel, tiling, *constants.values())
         found = self.programs.get(key)
         if found is None:
-            found = self.programs[key] = Program(kernel, {**self.constants, **constants}, how)
+            found = self.programs[key] = Program(kernel, {**self.constants, **constants}, tiling)
         return found
 
-    def compile(self, run: Callable[[], None], *what: bool) -> None:
-        """Compile all that `run` starts at once, the first time that it is called for `what`."""
-        if what in self.together or INTERPRETED or self.device.type != "cuda":
+    def compile(self, run: Callable[[], None], *kind: bool) -> None:
+        """Compile everything that `run` starts in parallel, at the first call for this `kind`."""
+        if kind in self.compiled_kinds or INTERPRETED or self.device.type != "cuda":
             return
         with _compiling:
-            if what not in self.together:
+            if kind not in self.compiled_kinds:
                 compile_together(run)
-                self.together.add(what)
+                self.compiled_kinds.add(kind)
 
 
 @lru_cache(256)
@@ -165,6 +172,7 @@ def compiled(
     K: int, V: int, J: int, dtype: torch.dtype, device: torch.device,
     erases: bool, tied: bool, strength: bool, decay: bool, documents: bool, how: Configuration,
 ) -> Compiled:  # fmt: skip
+    """The programs for these sizes and options, one object per combination."""
     constants = {
         "J": J,
         "K": K,
@@ -173,7 +181,7 @@ def compiled(
         "STRENGTH": strength,
         "DECAY": decay,
         "DOCUMENTS": documents,
-        # Half precision products run on tensor cores whatever this says; it rules the few that are float32.
+        # Only for the few float32 products: half-precision products run on tensor cores in any case.
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
     return Compiled(constants, device)
@@ -186,10 +194,13 @@ class Operator:
     """A Python function as a torch operator: tensors and numbers in, tensors out.
 
     Args:
-        fake: the same with shapes alone.
-        keep, differentiate: as `torch.library.register_autograd` takes them; without them there is no gradient.
-        run_for_gradient: `run`'s result, and a tuple of what else `keep` takes, which an operator cannot return.
-        schema: its arguments and results, where `run`'s own signature does not have them.
+        name: the operator's name in torch, `prism::…`.
+        run: computes the result.
+        fake: the same on fake tensors: shapes and dtypes only.
+        setup_context, differentiate: as `torch.library.register_autograd` takes them; without them there is no gradient.
+        run_for_gradient: returns `run`'s result, and a tuple of further arguments of `setup_context` that an operator cannot
+            return.
+        schema: arguments and results, where the signature of `run` does not have them.
     """
 
     def __init__(
@@ -197,7 +208,7 @@ class Operator:
         name: str,
         run: Run,
         fake: Run,
-        keep: Run | None = None,
+        setup_context: Run | None = None,
         differentiate: Run | None = None,
         run_for_gradient: Run | None = None,
         schema: str | None = None,
@@ -206,41 +217,46 @@ class Operator:
         self.registered = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
         self.registered.register_fake(fake)
         self.function: type[torch.autograd.Function] | None = None
-        if keep is not None and differentiate is not None:
-            self.registered.register_autograd(differentiate, setup_context=keep)
-            self.function = _function(run_for_gradient or (lambda *inputs: (run(*inputs), ())), keep, differentiate)
+        if setup_context is not None and differentiate is not None:
+            self.registered.register_autograd(differentiate, setup_context=setup_context)
+            run_for_gradient = run_for_gradient or (lambda *inputs: (run(*inputs), ()))
+            self.function = _autograd_function(run_for_gradient, setup_context, differentiate)
 
     def __call__(self, *inputs: Any) -> Any:
-        if _noticed(inputs):
+        if _needs_torch(inputs):
             return self.registered(*inputs)
         if torch.is_grad_enabled() and any(isinstance(z, Tensor) and z.requires_grad for z in inputs):
             return self.registered(*inputs) if self.function is None else self.function.apply(*inputs)
         return self.run(*inputs)
 
 
-def _noticed(inputs: tuple[Any, ...]) -> bool:
+def _needs_torch(inputs: tuple[Any, ...]) -> bool:
+    """Whether a call must go through torch's registration, because something else watches or transforms it."""
     if torch_compat.have_tangents(*inputs):
         raise NotImplementedError(
-            "the kernels have no forward-mode gradient: run it in `with prism.engine.using(backend='torch'):`, which has"
+            "the Triton kernels do not support forward-mode gradients: run the call in "
+            "`with prism.engine.using(backend='torch'):`, which does"
         )
     if torch.compiler.is_compiling() or torch_compat.in_dispatch_mode() or torch_compat.transforms_active(*inputs):
         return True
     return any(isinstance(z, Tensor) and type(z) not in (Tensor, torch.nn.Parameter) for z in inputs)
 
 
-def _function(run_for_gradient: Run, keep: Run, differentiate: Run) -> type[torch.autograd.Function]:
+def _autograd_function(run_for_gradient: Run, setup_context: Run, differentiate: Run) -> type[torch.autograd.Function]:
+    """The same gradient as the registered operator's, without torch's operator machinery."""
+
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             output, more = run_for_gradient(*inputs)
-            keep(ctx, inputs, output, *more)
+            setup_context(ctx, inputs, output, *more)
             return output
 
         @staticmethod
         def backward(ctx: Any, *d_outputs: Tensor | None) -> Any:
-            if torch.is_grad_enabled():  # asked with create_graph=True
+            if torch.is_grad_enabled():  # create_graph=True
                 raise NotImplementedError(
-                    "the kernels have no second derivatives: run the forward pass in "
+                    "the Triton kernels have no second derivatives: run the forward pass in "
                     "`with prism.engine.using(backend='torch'):`, which has them"
                 )
             return differentiate(ctx, *d_outputs)
@@ -249,13 +265,13 @@ def _function(run_for_gradient: Run, keep: Run, differentiate: Run) -> type[torc
 
 
 def schema_of(fields: type) -> str:
-    """The tensors of a named tuple as arguments in an operator's schema: `Tensor q, Tensor? log_decay`."""
+    """The fields of a named tuple of tensors as arguments in an operator's schema: `Tensor q, Tensor? log_decay`."""
     kinds = fields.__annotations__.items()
     return ", ".join(f"Tensor{'?' if 'None' in str(kind) else ''} {name}" for name, kind in kinds)
 
 
 def contiguous_aligned(z: Tensor | None) -> Tensor | None:
-    """z, or a copy of it that is contiguous and aligned as the kernels assume (a view may begin anywhere)."""
+    """z, or a contiguous copy aligned to 16 bytes as the kernels assume (a view may begin at any address)."""
     if z is None or (z.is_contiguous() and z.data_ptr() % 16 == 0):
         return z
     return z.clone(memory_format=torch.contiguous_format)
@@ -266,20 +282,20 @@ def all_contiguous_aligned(*tensors: Tensor | None) -> list[Any]:
 
 
 def present(z: Tensor | None, like: Tensor) -> Tensor:
-    """z, or an empty tensor: an operator cannot return None."""
+    """z, or an empty tensor in place of None, which an operator cannot return."""
     return like.new_empty(0) if z is None else z
 
 
 def all_present(tensors: Iterable[Tensor | None], like: Tensor) -> Any:
-    """A tuple of tensors, empty ones for None."""
+    """A tuple of these tensors, with empty ones in place of None."""
     return tuple(present(z, like) for z in tensors)
 
 
 def gradient_like(z: Tensor | None, like: Tensor) -> Tensor:
-    """The shape of z's gradient in an operator's results."""
+    """An empty tensor like z's gradient in an operator's results, for fake tensors."""
     return like.new_empty(0) if z is None else z.new_empty(z.shape)
 
 
 def only_given(given: Sequence[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of the tensors that were given; None for the others."""
+    """The gradients of the tensors that are not None, and None for the others."""
     return [None if z is None else grad for z, grad in zip(given, grads, strict=True)]

@@ -1,8 +1,8 @@
-"""Segments: a long sequence of few heads is cut into parts that run in parallel.
+"""Split a long sequence with few heads into segments that run in parallel.
 
-A few heads leave most of a GPU idle. A long sequence is therefore cut into segments: first each segment's map (what it does
-to its incoming state) and its final state from an empty one, then the short chain between segments, then all segments at
-once. `segment_chain_kernel` computes what enters each segment: S_{s+1} = M_s S_s + D_s, or backward with M_sᵀ.
+A few heads leave most of a GPU idle, so a long sequence runs in three steps: each segment's map M (the matrix by which it
+multiplies its incoming state) and its final state D from a zero state; the short chain between segments; all segments in
+parallel. `segment_chain_kernel` computes the state that enters each segment: S_{s+1} = M_s S_s + D_s, or backward with M_sᵀ.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from prism.engine.kernels.launch import ChunkTables, Launch
 from prism.engine.kernels.runtime import side_stream
 
 WIDEST_MAP = 128
-"""A segment's map is K × K in float32: one of 256 × 256 does not fit into a multiprocessor."""
+"""A segment's map is K × K in float32: 256 × 256 does not fit into the shared memory of a multiprocessor."""
 
 
 def segment_count(run: Launch) -> int:
-    """Segments of a call: as many as keep every multiprocessor busy with two programs, none shorter than 8 chunks. One if that
-    gives fewer than 4, because every token is passed three times then, or if the chain cannot hold the maps."""
-    if run.how.segments is not None:
-        return min(run.how.segments, run.chunks)
-    if not _cut(run):
+    """The number of segments of a call: enough to give every multiprocessor two programs, none shorter than 8 chunks.
+
+    One if that gives fewer than 4, because segments process every token three times, or if the chain cannot hold the maps.
+    """
+    if run.configuration.segments is not None:
+        return min(run.configuration.segments, run.chunks)
+    if not _may_be_split(run):
         return 1
     wanted = 2 * _multiprocessors(run.u.w.device)
-    programs = run.heads * (run.V // min(run.how.forward_scan.block, run.V))
+    programs = run.heads * (run.V // min(run.configuration.forward_scan.block, run.V))
     count = min(wanted // programs, run.chunks // 8)
     return count if count >= 4 else 1
 
 
 def segment_counts(run: Launch) -> tuple[int, ...]:
-    """The numbers of segments that compiled code can tell apart, at any length: one, and several."""
-    if run.how.segments is not None:
-        return (1,) if run.how.segments == 1 else (1, 2)
-    return (1, 2) if _cut(run) else (1,)
+    """The numbers of segments for which compiled code differs, at any length: one, and more than one."""
+    if run.configuration.segments is not None:
+        return (1,) if run.configuration.segments == 1 else (1, 2)
+    return (1, 2) if _may_be_split(run) else (1,)
 
 
-def _cut(run: Launch) -> bool:
-    """Whether a sequence that is long enough is cut."""
+def _may_be_split(run: Launch) -> bool:
+    """Whether a sequence is split if it is long enough."""
     return run.u.w.device.type == "cuda" and run.K <= WIDEST_MAP
 
 
@@ -53,7 +55,7 @@ def incoming(
     """The state that enters each segment, `[segments, B, H, K, V]`, and the segments' maps."""
     if segments == 1:
         return initial, None
-    with side_stream(run.u.w.device) as join:  # each of the two leaves a third of the chip to the other
+    with side_stream(run.u.w.device) as join:  # each of the two passes leaves a third of the chip to the other
         maps = _maps(run, tables, segments)
     added = run.forward_scan(tables, None, segments)
     join(maps)
@@ -78,7 +80,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _chain(run: Launch, maps: Tensor, added: Tensor, given: Tensor | None, backward: bool) -> Tensor:
-    """What enters each segment, `[segments, B, H, K, V]`; backward: the gradient of what leaves it."""
+    """The state that enters each segment, `[segments, B, H, K, V]`; backward: the gradient of the state that leaves it."""
     entering = torch.empty_like(added)
     block = min(16, run.V)
     run.start(
@@ -104,7 +106,7 @@ def segment_chain_kernel(
     GIVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a head and BV value columns. `maps` `[segments, heads, K, K]`; `added`, `entering`
+    """One program per head and BV value channels. `maps` `[segments, heads, K, K]`; `added`, `entering`
     `[segments, heads, K, V]`; `given` `[heads, K, V]` enters the first segment (BACKWARD: leaves the last)."""
     BLOCKS: tl.constexpr = V // BV
     pid = tl.program_id(0)
@@ -112,7 +114,7 @@ def segment_chain_kernel(
     ks = tl.arange(0, K)
     vs = pid % BLOCKS * BV + tl.arange(0, BV)
     square = ks[:, None] * K + ks[None, :]
-    # A map is a factor as it lies in memory: M S forward, and backward Sᵀ M, everything turned.
+    # A map is used as it is stored: M S forward, and Sᵀ M backward, where everything else is transposed.
     tile = ks[None, :] * V + vs[:, None] if BACKWARD else ks[:, None] * V + vs[None, :]
     S = tl.zeros((BV, K) if BACKWARD else (K, BV), tl.float32)
     if GIVEN:

@@ -1,12 +1,12 @@
-"""Online gradient descent of a two-layer network, one kernel per sequence: the serial form of TTT-MLP.
+"""Online gradient descent of a two-layer network in one kernel: the serial form of TTT-MLP.
 
 A program runs one head of one sequence, token by token, with the weights in registers from the first token to the last. W1 is
-`[D, M]` and W2 is held transposed, `[D, M]` too, so that every product with a vector is a sum over rows or columns of such a
-tile. The backward goes from the last token to the first. It does not store every token's weights: a step is undone by adding
-back what it subtracted, W_{t-1} = W_t + c (rank one), and where an equation needs W_{t-1} it uses W_t and one more dot
+`[D, M]`, and W2 is held transposed as `[D, M]` too, so that every product with a vector is a sum over rows or columns of such
+a tile. The backward runs from the last token to the first. It does not store every token's weights: a step is undone by
+adding back what it subtracted, W_{t-1} = W_t + c (rank one), and where an equation needs W_{t-1} it uses W_t and one more dot
 product.
 
-Token tensors are `[B, T, H, D]`, what the forward saves for the backward `[B, T, H, ·]`, weights `[B, H, D, M]`.
+Token tensors are `[B, T, H, D]`, tensors saved for the backward `[B, T, H, ·]`, weights `[B, H, D, M]`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def _tanh(x):
-    # e^{-2|x|} cannot overflow
+    # In terms of e^{-2|x|}, which cannot overflow.
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t)
@@ -35,7 +35,7 @@ def _tanh(x):
 
 @triton.jit
 def _gelu(x):
-    """Tanh GELU, its first and its second derivative."""
+    """Tanh GELU with its first and second derivatives."""
     a: tl.constexpr = 0.7978845608028654
     b: tl.constexpr = 0.044715
     square = x * x
@@ -50,7 +50,7 @@ def _gelu(x):
 
 @triton.jit
 def _error(z, target, scale, shift, D: tl.constexpr, NORM: tl.constexpr):
-    """δ = ∂½‖[LN](z) - target‖²/∂z, and what its own derivative needs: normal, 1/σ, the error, its gradient."""
+    """δ = ∂½‖[LN](z) - target‖²/∂z, and what the derivative of δ needs: normalised z, 1/σ, the error, its gradient."""
     if NORM:
         centred = z - tl.sum(z, 0) / D
         inverse = tl.rsqrt(tl.sum(centred * centred, 0) / D + EPS)
@@ -92,7 +92,7 @@ def serial_mlp_kernel(
     at = b * T * H + h
     x, y, aim, c = _token(k, q, target, rate, at, d, D)
     for t in range(T):
-        # The next token is on its way while this one is computed.
+        # The next token is loaded while this one is computed.
         following = tl.where(t + 1 < T, at + H, at)
         next_x, next_y, next_aim, next_c = _token(k, q, target, rate, following, d, D)
         z1 = tl.sum(W1 * x[:, None], 0) + B1
@@ -133,10 +133,11 @@ def serial_mlp_backward_kernel(
     T, H,
     D: tl.constexpr, M: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """`w1`, `w2`: a copy of the last weights, turned back to the first. `d_w1` …: gradients of the last, then of the first.
+    """`w1`, `w2`: a copy of the last weights, which becomes the first. `d_w1` …: gradients of the last weights, which become
+    those of the first.
 
-    Registers are short: only the gradient of W2 stays in them. Tiles are loaded again at each use (they are in the cache),
-    and what the forward saved is loaded, and its GELU computed, where it is used.
+    Registers are scarce: only the gradient of W2 stays in them. Tiles are loaded again at each use (they are in the cache),
+    and saved tensors are loaded, and their GELU computed, where they are used.
     """
     row = tl.program_id(0).to(tl.int64)
     b, h = row // H, row % H
@@ -154,7 +155,7 @@ def serial_mlp_backward_kernel(
         at = (b * T + T - 1 - i) * H + h
         c = tl.load(rate + at)
 
-        # The answer, by the weights after the step.
+        # The answer, from the weights after the step.
         g = tl.load(d_out + at * D + d)
         hidden, slope, _ = _gelu(tl.load(saved_asked + at * M + m))
         A2 += g[:, None] * hidden[None, :]
@@ -179,12 +180,12 @@ def serial_mlp_backward_kernel(
         d_x2 = -c * tl.sum(A2 * delta2[:, None], 0)
         tl.store(d_rate + at, -tl.sum(x * r1, 0) - tl.sum(a1 * delta1, 0) - tl.sum(delta2 * p2, 0))
 
-        # The gradient's first layer: δ1 = (W2ᵀ δ2) gelu'(z1), by the weights before the step.
+        # The first layer of the gradient: δ1 = (W2ᵀ δ2) gelu'(z1), from the weights before the step.
         d_back = d_delta1 * slope
         A2 += delta2[:, None] * d_back[None, :]
         d_delta2 += tl.sum(tl.load(w2 + tile) * d_back[None, :], 1) + c * delta2 * tl.sum(x2 * d_back, 0)
 
-        # Its last layer: δ2 from z2.
+        # The last layer of the gradient: δ2 from z2.
         if NORM:
             along = tl.sum(grad * normal, 0) / D
             u_along = tl.sum(d_delta2 * normal, 0) / D
@@ -200,7 +201,7 @@ def serial_mlp_backward_kernel(
             d_z2 = d_delta2
             tl.store(d_target + at * D + d, -d_delta2)
 
-        # The network on the key. Then the step is undone.
+        # The network on the key; then the step is undone.
         x2, slope, curve = _gelu(tl.load(saved_z1 + at * M + m))
         A2 += d_z2[:, None] * x2[None, :]
         W2 = tl.load(w2 + tile)
@@ -241,7 +242,7 @@ def serial_mlp(
     shift: Tensor | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """z `[B, T, H, D]`, the last W1, W2, b1, b2 (empty if there are none), and what the backward reads."""
+    """z `[B, T, H, D]`, the last W1, W2, b1, b2 (empty if there are none), and the tensors saved for the backward."""
     made = _outputs(q, w1, w2, b1, b2, save)
     z, end1, end2, end_b1, end_b2, *saved = made
     w2_t = _transposed(w2)
@@ -330,7 +331,7 @@ def _(d_z, d_w1, d_w2, d_b1, d_b2, q, k, target, rate, w1, w2, scale, shift, *sa
     return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, target, rate, _, _, b1, _, scale, shift, save = inputs
     _, w1, w2, _, _, *saved = output
     ctx.save_for_backward(q, k, target, rate, w1, w2, scale, shift, *saved)
@@ -342,14 +343,16 @@ def _differentiate(
     ctx: Any, d_z: Tensor, d_w1: Tensor, d_w2: Tensor, d_b1: Tensor, d_b2: Tensor, *_: Tensor
 ) -> tuple[Tensor | None, ...]:
     if not ctx.saved:
-        raise RuntimeError("prism::serial_mlp was called with save=False: nothing was kept for a backward")
+        raise RuntimeError(
+            "prism::serial_mlp was called with save=False, so nothing was saved for a backward: pass save=True"
+        )
     biases = (d_b1, d_b2) if ctx.bias else (None, None)
     *grads, b1, b2, scale, shift = serial_mlp_backward(d_z, d_w1, d_w2, *biases, *ctx.saved_tensors)
     optional = [x if x.numel() else None for x in (b1, b2, scale, shift)]
     return (*grads, *optional, None)
 
 
-serial_mlp.register_autograd(_differentiate, setup_context=_keep)
+serial_mlp.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""From an `Update` to the kernels: which updates they serve, and their inputs. Imports Triton only when they run."""
+"""Serve an `Update` with the kernels: which updates they serve, and the inputs they read.
+
+Triton is imported only when a kernel runs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.engine.kernels import available
-from prism.engine.kernels.available import INTERPRETED, outdated, widths
+from prism.engine.kernels.available import INTERPRETED, outdated, tile_widths
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.linear.steps import at_substep
 from prism.engine.update import Update, wants_gradients
@@ -18,13 +21,13 @@ WIDEST_KEY, WIDEST_VALUE, MOST_WRITES = 256, 512, 4
 
 
 def on_gpu(u: Update) -> bool:
-    """Whether `backend="auto"` tries the kernels: on a GPU. Warns once if the installed versions rule them out."""
+    """Whether the update is on a GPU, where `backend="auto"` tries the kernels. Warns once if the versions rule them out."""
     available.warn_if_unavailable(u.w)
     return u.w.is_cuda
 
 
 def step_refuses(u: Update) -> str | None:
-    """Why the decode kernel cannot serve an update, or None."""
+    """Why the decode kernel cannot serve an update, in one clause; None if it can."""
     if available.PROBLEM is not None:
         return available.PROBLEM
     if not u.w.is_cuda and not (INTERPRETED and u.w.device.type == "cpu"):
@@ -45,35 +48,38 @@ def step_refuses(u: Update) -> str | None:
         return "has no float64"
     if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
         return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
-    if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # the chunk kernels compute those
+    if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # which the chunk kernels compute
         return f"serves up to {MOST_WRITES} writes a token where gradients are wanted, not {u.writes}"
     return None
 
 
 def chunks_refuse(u: Update) -> str | None:
-    """Why the chunk kernels cannot serve an update, or None."""
+    """Why the chunk kernels cannot serve an update, in one clause; None if they can."""
     if u.writes > MOST_WRITES:
         return f"serves up to {MOST_WRITES} writes a token, not {u.writes}"
     return step_refuses(u)
 
 
 def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """An update by the chunk kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`."""
+    """Run the chunk kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`."""
     from prism.engine.kernels import memory
 
     K, V, n = u.key_dim, u.value_dim, u.substeps
     columns = _kernel_inputs(u)
-    keys, values = widths(K, V, u.w.is_cuda)
+    keys, values = tile_widths(K, V, u.w.is_cuda)
     given = None if state is None else _pad(state.float(), keys - K, values - V)
     o, final, *_ = memory.memory(*columns, given, wants_gradients(*columns, given))
     return o[:, n - 1 :: n, :, :V], final[..., :K, :V]
 
 
 def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """An update by the decode kernel, which has no gradient: the chunk kernels compute it where one is wanted."""
+    """Run the decode kernel: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`.
+
+    The decode kernel has no gradient: where one is wanted, the chunk kernels compute the update.
+    """
     if wants_gradients(*u.tensors, state):
-        # `step_refuses` does not see the state. If that alone wants a gradient, with too many writes for the chunk kernels,
-        # the recurrence in torch computes it.
+        # `step_refuses` does not see the state. If only the state wants a gradient and there are too many writes for the chunk
+        # kernels, the recurrence in torch computes it.
         return run_chunks(u, state) if chunks_refuse(u) is None else recurrent(u, state)
     from prism.engine.kernels import decode
 
@@ -82,11 +88,11 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _kernel_inputs(u: Update) -> tuple[Any, ...]:
-    """The fields of `launch.KernelInputs`: masked tokens are zero, heads are repeated, widths are padded."""
+    """The fields of `launch.KernelInputs`: masked tokens set to zero, heads repeated, widths padded."""
     n, H, dtype = u.substeps, u.heads, u.w.dtype
     per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
 
-    def laid_out(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
+    def converted(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
         if z is None:
             return None
         z = z.to(dtype)
@@ -94,12 +100,12 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
             z = torch.where(mask.reshape(*mask.shape, *[1] * (z.ndim - 2)), z, 0.0)
         return z if z.shape[2] == H else z.repeat_interleave(H // z.shape[2], 2)
 
-    q, g = laid_out(u.q, u.mask), laid_out(u.log_decay, u.mask, torch.float32)
-    x, w, b = laid_out(u.k, per_row), laid_out(u.w, per_row), None
-    strength = laid_out(u.erase_strength, per_row, torch.float32)
-    if u.erases and not _erases_first(u):  # the erase gets its own column, which writes nothing else
-        b = laid_out(u.erase_key, per_row)
-        a = b if u.erase_write is None else laid_out(u.erase_write, per_row)
+    q, g = converted(u.q, u.mask), converted(u.log_decay, u.mask, torch.float32)
+    x, w, b = converted(u.k, per_row), converted(u.w, per_row), None
+    strength = converted(u.erase_strength, per_row, torch.float32)
+    if u.erases and not _erases_first(u):  # the erase gets a separate column, which writes nothing else
+        b = converted(u.erase_key, per_row)
+        a = b if u.erase_write is None else converted(u.erase_write, per_row)
         x = torch.cat([a.unsqueeze(3), x], 3)
         w = torch.cat([torch.zeros_like(w[..., :1, :]), w], 3)
         if u.erase_write is None:
@@ -108,7 +114,7 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
     if u.reset is not None:
         reset = u.reset if u.mask is None else u.reset & u.mask
         documents = at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
-    keys, values = widths(u.key_dim, u.value_dim, u.w.is_cuda)
+    keys, values = tile_widths(u.key_dim, u.value_dim, u.w.is_cuda)
     keys, values = keys - u.key_dim, values - u.value_dim
     return (
         _pad(at_substep(q, n, n - 1), keys),
@@ -122,8 +128,10 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
 
 
 def _erases_first(u: Update) -> bool:
-    """Whether the erase is known to go along the first key written: declared, or seen to be the same memory. Where a gradient
-    is wanted the same memory is not enough: a view may be detached, have hooks, or be asked for its own gradient."""
+    """Whether the erase is known to go along the first key written: declared, or the two share memory.
+
+    Where a gradient is wanted, shared memory is not enough: a view may be detached, have hooks, or need a separate gradient.
+    """
     if u.erase_first:
         return True
     b = u.erase_key

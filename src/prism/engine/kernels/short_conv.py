@@ -1,9 +1,9 @@
-"""The short causal convolution of each channel, with its SiLU, in one pass: y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}).
+"""Short causal depthwise convolution with its SiLU, in one pass: y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}).
 
-Taps that reach before x read the window, if there is one; taps that reach into an earlier document read zeros. The backward
-computes the sum before SiLU again, writes its gradient dz and each program's share of the weights' gradient, and computes dx
-from dz in a second pass. Shares are added up on the host, in a fixed order. The definition in torch is `short_conv` in
-`engine/fused.py`.
+Taps that reach before x read `window`, the conv state, if there is one; taps that reach into an earlier document read zeros.
+The backward computes the sum before the SiLU again, writes its gradient dz and each program's part of the weights' gradient,
+and computes dx from dz in a second pass. The parts are summed by torch, in a fixed order. The definition in torch is
+`short_conv` in `engine/fused.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from prism.engine.kernels.available import device_guard
 from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, gradient_like, present, schema_of
 
-# One warp holds whole rows of a tile: sums over tokens stay within a thread.
+# One warp holds whole rows of a tile, so that sums over tokens stay within a thread.
 TILE: dict[str, int] = {"ROWS": 4, "COLUMNS": 256, "num_warps": 1}
 SUM_TILE, SUM_REPEAT = {**TILE, "ROWS": 2}, 64
 
@@ -36,12 +36,12 @@ def tap(
     D,
     W: tl.constexpr,
 ):
-    """x_{t-back} `[ROWS, COLUMNS]` in float32, zero where it may not be seen."""
+    """x_{t-back} `[ROWS, COLUMNS]` in float32, zero in another document and outside the sequence."""
     there = t - back
     inside = (t < T) & (there >= 0)
     if documents is not None:
         own = documents + b * T
-        # A document that began before the span is number 0, and so is the window's.
+        # A document that began before this span has number 0, and so have the tokens of the window.
         now = tl.load(own + t, mask=t < T, other=0)
         inside = inside & (tl.load(own + there, mask=inside, other=-1) == now)
     seen = tl.load(x + (b * T + there)[:, None] * D + c[None, :], mask=inside[:, None] & (c < D)[None, :], other=0.0)
@@ -57,7 +57,7 @@ def tap(
 
 @triton.jit
 def joined(some, more):
-    """Triton adds tuples, but does not unpack them."""
+    """Two tuples as one: Triton adds tuples, but does not unpack them."""
     return some + more
 
 
@@ -72,6 +72,7 @@ def taps(x, window, documents, b, t, c, T, D, W: tl.constexpr):
 
 @triton.jit
 def before_silu(seen, weight, bias, c, D, W: tl.constexpr):
+    """The weighted sum of the taps, with the bias."""
     z = tl.zeros_like(seen[0])
     for back in tl.static_range(W):
         factor = tl.load(weight + (W - 1 - back) * D + c, mask=c < D, other=0.0).to(tl.float32)
@@ -96,7 +97,8 @@ def short_conv_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """ROWS tokens of COLUMNS channels; x, y `[B, T, D]`, weight `[W, D]`, window `[B, W - 1, D]`, documents `[B, T]`."""
+    """One program per ROWS tokens of COLUMNS channels. x, y `[B, T, D]`, weight `[W, D]`, window `[B, W - 1, D]`, documents
+    `[B, T]`."""
     parts = tl.cdiv(T, ROWS)
     b = (tl.program_id(0) // parts).to(tl.int64)
     t = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
@@ -110,6 +112,7 @@ def short_conv_kernel(
 
 @triton.jit
 def zeros_each(count: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tuple of `count` zero vectors `[COLUMNS]`."""
     zeros = ()
     for _ in tl.static_range(count):
         zeros = joined(zeros, (tl.zeros((COLUMNS,), tl.float32),))
@@ -118,7 +121,7 @@ def zeros_each(count: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def add_each(sums, dz, seen, W: tl.constexpr):
-    """Σ_t dz_t x_{t-back} for every tap, and Σ_t dz_t."""
+    """`sums` plus Σ_t dz_t x_{t-back} for every tap, and Σ_t dz_t for the bias."""
     more = ()
     for back in tl.static_range(W):
         more = joined(more, (sums[back] + tl.sum(dz * seen[back], 0),))
@@ -143,7 +146,7 @@ def short_conv_weights_kernel(
     COLUMNS: tl.constexpr,
     REPEAT: tl.constexpr,
 ):
-    """d_z `[B, T, D]`, and REPEAT · ROWS tokens' share of the gradients of the weights and the bias, `[parts, W + 1, D]`."""
+    """d_z `[B, T, D]`, and the gradients of weights and bias summed over REPEAT · ROWS tokens, `[parts, W + 1, D]`."""
     parts = tl.cdiv(T, ROWS * REPEAT)
     b = (tl.program_id(0) // parts).to(tl.int64)
     first = tl.program_id(0) % parts * (ROWS * REPEAT)
@@ -179,7 +182,7 @@ def short_conv_inputs_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dx_t = Σ_i weight[W-1-i] dz_{t+i}, within its document."""
+    """dx_t = Σ_i weight[W-1-i] dz_{t+i}, within one document."""
     parts = tl.cdiv(T, ROWS)
     b = (tl.program_id(0) // parts).to(tl.int64)
     t = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
@@ -199,21 +202,21 @@ def short_conv_inputs_kernel(
 
 
 class ConvInputs(NamedTuple):
-    """What the convolution reads."""
+    """Inputs of the convolution."""
 
     x: Tensor  # [B, T, D]
     weight: Tensor  # [W, D]
     bias: Tensor | None  # [D]
-    window: Tensor | None  # the tokens before x, [B, W - 1, D]; gets no gradient
+    window: Tensor | None  # the conv state: the tokens before x, [B, W - 1, D]; gets no gradient
     documents: Tensor | None  # [B, T] int32
 
 
-GIVEN = len(ConvInputs._fields)
+INPUT_COUNT = len(ConvInputs._fields)
 
 
 def _short_conv(*inputs: Any) -> Tensor:
     """`ConvInputs` and whether a SiLU follows → y `[B, T, D]`."""
-    given, silu = ConvInputs(*all_contiguous_aligned(*inputs[:GIVEN])), inputs[GIVEN]
+    given, silu = ConvInputs(*all_contiguous_aligned(*inputs[:INPUT_COUNT])), inputs[INPUT_COUNT]
     x, y = given.x, torch.empty_like(given.x)
     with device_guard(x):
         short_conv_kernel[_grid(x)](*given, y, *x.shape[1:], W=given.weight.shape[0], SILU=silu, **TILE)
@@ -226,8 +229,8 @@ def _short_conv_shapes(*inputs: Any) -> Tensor:
 
 def _short_conv_backward(d_y: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias."""
-    d_y, *tensors = all_contiguous_aligned(d_y, *inputs[:GIVEN])
-    given, silu = ConvInputs(*tensors), inputs[GIVEN]
+    d_y, *tensors = all_contiguous_aligned(d_y, *inputs[:INPUT_COUNT])
+    given, silu = ConvInputs(*tensors), inputs[INPUT_COUNT]
     x, weight, bias = given[:3]
     (B, T, D), W = x.shape, weight.shape[0]
     programs = B * -(-T // (SUM_TILE["ROWS"] * SUM_REPEAT))
@@ -252,7 +255,7 @@ def _grid(x: Tensor) -> tuple[int, int]:
     return B * -(-T // TILE["ROWS"]), -(-D // TILE["COLUMNS"])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.silu = inputs
     ctx.save_for_backward(*tensors)
 
@@ -263,19 +266,19 @@ def _differentiate(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
     return d_x, d_weight, None if given[2] is None else d_bias, None, None, None
 
 
-_INPUTS = f"{schema_of(ConvInputs)}, bool silu"
+_INPUT_SCHEMA = f"{schema_of(ConvInputs)}, bool silu"
 
 short_conv_backward = Operator(
     "prism::short_conv_backward",
     _short_conv_backward,
     _short_conv_backward_shapes,
-    schema=f"(Tensor d_y, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor d_y, {_INPUT_SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 short_conv = Operator(
     "prism::short_conv",
     _short_conv,
     _short_conv_shapes,
-    _keep,
+    _setup_context,
     _differentiate,
-    schema=f"({_INPUTS}) -> Tensor",
+    schema=f"({_INPUT_SCHEMA}) -> Tensor",
 )

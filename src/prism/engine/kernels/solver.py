@@ -1,10 +1,10 @@
-"""PRISM's write solver in one pass: from value, anchor, gains and step sizes to the L values written, and back.
+"""Solve for PRISM's L writes in one pass, from v, u, gains and step sizes, with gradients.
 
     gelu     δ_l = GELU(p_l r_l),   r_{l+1} = r_l - δ_l                w_l = γ_l β_l δ_l,   r_1 = v - u
     closed   δ_l = σ(p_l) r_l,      r_{l+1} = r_l - δ_l
 
-One program takes ROWS tokens of one head. The backward saves the inputs alone and computes the L residuals again. γ's
-gradient is summed over each program's tokens in the kernel and over programs on the host, in a fixed order. The definition
+One program takes ROWS tokens of one head. Only the inputs are saved; the backward computes the L residuals again. γ's
+gradient is summed over each program's tokens in the kernel and over programs by torch, in a fixed order. The definition
 in torch is `solved_writes` in `engine/fused.py`.
 """
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prism.engine.kernels.available import device_guard, padded
+from prism.engine.kernels.available import device_guard, tile_width
 from prism.engine.kernels.runtime import (
     Operator,
     all_contiguous_aligned,
@@ -28,12 +28,12 @@ from prism.engine.kernels.runtime import (
 )
 
 ELEMENTS = 2048
-"""What one program of the solver holds: tokens × channels."""
+"""Tokens × channels per program of the solver."""
 
 
 @triton.jit
 def tokens_of_a_head(rows, H, ROWS: tl.constexpr):
-    """The program's head h, its tokens' places in `[rows, H]`, and which of them exist."""
+    """The program's head h, the positions of its tokens in `[rows, H]`, and which of them exist."""
     h = tl.program_id(0) % H
     i = tl.program_id(0) // H * ROWS + tl.arange(0, ROWS)
     return h, i.to(tl.int64) * H + h, i < rows
@@ -46,10 +46,10 @@ def normal_cdf(x):
 
 @triton.jit
 def load_gain(p, place, l, v, inside, L: tl.constexpr, V: tl.constexpr, GELU: tl.constexpr):
-    """p_l, or the constant that stands for it: 1 in the loop, and a half of every residual in the closed form."""
+    """p_l, or the constant in its place: 1 with GELU, and half of every residual in the closed form."""
     if p is None:
         return 1.0 if GELU else 0.5
-    else:  # Triton also compiles what follows a return
+    else:  # Triton also compiles code after a return
         return tl.load(p + place * L + l * V + v[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
@@ -88,7 +88,7 @@ def write_solution(
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
-    """The L writes, behind SKIP others that a token has in w `[rows, H, SKIP + L, V]`."""
+    """Store the L writes, after the first SKIP columns of a token in w `[rows, H, SKIP + L, V]`."""
     place = head[:, None] * V
     for l in tl.static_range(L):
         gain = load_gain(p, place, l, v, inside, L, V, GELU)
@@ -122,8 +122,8 @@ def differentiate_solution(
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
-    """The gradient of the first residual; those of p and β are stored. `d_scale` `[programs / H, L, H, V]` holds one
-    program's sum each."""
+    """The gradient of the first residual; the gradients of p and β are stored. `d_scale` `[programs / H, L, H, V]` holds each
+    program's sum."""
     place = head[:, None] * V
     d_residual = tl.zeros_like(first)
     for l in tl.static_range(L - 1, -1, -1):
@@ -154,7 +154,7 @@ def differentiate_solution(
 
 @triton.jit
 def load_residual(value, u, place, inside):
-    """v - u, or v where there is no anchor."""
+    """v - u, or v if u is None."""
     residual = tl.load(value + place, mask=inside, other=0.0).to(tl.float32)
     if u is not None:
         residual -= tl.load(u + place, mask=inside, other=0.0).to(tl.float32)
@@ -186,6 +186,7 @@ def solve_kernel(
     write_solution(residual, p, beta, scale, w, head, h, v, inside, known, H, L, 0, V, GELU, NONLINEAR)
 
 
+# Repeats the argument list of `solve_kernel`: a Triton kernel takes no structures.
 @triton.jit(do_not_specialize=["rows", "H"])
 def solve_backward_kernel(
     value,
@@ -222,14 +223,14 @@ def solve_backward_kernel(
 
 
 class Grid(NamedTuple):
-    """A program takes some tokens of one head."""
+    """The programs of a launch. Each takes `per_program` tokens of one head."""
 
     per_program: int
     per_head: int
     programs: int
 
 
-def grid(tokens: int, heads: int, block: int) -> Grid:
+def token_grid(tokens: int, heads: int, block: int) -> Grid:
     """The grid for `tokens` × `heads` rows of `block` channels."""
     per_program = max(1, ELEMENTS // block)
     count = -(-tokens // per_program)
@@ -237,22 +238,22 @@ def grid(tokens: int, heads: int, block: int) -> Grid:
 
 
 def empty_like(z: Tensor | None) -> Tensor | None:
-    """Memory for z's gradient."""
+    """Memory for z's gradient, or None."""
     return None if z is None else torch.empty_like(z)
 
 
-def scale_shares(scale: Tensor | None, where: Grid) -> Tensor | None:
-    """Each program's part of γ's gradient."""
-    return None if scale is None else scale.new_empty(where.per_head, *scale.shape, dtype=torch.float32)
+def scale_shares(scale: Tensor | None, grid: Grid) -> Tensor | None:
+    """Memory for each program's part of γ's gradient."""
+    return None if scale is None else scale.new_empty(grid.per_head, *scale.shape, dtype=torch.float32)
 
 
 def summed_shares(shares: Tensor | None, scale: Tensor | None) -> Tensor | None:
-    """γ's gradient."""
+    """γ's gradient: the sum over programs."""
     return None if shares is None or scale is None else shares.sum(0).to(scale.dtype)
 
 
 class SolverInputs(NamedTuple):
-    """What the solver reads, for L writes."""
+    """Inputs of the solver, for L writes."""
 
     v: Tensor  # […, H, V]
     u: Tensor | None  # […, H, V]
@@ -261,53 +262,53 @@ class SolverInputs(NamedTuple):
     scale: Tensor | None  # γ, [L, H, V]
 
 
-GIVEN = len(SolverInputs._fields)
+INPUT_COUNT = len(SolverInputs._fields)
 
 
 def _solve(*inputs: Any) -> Tensor:
     """`SolverInputs`, gelu and nonlinear → the writes `[…, H, L, V]`."""
-    given = SolverInputs(*all_contiguous_aligned(*inputs[:GIVEN]))
-    where, sizes, constants = _layout(given, *inputs[GIVEN:])
+    given = SolverInputs(*all_contiguous_aligned(*inputs[:INPUT_COUNT]))
+    grid, sizes, constants = _layout(given, *inputs[INPUT_COUNT:])
     w = given.v.new_empty(*given.beta.shape, given.v.shape[-1])
     with device_guard(w):
-        solve_kernel[(where.programs,)](*given, w, *sizes, **constants)
+        solve_kernel[(grid.programs,)](*given, w, *sizes, **constants)
     return w
 
 
 def _solve_shapes(*inputs: Any) -> Tensor:
-    given = SolverInputs(*inputs[:GIVEN])
+    given = SolverInputs(*inputs[:INPUT_COUNT])
     return given.v.new_empty(*given.beta.shape, given.v.shape[-1])
 
 
 def _solve_backward(d_w: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """The gradients of `SolverInputs`."""
-    d_w, *tensors = all_contiguous_aligned(d_w, *inputs[:GIVEN])
+    d_w, *tensors = all_contiguous_aligned(d_w, *inputs[:INPUT_COUNT])
     given = SolverInputs(*tensors)
-    where, sizes, constants = _layout(given, *inputs[GIVEN:])
+    grid, sizes, constants = _layout(given, *inputs[INPUT_COUNT:])
     grads = [empty_like(z) for z in given[:-1]]
-    shares = scale_shares(given.scale, where)
+    shares = scale_shares(given.scale, grid)
     with device_guard(d_w):
-        solve_backward_kernel[(where.programs,)](*given, d_w, *grads, shares, *sizes, **constants)
+        solve_backward_kernel[(grid.programs,)](*given, d_w, *grads, shares, *sizes, **constants)
     return all_present((*grads, summed_shares(shares, given.scale)), given.v)
 
 
 def _solve_backward_shapes(d_w: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    given = SolverInputs(*inputs[:GIVEN])
+    given = SolverInputs(*inputs[:INPUT_COUNT])
     return tuple(gradient_like(z, given.v) for z in given)
 
 
 def _layout(given: SolverInputs, gelu: bool, nonlinear: bool) -> tuple[Grid, tuple[int, int], dict[str, Any]]:
     """The grid, the sizes and the constants of a launch."""
     (H, V), L = given.v.shape[-2:], given.beta.shape[-1]
-    tokens, block = given.v.numel() // (H * V), padded(V)
-    where = grid(tokens, H, block)
-    constants = {"L": L, "V": V, "BV": block, "ROWS": where.per_program, "GELU": gelu, "NONLINEAR": nonlinear}
-    return where, (tokens, H), constants
+    tokens, block = given.v.numel() // (H * V), tile_width(V)
+    grid = token_grid(tokens, H, block)
+    constants = {"L": L, "V": V, "BV": block, "ROWS": grid.per_program, "GELU": gelu, "NONLINEAR": nonlinear}
+    return grid, (tokens, H), constants
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:GIVEN])
-    ctx.options = inputs[GIVEN:]
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:INPUT_COUNT])
+    ctx.options = inputs[INPUT_COUNT:]
 
 
 def _differentiate(ctx: Any, d_w: Tensor) -> tuple[Tensor | None, ...]:
@@ -315,12 +316,14 @@ def _differentiate(ctx: Any, d_w: Tensor) -> tuple[Tensor | None, ...]:
     return *only_given(given, solve_backward(d_w, *given, *ctx.options)), *[None] * len(ctx.options)
 
 
-_INPUTS = f"{schema_of(SolverInputs)}, bool gelu, bool nonlinear"
+_INPUT_SCHEMA = f"{schema_of(SolverInputs)}, bool gelu, bool nonlinear"
 
 solve_backward = Operator(
     "prism::solve_backward",
     _solve_backward,
     _solve_backward_shapes,
-    schema=f"(Tensor d_w, {_INPUTS}) -> ({', '.join(['Tensor'] * GIVEN)})",
+    schema=f"(Tensor d_w, {_INPUT_SCHEMA}) -> ({', '.join(['Tensor'] * INPUT_COUNT)})",
 )
-solve = Operator("prism::solve", _solve, _solve_shapes, _keep, _differentiate, schema=f"({_INPUTS}) -> Tensor")
+solve = Operator(
+    "prism::solve", _solve, _solve_shapes, _setup_context, _differentiate, schema=f"({_INPUT_SCHEMA}) -> Tensor"
+)

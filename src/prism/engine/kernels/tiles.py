@@ -1,9 +1,9 @@
-"""Device functions that all chunk kernels share: tiles through tensor descriptors, and how much of a write is left.
+"""Device functions that all chunk kernels share: tiles through tensor descriptors, and how much of a write remains.
 
-Token tensors are `[B, T, H · columns · width]` to a descriptor, and a tile is C tokens of one column, so that rows beyond T
-read as zeros and are never written. Widths are powers of two ≥ 16 (`serve.py` pads them). Gates are `[B, H, padded]` here, T
-padded to whole chunks. Cumulated log-decays are in base 2 and restart every STEP tokens, the chunks of the scans, which may
-be shorter than those of the parallel passes.
+A descriptor sees token tensors as `[B, T, H · columns · width]`, and a tile is C tokens of one column, so that rows beyond T
+read as zeros and are never written. Widths are powers of two ≥ 16 (`serve.py` pads them). Gates are `[B, H, padded]` here,
+with T padded to whole chunks. Cumulative log-decays are in base 2 and restart every STEP tokens, the chunk of the scans,
+which may be shorter than that of the parallel passes.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(tensor, b, t, column, C: tl.constexpr, WIDTH: tl.constexpr):
-    """`[C, WIDTH]`: tokens t … t + C of sequence b."""
+    """Tokens t … t + C of sequence b, `[C, WIDTH]`."""
     return tensor.load([b, t, column]).reshape(C, WIDTH)
 
 
 @triton.jit
 def store_rows(tensor, b, t, column, tile, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Store `tile` `[C, WIDTH]` as tokens t … t + C of sequence b."""
     tensor.store([b, t, column], tile.to(tensor.dtype).reshape(1, C, WIDTH))
 
 
 @triton.jit
 def load_gate(gate, bh, t, padded, C: tl.constexpr):
-    """A number a token, `[C]`."""
+    """One number per token, `[C]`."""
     return tl.load(gate + bh.to(tl.int64) * padded + t + tl.arange(0, C))
 
 
@@ -57,7 +58,8 @@ def borders(
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """What a chunk keeps: of the incoming state at each row `[C]`, of each row's write at the end `[C]`, of the state."""
+    """The fractions that remain: of the incoming state at each row `[C]`, of each row's write at the end of the chunk `[C]`,
+    and of the incoming state at the end."""
     from_start = tl.full((C,), 1.0, tl.float32)
     to_end = tl.full((C,), 1.0, tl.float32)
     carried = 1.0
@@ -92,7 +94,7 @@ def kept(
     DOCUMENTS: tl.constexpr,
     TURNED: tl.constexpr,
 ):
-    """Γ `[C, C]`: what is left of the column's write at the row, on and below the diagonal; TURNED: its transpose."""
+    """Γ `[C, C]`: the fraction of the column's write that remains at the row, on and below the diagonal; TURNED: transposed."""
     G = tl.zeros((C,), tl.float32)
     if DECAY:
         G, _ = load_cumulated(cumulated, bh, t, padded, C, STEP)
@@ -103,7 +105,7 @@ def kept(
 def left_of_writes(
     G, documents, b, t, T, C: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, TURNED: tl.constexpr
 ):
-    """`kept` from G itself."""
+    """Γ as in `kept`, from G."""
     i = tl.arange(0, C)
     keep = i[:, None] <= i[None, :] if TURNED else i[:, None] >= i[None, :]
     if DOCUMENTS:
@@ -111,19 +113,20 @@ def left_of_writes(
         keep = keep & (doc[:, None] == doc[None, :])
     if DECAY:
         left = (G[None, :] - G[:, None]) if TURNED else (G[:, None] - G[None, :])
-        # Masked before the exponential: on the other side of the diagonal it would overflow.
+        # Masked before the exponential, which would overflow on the other side of the diagonal.
         return tl.exp2(tl.where(keep, left.to(tl.float32), float("-inf")))
     return tl.where(keep, 1.0, 0.0)
 
 
 @triton.jit
 def off_diagonal(tile, C: tl.constexpr):
+    """`tile` `[C, C]` with zeros on its diagonal."""
     i = tl.arange(0, C)
     return tl.where(i[:, None] == i[None, :], 0.0, tile)
 
 
 @triton.jit
 def diagonal(tile, C: tl.constexpr):
-    """`[C]`"""
+    """The diagonal of `tile` `[C, C]`, `[C]`."""
     i = tl.arange(0, C)
     return tl.sum(tl.where(i[:, None] == i[None, :], tile, 0.0), 1)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.compat import untouched
+from prism.engine.compat import is_unmodified
 from prism.engine.fused import UNIT_EPS as UNIT_EPS
 from prism.engine.fused import history, short_conv
 from prism.engine.fused import l2_normalize as l2_normalize
@@ -28,7 +28,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 def linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     """Each map's answer to x. Plain ones, and low-rank ones down to their rank, are one product: many maps of few outputs
     would each read x, and each add to its gradient. If one was replaced, hooked or quantised, all are called as they are."""
-    firsts = [m.down if type(m) is LowRank and untouched(m) else m for m in maps]
+    firsts = [m.down if type(m) is LowRank and is_unmodified(m) else m for m in maps]
     plain = [m for m in firsts if isinstance(m, nn.Linear) and _plain(m)]
     if len(plain) < len(maps) or len({(m.weight.dtype, m.weight.device) for m in plain}) > 1:
         return [m(x) for m in maps]
@@ -41,7 +41,7 @@ def linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
 
 def _plain(m: nn.Linear) -> bool:
     """Whether m's answer is x Wᵀ, and W a tensor like any other: quantised and sharded ones are classes of their own."""
-    return type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter) and untouched(m)
+    return type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter) and is_unmodified(m)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
