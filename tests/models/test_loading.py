@@ -225,9 +225,9 @@ def test_configurations_are_equal_if_their_contents_are() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"vocab_size": 0}, "vocab_size must be a whole number ≥ 1, got 0"),
-        ({"hidden_size": 16.0}, "hidden_size must be a whole number ≥ 1, got 16.0"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number ≥ 1, got 0"),
+        ({"vocab_size": 0}, "vocab_size must be an integer ≥ 1, got 0"),
+        ({"hidden_size": 16.0}, "hidden_size must be an integer ≥ 1, got 16.0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer ≥ 1, got 0"),
         ({"layers": "prisma"}, "unknown rule 'prisma' .did you mean 'prism'"),
         ({"layers": "prism*x"}, "'prism\\*x' is not a rule or rule\\*count"),
         ({"rule_options": {"softmax": {}}}, "rule_options names 'softmax', which is not in layers: prism"),

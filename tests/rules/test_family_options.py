@@ -56,7 +56,7 @@ def refused(name: str, option: str, value: Any, expected: str) -> None:
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2"])
 @pytest.mark.parametrize(("name", "option"), COUNTS)
 def test_what_counts_is_a_whole_number(name: str, option: str, value: Any) -> None:
-    refused(name, option, value, "a whole number ≥ 1")
+    refused(name, option, value, "an integer ≥ 1")
 
 
 @pytest.mark.parametrize("value", [-0.5, math.nan, math.inf, "2"])
@@ -66,5 +66,5 @@ def test_what_weighs_is_not_negative(name: str, option: str, value: Any) -> None
 
 
 def test_no_newton_schulz_is_an_option() -> None:
-    refused("atlas", "newton_schulz", -1, "a whole number ≥ 0")
+    refused("atlas", "newton_schulz", -1, "an integer ≥ 0")
     assert Mixer("atlas", WIDTH, HEADS, newton_schulz=0).rule.newton_schulz == 0

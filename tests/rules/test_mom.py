@@ -188,7 +188,7 @@ def test_a_language_model_in_training_pays_for_imbalance() -> None:
         ({"inner": "mom"}, "inner must be a rule whose state has a constant size"),
         ({"inner": "softmax"}, "inner must be a rule whose state has a constant size"),
         ({"inner": "nonsense"}, "unknown rule 'nonsense'"),
-        ({"memories": 0}, "memories must be a whole number ≥ 1"),
+        ({"memories": 0}, "memories must be an integer ≥ 1"),
         ({"top_k": 5}, "top_k must be one of 1 … memories = 4"),
         ({"inner_options": {"steps": 2}}, "rule 'gated_delta' has no option 'steps'"),
     ],

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import prism
 from prism import Mixer, rules
-from prism.rules.parts import LowRank, linears
+from prism.rules.parts import LowRank, fused_linears
 from prism.rules.rule import Span
 from tests.helpers import assert_close
 from tests.rules.rule_cases import CASES, HEADS, WIDTH, stirred, stirred_mixer, tokens, told
@@ -35,13 +35,13 @@ def test_an_unknown_option_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("delta_product", {"householders": 0}, "householders must be a whole number ≥ 1"),
-        ("mamba2", {"groups": 3}, "groups must be a whole number that divides heads = 4"),
+        ("delta_product", {"householders": 0}, "householders must be an integer ≥ 1"),
+        ("mamba2", {"groups": 3}, "groups must be an integer that divides heads = 4"),
         ("kda", {"lower_bound": 5.0}, "lower_bound is a log-decay"),
         ("gla", {"gate_rank": 0}, "rank of a low-rank map"),
         ("retnet", {"key_dim": 3}, "key_dim must be even"),
         *((name, {"layer_index": 2, "layer_count": 2}, "layer_index must be one of 0") for name in LAYERED),
-        *((name, {"layer_count": 0}, "layer_count must be a whole number ≥ 1") for name in LAYERED),
+        *((name, {"layer_count": 0}, "layer_count must be an integer ≥ 1") for name in LAYERED),
     ],
 )
 def test_bad_options_are_refused_in_one_sentence(name: str, options: dict[str, Any], message: str) -> None:
@@ -191,20 +191,20 @@ def test_kda_lower_bound_holds() -> None:
 def test_maps_side_by_side_answer_as_each_alone_and_a_changed_one_is_called() -> None:
     maps = [torch.nn.Linear(6, size, bias=False) for size in (3, 5, 1)]
     x = torch.randn(2, 4, 6, requires_grad=True)
-    for got, m in zip(linears(x, *maps), maps, strict=True):
+    for got, m in zip(fused_linears(x, *maps), maps, strict=True):
         torch.testing.assert_close(got, m(x))
         torch.testing.assert_close(
             torch.autograd.grad(got.sum(), x, retain_graph=True), torch.autograd.grad(m(x).sum(), x)
         )
     maps[1].register_forward_hook(lambda module, given, answer: answer + 1)
-    torch.testing.assert_close(linears(x, *maps)[1], x @ maps[1].weight.T + 1)
+    torch.testing.assert_close(fused_linears(x, *maps)[1], x @ maps[1].weight.T + 1)
 
     class Adapted(torch.nn.Linear):
         def forward(self, given: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(given)
 
     adapted = Adapted(6, 3, bias=False)
-    torch.testing.assert_close(linears(x, maps[0], adapted)[1], 2 * x @ adapted.weight.T)
+    torch.testing.assert_close(fused_linears(x, maps[0], adapted)[1], 2 * x @ adapted.weight.T)
 
 
 class Quantised(torch.Tensor):
@@ -236,7 +236,7 @@ def test_maps_whose_weights_are_elsewhere_or_quantised_are_called(change: Any) -
     expected = [2 * m(x) for m in maps]
     for m in maps:
         change(m)
-    torch.testing.assert_close(linears(x, *maps), expected)
+    torch.testing.assert_close(fused_linears(x, *maps), expected)
 
 
 @pytest.mark.parametrize("rule", ["prism", "kda"])

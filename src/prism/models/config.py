@@ -64,7 +64,7 @@ class PrismConfig(PreTrainedConfig):
     ) -> None:
         for name, value in {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads}.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+                raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
         check_choice(form, backend)
@@ -163,7 +163,7 @@ class PrismRecConfig(PrismConfig):
         sizes = {"num_items": num_items, "max_length": max_length}
         for name, value in {**sizes, **{f"item_features[{name!r}]": count for name, count in features.items()}}.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+                raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
         if kwargs.pop("vocab_size", num_items + 1) != num_items + 1:
             raise ValueError("vocab_size of a recommender is num_items + 1: leave it out")
         if not kwargs.pop("tie_word_embeddings", True):

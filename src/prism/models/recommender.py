@@ -86,7 +86,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
         values = torch.as_tensor(values)
         if tuple(values.shape) != (self.config.num_items + 1,) or values.dtype.is_floating_point:
             raise ValueError(
-                f"{name} must be whole numbers of shape [num_items + 1] = {[self.config.num_items + 1]}, "
+                f"{name} must be integers of shape [num_items + 1] = {[self.config.num_items + 1]}, "
                 f"got {values.dtype} {list(values.shape)}"
             )
         return values
@@ -147,7 +147,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
 
     def _inputs(self, items: Tensor, gaps: Tensor | None) -> Tensor:
         if items.ndim != 2 or items.dtype.is_floating_point:
-            raise ValueError(f"items must be whole numbers of shape [B, T], got {items.dtype} {list(items.shape)}")
+            raise ValueError(f"items must be integers of shape [B, T], got {items.dtype} {list(items.shape)}")
         x = self.model.embed_tokens(items)
         for column, embedding in enumerate(self.feature_embeddings):
             x = x + embedding(self.feature_codes[:, column][items])

@@ -48,7 +48,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(hidden, int) or hidden < 0:
-            raise ValueError(f"hidden must be a whole number ≥ 1, or 0 for no SwiGLU, got {hidden!r}")
+            raise ValueError(f"hidden must be an integer ≥ 1, or 0 for no SwiGLU, got {hidden!r}")
         self.mixer_norm = nn.RMSNorm(width, eps=eps)
         self.mixer = Mixer(rule, width, heads, **options)
         if hidden:

@@ -31,7 +31,7 @@ def parse_layers(layers: str | Sequence[Any], count: int | None = None) -> list[
     if count is None:
         return period
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"num_hidden_layers must be a whole number ≥ 1, got {count!r}")
+        raise ValueError(f"num_hidden_layers must be an integer ≥ 1, got {count!r}")
     return [period[i % len(period)] for i in range(count)]
 
 
