@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prism import Mixer
-from tests.rules.family_cases import HEADS, WIDTH
+from tests.rules.rule_cases import SMALL_HEADS, SMALL_WIDTH
 
 COUNTS = [
     ("mlstm", "expand"),
@@ -48,7 +48,7 @@ AMOUNTS = [
 
 def refused(name: str, option: str, value: Any, expected: str) -> None:
     with pytest.raises(ValueError, match=option) as error:
-        Mixer(name, WIDTH, HEADS, **{option: value})
+        Mixer(name, SMALL_WIDTH, SMALL_HEADS, **{option: value})
     message = str(error.value)
     assert message.startswith(f"{option} must be {expected}") and message.endswith(f"got {value!r}")
 
@@ -67,4 +67,4 @@ def test_what_weighs_is_not_negative(name: str, option: str, value: Any) -> None
 
 def test_no_newton_schulz_is_an_option() -> None:
     refused("atlas", "newton_schulz", -1, "an integer ≥ 0")
-    assert Mixer("atlas", WIDTH, HEADS, newton_schulz=0).rule.newton_schulz == 0
+    assert Mixer("atlas", SMALL_WIDTH, SMALL_HEADS, newton_schulz=0).rule.newton_schulz == 0

@@ -9,7 +9,7 @@ from torch import Tensor
 from prism import State, rules
 from prism.nn.block import place_options
 from tests.helpers import assert_close
-from tests.rules.rule_cases import stirred_mixer, tokens
+from tests.rules.rule_cases import perturbed_mixer, tokens
 
 
 class Stack(torch.nn.Module):
@@ -18,7 +18,7 @@ class Stack(torch.nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            stirred_mixer(name, torch.float64, **place_options(name, index, 3)) for index in range(3)
+            perturbed_mixer(name, torch.float64, **place_options(name, index, 3)) for index in range(3)
         )
 
     def forward(self, x: Tensor, states: list[State] | None = None, **flags: Tensor) -> tuple[Tensor, list[State]]:
