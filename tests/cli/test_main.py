@@ -175,7 +175,7 @@ def test_a_missing_library_is_told_with_its_extra(
 
     monkeypatch.setattr("prism.cli.import_module", without)
     assert main([*command.split(), "x"]) == 2
-    assert f"needs transformers, of the extra {extra}: pip install" in capsys.readouterr().err
+    assert f"needs transformers, from the extra {extra}: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
