@@ -26,4 +26,4 @@ def missing(error: BaseException, likely: str) -> str | None:
     if not extras:
         return None
     extra = likely if likely in extras else extras[0]
-    return f"needs {module}, from the extra {extra}: pip install 'prism-sequence[{extra}]' (in a clone: pip install '.[{extra}]')"
+    return f"needs {module}, from the extra {extra}: pip install 'prism-sequence[{extra}]' (in a clone: '.[{extra}]')"

@@ -43,7 +43,7 @@ def _storage(z: Tensor) -> int:
 
 def record(step: CapturedStep) -> bool:
     """In place of `captured.record`."""
-    if not step.steady():
+    if not step.has_fixed_layout():
         return False
     before = [state.map(torch.clone) for state in step.states]
     recorder = Recorder()

@@ -49,7 +49,7 @@ def test_another_mark_of_loaded_weights_is_refused(tmp_path: Path, monkeypatch: 
     for name, value in saved.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     monkeypatch.setattr(compat, "LOADED_MARK", "_gone")
-    with pytest.raises(ImportError, match="marks loaded weights in a way that PRISM does not know"):
+    with pytest.raises(ImportError, match="marks loaded weights in an unknown way"):
         PrismForCausalLM.from_pretrained(tmp_path)
 
 

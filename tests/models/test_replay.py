@@ -187,7 +187,7 @@ def test_memories_of_a_recorded_step_are_written_where_they_lie(monkeypatch: pyt
 
 def test_an_interrupted_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no graph, which nothing interrupts."""
-    monkeypatch.setattr(captured, "record", CapturedStep.steady)
+    monkeypatch.setattr(captured, "record", CapturedStep.has_fixed_layout)
     lm, ids = model("prism*3"), tokens(1, 20)
     plain, replayed = pair(lm, ids[:, :5])
     assert torch.equal(steps(lm, replayed, ids[:, 5:8]), steps(lm, plain, ids[:, 5:8]))

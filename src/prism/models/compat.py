@@ -1,7 +1,7 @@
 """Every private name of transformers that PRISM's models use, each with a fallback.
 
-Marks that transformers leaves on tensors and modules are read here. Methods and class attributes that the models
-override are listed in `OVERRIDDEN`: a transformers without such a name would ignore ours, so that is warned about.
+Marks that transformers sets on tensors and modules are read here. Methods and class attributes that the models override are
+listed in `OVERRIDDEN`: a version of transformers without such a name would ignore our override, so a warning says so.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ OVERRIDDEN = {
 
 
 def is_loaded(parameter: Tensor) -> bool:
-    """Whether transformers filled this parameter from a file. `require_marks` has made sure that it would say so."""
+    """Whether transformers loaded this parameter from a file. `require_marks` checks that this version sets the mark."""
     return getattr(parameter, LOADED_MARK, False)
 
 
 def require_marks() -> None:
-    """Refuse to load with a transformers that marks loaded weights in another way: they would be drawn anew, silently."""
-    from transformers import initialization  # transformers 5 has it: its own models draw their weights through it
+    """Raise an ImportError if this transformers marks loaded weights in another way: they would be re-initialised silently."""
+    from transformers import initialization  # of transformers 5; its own models initialise weights with it
 
     marked = torch.zeros(1)
     setattr(marked, LOADED_MARK, True)
     initialization.ones_(marked)
     if marked.item() != 0:
         raise ImportError(
-            f"transformers {version('transformers')} marks loaded weights in a way that PRISM does not know, and would "
-            "overwrite them: install transformers 5"
+            f"transformers {version('transformers')} marks loaded weights in an unknown way, so they would be overwritten: "
+            "install transformers 5"
         )
 
 
 def forget_initialised(model: nn.Module) -> None:
-    """Make `init_weights` start every module again, also those marked as done. Without the mark nothing is skipped."""
+    """Make `init_weights` initialise every module again, also those marked as done."""
     for part in model.modules():
         if hasattr(part, LOADED_MARK):
             delattr(part, LOADED_MARK)
 
 
 def warn_of_missing(*classes: type[Any]) -> None:
-    """Say which overridden names these classes of transformers no longer have."""
+    """Warn about overridden names that these classes of transformers no longer have."""
     missing = [f"{c.__name__}.{name}" for c in classes for name in OVERRIDDEN[c.__name__] if not hasattr(c, name)]
     if missing:
         warnings.warn(

@@ -16,7 +16,7 @@ _LINE = 80
 
 @dataclass(frozen=True, repr=False)
 class State:
-    """A memory (a tensor, or tensors by name) and a carry (conv states, positions). Dimension 0 of every tensor is the batch."""
+    """A memory (a tensor, or tensors by name) and a carry (conv states, positions). Every tensor is `[B, …]`."""
 
     memory: Any = None
     carry: dict[str, Tensor] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from prism import rules
 from prism.models import PrismCache, PrismForRecommendation
-from prism.models.loading import identity
+from prism.models.loading import fingerprint
 from prism.recommend.evaluate import EVENTS_AT_ONCE
 from prism.recommend.events import Catalogue, Histories
 from prism.recommend.events.samples import contexts
@@ -116,7 +116,7 @@ def blank(model: PrismForRecommendation) -> UserStates:
         out = model(zero, zero.bool(), zero.float() if model.config.time_gaps else None, use_cache=True)
     assert out.past_key_values is not None
     never = torch.full((1,), torch.nan, dtype=torch.float64, device=zero.device)
-    return UserStates(tuple(out.past_key_values.states), nothing(model, 1), zero[0], never, identity(model))
+    return UserStates(tuple(out.past_key_values.states), nothing(model, 1), zero[0], never, fingerprint(model))
 
 
 def nothing(model: PrismForRecommendation, users: int) -> Tensor:

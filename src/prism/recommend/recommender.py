@@ -22,7 +22,7 @@ from torch import Tensor
 
 from prism.files import MANIFEST, seal_weights, whole_folder, write_json
 from prism.models import PrismForRecommendation
-from prism.models.loading import differs, open_weights, without_progress_bars
+from prism.models.loading import fingerprint_mismatch, open_weights, without_progress_bars
 from prism.recommend.events import Catalogue, Histories, LogRecipe, Prepared, Users, prepare_log
 from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, translate
 from prism.recommend.events.tables import AUTO, Columns
@@ -269,7 +269,7 @@ class Recommender:
         if not isinstance(states, UserStates):
             raise ValueError(f"states must be what start or observe returned, got {type(states).__name__}")
         if states.model != self._blank.model:
-            what = differs(states.model, self.model)
+            what = fingerprint_mismatch(states.model, self.model)
             raise ValueError(f"the states were made by a model with {what}: they mean nothing to this one")
         if states.device != self.device:
             raise ValueError(f"the states are on {states.device}, the model on {self.device}: move them with .to")
