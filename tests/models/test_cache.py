@@ -1,4 +1,4 @@
-"""A model that goes on from its cache answers as if it had read everything at once: logits, not just the chosen tokens."""
+"""A model that continues from its cache computes the same logits as in one pass."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_a_name_that_is_gone_is_announced(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_another_mark_of_loaded_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the mark, what was loaded would be drawn anew."""
+    """Without the mark, loaded weights would be re-initialised."""
     saved = model("prism+softmax", torch.float32)
     saved.save_pretrained(tmp_path)
     loaded = PrismForCausalLM.from_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""transformers' `generate` with the model's own cache: greedy, sampling, beams, left padding, going on where one stopped."""
+"""transformers' `generate` with the model's own cache: greedy, sampling, beams, left padding, resuming."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEW = 12
 
 
 def generate(lm: PrismForCausalLM, ids: Tensor, **settings: Any) -> Any:
-    """Greedy unless told otherwise, and always NEW tokens."""
+    """Greedy by default, and always NEW tokens."""
     settings = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, **settings}
     return lm.generate(ids, pad_token_id=0, eos_token_id=None, **settings)
 

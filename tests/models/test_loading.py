@@ -121,7 +121,7 @@ for layers in STACKS:
 
 
 def test_half_precision_runs_with_memories_in_float32() -> None:
-    """In a process of its own: there are CPUs on which torch's bfloat16 products are an illegal instruction."""
+    """In a separate process: there are CPUs on which torch's bfloat16 products are an illegal instruction."""
     script = HALF.format(root=str(Path(__file__).parents[2]))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     if done.returncode == -signal.SIGILL:

@@ -1,4 +1,4 @@
-"""The recommender's model: items in, scores out, and everything it must remember saved with it."""
+"""The recommender's model: items in, scores out, and all data about items saved with the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training asks of a model: losses, packed documents, checkpointed gradients, and logits only where they are needed."""
+"""A model in training: losses, packed documents, checkpointed gradients, and logits only where they are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial weights in a model: what a rule says itself, whatever it did to its parameters, and nothing left to chance."""
+"""Initial weights in a model: every parameter is initialised, by its rule where the rule says how."""
 
 from __future__ import annotations
 

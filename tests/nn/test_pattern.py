@@ -1,4 +1,4 @@
-"""Stacks as strings and lists."""
+"""Layer patterns as strings and lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A wrong option of a rule is answered with one sentence that names it, says what is expected, and what it was given."""
+"""A wrong option of a rule raises one sentence with its name, the expectation and the value."""
 
 from __future__ import annotations
 

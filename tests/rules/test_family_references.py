@@ -150,7 +150,7 @@ def test_the_mlstm_cell_of_xlstm(form: str) -> None:
     """Their cell scales q where ours scales k: C and n differ by that factor, and h by rounding alone."""
     module = transformers_module("xlstm")
     if not hasattr(module, "mlstm_recurrent_sequence_native"):
-        pytest.skip("transformers uses the xlstm package where it is installed, and has no cell of its own then")
+        pytest.skip("transformers uses the xlstm package where it is installed, and then has no own cell")
     rule: Any = small_mixer("mlstm", torch.float32).rule
     rule.norm, rule.out = torch.nn.Flatten(2), torch.nn.Identity()
     x = small_tokens(B, T, dtype=torch.float32)

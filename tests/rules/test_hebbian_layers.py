@@ -1,4 +1,4 @@
-"""Whole layers of the rules that decay and add, by their published formulas: a plain loop, every norm and gate by hand."""
+"""Whole layers of Hebbian rules against their published formulas: a plain loop, every norm and gate written out."""
 
 from __future__ import annotations
 

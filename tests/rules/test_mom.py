@@ -1,4 +1,4 @@
-"""A mixture of memories: each is its inner rule on the tokens sent to it, and stands still for the others."""
+"""A mixture of memories: each is its inner rule on the tokens sent to it, and unchanged by the others."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_is_not_routed_stands_still() -> None:
 
 
 def test_autocast_does_not_decide_where_tokens_go() -> None:
-    """Scores a hundredth of a per cent apart, which bfloat16 cannot tell from equal."""
+    """Scores differ by a hundredth of a per cent, which bfloat16 rounds to equal."""
     rule: Any = small_mixer("mom", torch.float32, shared=False, top_k=1).rule
     x = small_tokens(1, 200, dtype=torch.float32)
     rule.router.weight.copy_(rule.router.weight[:1] * (1 + 1e-4 * torch.arange(4.0)[:, None]))
@@ -154,7 +154,7 @@ def test_sizes_count_every_memory() -> None:
 
 
 def test_the_balance_loss_is_least_when_all_memories_are_used() -> None:
-    """M Σ share · probability over real tokens: top_k when all are alike, more when they are not; layers add up."""
+    """M Σ fraction · probability over real tokens: top_k when balanced, more when not; layers add up."""
     mixture = small_mixer("mom", balance=1.0)
     x, mask = small_tokens(2, 400), torch.rand(2, 400) < 0.7
     mixture.rule.router.weight.mul_(1e-3)

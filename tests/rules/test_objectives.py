@@ -1,6 +1,6 @@
 """The test-time regression view, by autograd: a rule's update is a (decayed) SGD step on the objective it states.
 
-Driven by what the real rule tells the memory at one token, from a random incoming state.
+Uses the real rule's update at one token, from a random incoming state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7 by their published equations, token by token, and how their layers start and share a value."""
+"""RWKV-6 and RWKV-7 by their published equations, token by token, their initial weights and their shared value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacks of every rule, however their tokens arrive: cut, padded on the left, packed. Layers hand values on in `shared`."""
+"""Stacks of every rule with tokens that are split, padded on the left or packed. Layers pass values on in `shared`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.rules.rule_cases import perturbed_mixer, tokens
 
 
 class Stack(torch.nn.Module):
-    """Three mixers with residual connections, told where they stand and sharing one dict a pass."""
+    """Three mixers with residual connections, their positions in the stack, and one shared dict per pass."""
 
     def __init__(self, name: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Normalised, slot and scalar memories written out as the sums they stand for, and rules that are special cases of others."""
+"""Normalised, slot and scalar memories written out as sums, and rules that are special cases of others."""
 
 from __future__ import annotations
 

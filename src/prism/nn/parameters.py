@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prism.rules.mom import MemoryMaps
 from prism.rules.parts import BlockLinear, ShortConv
-from prism.rules.rule import Rule, uniform
+from prism.rules.rule import Rule, SetsWeights, uniform
 
 _MAPS = (nn.Linear, nn.Embedding)
 _MAP_WEIGHTS = ("weight", "bias")
@@ -92,7 +92,7 @@ def _initial_of(part: nn.Module) -> dict[str, Tensor]:
     if isinstance(part, _NORMS):
         starts = {"weight": torch.ones, "bias": torch.zeros}
         return {name: starts[name](tuple(old.shape)) for name, old in part.named_parameters()}
-    if not hasattr(part, "initial_weights"):
+    if not isinstance(part, SetsWeights):
         return {}
     values = part.initial_weights()
     targets = {name: _targets(part, name) for name in values}

@@ -22,7 +22,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +144,7 @@ class Span:
         return position, self.last(following, 1)[:, 0]
 
 
+@runtime_checkable
 class SetsWeights(Protocol):
     """A module, a rule or a part of one, that initialises some of its weights itself.
 
