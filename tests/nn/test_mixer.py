@@ -392,8 +392,7 @@ def test_half_precision_is_near(name: str, options: dict[str, Any]) -> None:
 @every_case
 def test_two_documents_of_a_batch_train_alike_in_any_order(name: str, options: dict[str, Any]) -> None:
     mixer = build(name, options)
-    x = tokens(3, 10)
-    order = torch.tensor([2, 0, 1])
+    x, order = tokens(3, 10), torch.tensor([2, 0, 1])
     y, state = mixer(x)
     shuffled, shuffled_state = mixer(x[order])
     assert_close("y", shuffled, y[order], 1e-12)
