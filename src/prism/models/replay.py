@@ -121,8 +121,9 @@ class CapturedStep:
     # The next two are called before every step, so they avoid loops in Python.
     def current_module_states(self) -> list[Any]:
         """Of every module: training mode, an overridden `forward` (by accelerate), class, number of entries."""
-        own = [*map(dict.get, self.attributes, repeat("training")), *map(dict.get, self.attributes, repeat("forward"))]
-        return [*own, *map(type, self.modules), *map(len, self.registries)]
+        modes = map(dict.get, self.attributes, repeat("training"))
+        forwards = map(dict.get, self.attributes, repeat("forward"))
+        return [*modes, *forwards, *map(type, self.modules), *map(len, self.registries)]
 
     def current_weight_addresses(self) -> list[Any]:
         """Address, dtype and shape of every parameter and buffer."""
@@ -212,7 +213,7 @@ def layout(states: list[State]) -> list[dict[str, Any]]:
 
 
 def _copy(sources: list[State], targets: list[State]) -> None:
-    """Copy states in place, with one kernel for all tensors of a dtype: there are many small ones."""
+    """Copy states in place, with one kernel for all tensors of a dtype: a few are large, many are small."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for source, target in zip(sources, targets, strict=True):
         given = source.tensors()

@@ -48,11 +48,11 @@ class MemoryMaps(nn.Module):
         self.blocks = maps[0].blocks if isinstance(maps[0], BlockLinear) else 1
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = torch.stack([one.weight for one in self.maps]).unflatten(1, (self.blocks, -1))  # type: ignore[misc]  # a ModuleList forgets what it holds
+        weight = torch.stack([one.weight for one in self.maps]).unflatten(1, (self.blocks, -1))  # type: ignore[misc]  # a ModuleList has no element type
         rows = x.unflatten(-1, (self.blocks, -1)).unflatten(0, (-1, len(weight)))
         y = torch.einsum("bmtni,mnoi->bmtno", rows, weight).flatten(-2)
         if self.maps[0].bias is not None:
-            y = y + torch.stack([one.bias for one in self.maps]).unsqueeze(1)  # type: ignore[misc]  # a ModuleList forgets what it holds
+            y = y + torch.stack([one.bias for one in self.maps]).unsqueeze(1)  # type: ignore[misc]  # a ModuleList has no element type
         y = y.flatten(0, 1)
         return y if self.first is None else torch.cat([self.first(x), y], -1)
 
@@ -121,12 +121,12 @@ def memory_resets(order: Tensor, mask: Tensor, stale: Tensor | None, span: Span)
     if span.reset is None and stale is None:
         return None, torch.zeros(order.shape[:2], dtype=torch.bool, device=order.device)
     document = torch.zeros_like(order[:, 0]) if span.documents is None else span.documents
-    own = document.unsqueeze(1).expand_as(order).gather(-1, order)
-    before = torch.zeros_like(own[..., :1]) if stale is None else -stale.long().unsqueeze(-1)
-    own = torch.cat([before, own], -1)
-    last = own.gather(-1, mask.sum(-1, keepdim=True)).squeeze(-1)
+    documents = document.unsqueeze(1).expand_as(order).gather(-1, order)
+    before = torch.zeros_like(documents[..., :1]) if stale is None else -stale.long().unsqueeze(-1)
+    documents = torch.cat([before, documents], -1)
+    last = documents.gather(-1, mask.sum(-1, keepdim=True)).squeeze(-1)
     current = span.last(torch.cat([torch.zeros_like(document[:, :1]), document], 1), 1)
-    return (own[..., 1:] != own[..., :-1]) & mask, last != current
+    return (documents[..., 1:] != documents[..., :-1]) & mask, last != current
 
 
 def imbalance(scores: Tensor, chosen: Tensor, mask: Tensor | None) -> Tensor:
