@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-LAZY_TABLES = ("_HOMES", "_LAZY")
+LAZY_TABLES = ("_LAZY",)
 """Dictionaries in a package's `__init__.py` from public names to the modules that have them."""
 
 

@@ -41,7 +41,7 @@ RINGS = {
     "by name": {"a.py": "import_module('prism.b')", "b.py": "import prism.a"},
     "registry": {"p/__init__.py": "R = {'x': 'prism.p.x:X'}", "p/x.py": "from prism.p import R"},
     "lazy public name": {
-        "__init__.py": "_HOMES = {'X': 'p'}",
+        "__init__.py": "_LAZY = {'X': 'p'}",
         "p/__init__.py": "from prism.q import y",
         "q.py": "from prism import X",
     },

@@ -74,5 +74,5 @@ def test_what_needs_an_extra_says_which(name: str, extra: str, monkeypatch: pyte
         raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
     monkeypatch.setattr(prism, "import_module", without)
-    with pytest.raises(ImportError, match=rf"prism.{name} needs transformers, of the extra {extra}: pip install"):
+    with pytest.raises(ImportError, match=rf"prism.{name} needs transformers, from the extra {extra}: pip install"):
         prism.__getattr__(name)

@@ -155,7 +155,7 @@ RULES = {
     "language": {"train", "nn"},
 }
 SMALL = {
-    "__init__.py": "from importlib import import_module\n_HOMES = {'Mixer': 'nn', 'memory': 'engine'}\n__version__ = '1'\n",
+    "__init__.py": "from importlib import import_module\n_LAZY = {'Mixer': 'nn', 'memory': 'engine'}\n__version__ = '1'\n",
     "engine/__init__.py": "def memory(): ...\n",
     "engine/dispatch.py": "from prism.engine.kernels import paths\n",
     "engine/kernels/__init__.py": "",

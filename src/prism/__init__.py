@@ -1,8 +1,8 @@
-"""PRISM: sequence models with a memory of fixed size, seen as one thing.
+"""PRISM: sequence models with a memory of fixed size, computed by one engine.
 
-A *memory* is a matrix per head, a *rule* says from the input alone what is forgotten, erased and written, and the *engine*
-computes any rule, exactly, in several *forms*. What this package has is imported when it is first asked for: `prism --help`
-waits for nothing, memories and layers need torch, and only models need more.
+A *memory* is a matrix per head. A *rule* says from the input alone what is forgotten, erased and written. The *engine*
+computes any rule, exactly, in several *forms*. Public names are imported when they are first used: `prism --help` is quick,
+memories and layers need torch, and only models need more.
 """
 
 from importlib import import_module
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Mixer", "Recommender", "State", "Update", "__version__", "memory", "rules"]
 
-_HOMES = {"Mixer": "nn", "Recommender": "recommend", "State": "nn", "Update": "engine", "memory": "engine"}
-_PARTS = ("engine", "models", "nn", "rules")
+_LAZY = {"Mixer": "nn", "Recommender": "recommend", "State": "nn", "Update": "engine", "memory": "engine"}
+_SUBPACKAGES = ("engine", "models", "nn", "rules")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES and name not in _PARTS:
+    if name not in _LAZY and name not in _SUBPACKAGES:
         raise AttributeError(f"module 'prism' has no attribute {name!r}")
     try:
-        home = import_module(f"prism.{_HOMES.get(name, name)}")
+        module = import_module(f"prism.{_LAZY.get(name, name)}")
     except ModuleNotFoundError as error:
-        told = missing(error, "rec" if name == "Recommender" else "lm")
-        if told is None:
+        advice = missing(error, "rec" if name == "Recommender" else "lm")
+        if advice is None:
             raise
-        raise ImportError(f"prism.{name} {told}") from error
-    return getattr(home, name) if name in _HOMES else home
+        raise ImportError(f"prism.{name} {advice}") from error
+    return getattr(module, name) if name in _LAZY else module
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES, *_PARTS})
+    return sorted({*globals(), *_LAZY, *_SUBPACKAGES})
 
 
 register_with_transformers()

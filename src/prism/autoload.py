@@ -1,7 +1,7 @@
-"""Lets transformers load PRISM's models by themselves, without `import prism` importing transformers.
+"""Register PRISM's models with transformers' Auto classes, without importing transformers.
 
 `AutoConfig.from_pretrained(folder)` finds a configuration class by the name in the folder's config.json. PRISM's class is
-registered at once if transformers' registry is there already, and otherwise at the moment it is first imported.
+registered at once if transformers' registry is already imported, and otherwise when it is first imported.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ REGISTRY = "transformers.models.auto.configuration_auto"
 
 
 def register_with_transformers() -> None:
+    """Register now, or install an import hook that registers once transformers' registry is imported."""
     if REGISTRY in sys.modules:
         _register()
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
@@ -27,26 +28,26 @@ def register_with_transformers() -> None:
 
 def _register() -> None:
     try:
-        import_module("prism.models")  # which registers
-    except ImportError as error:  # a transformers too old must still be usable for everything else
-        warnings.warn(f"transformers will not know PRISM's models: {error}", stacklevel=2)
+        import_module("prism.models")  # registers on import
+    except ImportError as error:  # a transformers too old must still work for everything else
+        warnings.warn(f"PRISM's models are not registered with transformers: {error}", stacklevel=2)
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds nothing itself; has the registry's loader register once the registry is there, and is then gone."""
+    """An import hook that finds no module itself. It makes the registry's loader call `_register`, then removes itself."""
 
-    looking = False
+    searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != REGISTRY or self.looking:
+        if fullname != REGISTRY or self.searching:
             return None
-        self.looking = True  # for the finders behind this one
+        self.searching = True  # leave the search to the other finders
         try:
             spec = find_spec(fullname)
         finally:
-            self.looking = False
+            self.searching = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -56,5 +57,5 @@ class _AfterImport(MetaPathFinder):
                     sys.meta_path.remove(self)
                 _register()
 
-            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this one loader
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]  # of this loader only
         return spec

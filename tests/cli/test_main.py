@@ -66,7 +66,7 @@ def test_rules_table_names_every_rule(capsys: pytest.CaptureFixture[str], monkey
 
 def test_a_width_that_one_rule_cannot_have_names_the_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rules", "--width", "7", "--heads", "3"]) == 2
-    assert "width 7 with 3 heads is not for every rule: mlstm: " in capsys.readouterr().err
+    assert "width 7 with 3 heads does not fit every rule: mlstm: " in capsys.readouterr().err
 
 
 def test_names_are_whole_in_a_narrow_terminal(
@@ -175,7 +175,7 @@ def test_a_missing_library_is_told_with_its_extra(
 
     monkeypatch.setattr("prism.cli.import_module", without)
     assert main([*command.split(), "x"]) == 2
-    assert f"needs transformers, of the extra {extra}: pip install" in capsys.readouterr().err
+    assert f"needs transformers, from the extra {extra}: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import prism
 from prism.engine import compat, kernels
-from prism.rules.parts import LowRank, linears
+from prism.rules.parts import LowRank, fused_linears
 
 SOURCE = Path(prism.__file__).parent
 
@@ -54,7 +54,7 @@ def outputs() -> list[Tensor]:
     places = [torch.zeros(3), torch.zeros(2, 2)]
     compat.copy_all(places, [torch.arange(3.0), torch.ones(2, 2)])
     maps = [nn.Linear(16, 3, bias=False), LowRank(16, 2, 5)]
-    return [y, gradient, tangent, each, mapped, *places, *linears(x.float(), *maps)]
+    return [y, gradient, tangent, each, mapped, *places, *fused_linears(x.float(), *maps)]
 
 
 @pytest.mark.parametrize("lost", LOSSES)

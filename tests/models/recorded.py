@@ -1,6 +1,6 @@
-"""A CUDA graph's stand-in on a CPU: what was computed once is computed again from the same memory into the same memory.
+"""A stand-in for CUDA graphs on a CPU, which repeats recorded operations on the same memory; and helpers of replay tests.
 
-Like a graph it does not look at the model again, so that a test sees what would be out of date.
+Like a graph it does not read the model again, so that a test notices an outdated one.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prism.models import PrismCache, PrismForCausalLM, ReplayedCache
 from prism.models.replay import CapturedStep
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps every operation with its arguments and results."""
+    """Records every operation with its arguments and results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class Recorder(TorchDispatchMode):
                 bases = {_storage(z) for z in pytree.tree_leaves((arguments, named)) if isinstance(z, Tensor)}
                 again = operation(*arguments, **named)
                 for old, new in zip(pytree.tree_leaves(result), pytree.tree_leaves(again), strict=True):
-                    if isinstance(old, Tensor) and _storage(old) not in bases:  # a view sees what its base has become
+                    if isinstance(old, Tensor) and _storage(old) not in bases:  # a view is updated with its base
                         old.copy_(new)
 
 
@@ -42,8 +43,8 @@ def _storage(z: Tensor) -> int:
 
 
 def record(step: CapturedStep) -> bool:
-    """In place of `captured.record`."""
-    if not step.steady():
+    """Replacement of `replay.record`."""
+    if not step.has_fixed_layout():
         return False
     before = [state.map(torch.clone) for state in step.states]
     recorder = Recorder()
@@ -54,3 +55,24 @@ def record(step: CapturedStep) -> bool:
             value.copy_(old.tensors()[name])
     step.replay = recorder.replay
     return True
+
+
+@torch.no_grad()
+def steps(lm: PrismForCausalLM, cache: PrismCache, ids: Tensor) -> Tensor:
+    """Logits after each token, one at a time."""
+    return torch.cat([lm(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])], 1)
+
+
+def pair(lm: PrismForCausalLM, ids: Tensor) -> tuple[PrismCache, ReplayedCache]:
+    """An ordinary cache and a replayed one that have read the same tokens."""
+    caches = PrismCache(), ReplayedCache()
+    with torch.no_grad():
+        for cache in caches:
+            lm(ids, past_key_values=cache)
+    return caches
+
+
+def assert_same(plain: PrismCache, replayed: PrismCache) -> None:
+    ours, theirs = replayed.tensors(), plain.tensors()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

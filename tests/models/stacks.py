@@ -1,4 +1,4 @@
-"""Small language models for tests, with weights so large that no part of them goes unnoticed."""
+"""Small language models for tests, with weights so large that every part affects the output."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def config(layers: Any, **settings: Any) -> PrismConfig:
     options = {name: value for name, value in SMALL.items() if name in used}
     options = {**options, **settings.pop("rule_options", {})}
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24}
-    # Tied embeddings like to repeat a token for ever, whatever the mixers do.
+    # Tied embeddings tend to repeat one token forever, independent of the mixers.
     return PrismConfig(layers=layers, rule_options=options, **{"tie_word_embeddings": False, **sizes, **settings})
 
 
 def model(layers: Any, dtype: torch.dtype = torch.float64, seed: int = 0, **settings: Any) -> PrismForCausalLM:
-    """In evaluation mode. All linear maps are redrawn: rules may start some at zero, which would hide what lies behind."""
+    """In evaluation mode. All linear maps are redrawn: rules initialise some with zeros, which would hide other parts."""
     torch.manual_seed(seed)
     built = PrismForCausalLM(config(layers, **settings)).to(dtype).eval()
     for part in built.modules():

@@ -1,4 +1,4 @@
-"""A model that goes on from its cache answers as if it had read everything at once: logits, not just the chosen tokens."""
+"""A model that continues from its cache computes the same logits as in one pass."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_rows_of_a_cache() -> None:
 
 
 def test_a_cache_cannot_be_cropped_and_says_why() -> None:
-    with pytest.raises(ValueError, match="cannot forget its last tokens"):
+    with pytest.raises(ValueError, match="cannot remove its last tokens"):
         model("prism")(tokens(1, 3)).past_key_values.crop(1)
 
 

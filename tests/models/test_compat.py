@@ -46,14 +46,14 @@ def test_a_name_that_is_gone_is_announced(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_another_mark_of_loaded_weights_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the mark, what was loaded would be drawn anew."""
+    """Without the mark, loaded weights would be re-initialised."""
     saved = model("prism+softmax", torch.float32)
     saved.save_pretrained(tmp_path)
     loaded = PrismForCausalLM.from_pretrained(tmp_path)
     for name, value in saved.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     monkeypatch.setattr(compat, "LOADED_MARK", "_gone")
-    with pytest.raises(ImportError, match="marks loaded weights in a way that PRISM does not know"):
+    with pytest.raises(ImportError, match="marks loaded weights in an unknown way"):
         PrismForCausalLM.from_pretrained(tmp_path)
 
 

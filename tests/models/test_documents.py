@@ -1,4 +1,4 @@
-"""Documents in one stream: whatever document 1 holds, document 2 is computed from its end token on, bit for bit alike."""
+"""Documents in one stream: document 2 is independent of document 1, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END = 3
 ids = st.integers(0, VOCABULARY - 1)
 EXACT = [stack for stack in STACKS if "mom" not in stack]
 """A mixture of memories groups a row's tokens by memory, so document 1 decides which tokens of document 2 are summed
-together: it is alike up to rounding (tested below), not bit for bit. Its balance loss is one of the whole batch."""
+together: it is equal up to rounding (tested below), not bit for bit. Its balance loss is one of the whole batch."""
 
 
 @cache
@@ -34,7 +34,7 @@ def small(layers: Any, dtype: torch.dtype) -> PrismForCausalLM:
 
 
 class Tokens:
-    """A stream that lies in memory."""
+    """A stream that is in memory."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = np.array(tokens)

@@ -1,4 +1,4 @@
-"""transformers' `generate` with the model's own cache: greedy, sampling, beams, left padding, going on where one stopped."""
+"""transformers' `generate` with the model's own cache: greedy, sampling, beams, left padding, resuming."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEW = 12
 
 
 def generate(lm: PrismForCausalLM, ids: Tensor, **settings: Any) -> Any:
-    """Greedy unless told otherwise, and always NEW tokens."""
+    """Greedy by default, and always NEW tokens."""
     settings = {"do_sample": False, "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, **settings}
     return lm.generate(ids, pad_token_id=0, eos_token_id=None, **settings)
 
@@ -89,7 +89,7 @@ def test_going_on_with_a_new_turn() -> None:
 
 def test_an_empty_prompt_is_refused_in_one_sentence() -> None:
     with pytest.raises(
-        ValueError, match=r"^input_ids must hold at least 1 token, got \[1, 0\]: start an empty text with"
+        ValueError, match=r"^input_ids must have at least 1 token, got \[1, 0\]: start an empty text with"
     ):
         generate(model("prism"), torch.zeros(1, 0, dtype=torch.int64))
 
@@ -97,7 +97,7 @@ def test_an_empty_prompt_is_refused_in_one_sentence() -> None:
 def test_a_prompt_that_the_cache_has_already_seen_is_named() -> None:
     lm, ids = model("prism"), tokens(1, 6)
     cache = lm(ids).past_key_values
-    with pytest.raises(ValueError, match="the cache has seen 6 tokens, input_ids hold 6"):
+    with pytest.raises(ValueError, match="the cache has seen 6 tokens, input_ids has 6"):
         generate(lm, ids, past_key_values=cache)
     new = tokens(1, 3, seed=2)
     both = torch.cat([ids, new], 1)

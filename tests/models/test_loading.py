@@ -121,7 +121,7 @@ for layers in STACKS:
 
 
 def test_half_precision_runs_with_memories_in_float32() -> None:
-    """In a process of its own: there are CPUs on which torch's bfloat16 products are an illegal instruction."""
+    """In a separate process: there are CPUs on which torch's bfloat16 products are an illegal instruction."""
     script = HALF.format(root=str(Path(__file__).parents[2]))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     if done.returncode == -signal.SIGILL:
@@ -225,9 +225,9 @@ def test_configurations_are_equal_if_their_contents_are() -> None:
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"vocab_size": 0}, "vocab_size must be a whole number ≥ 1, got 0"),
-        ({"hidden_size": 16.0}, "hidden_size must be a whole number ≥ 1, got 16.0"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number ≥ 1, got 0"),
+        ({"vocab_size": 0}, "vocab_size must be an integer ≥ 1, got 0"),
+        ({"hidden_size": 16.0}, "hidden_size must be an integer ≥ 1, got 16.0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer ≥ 1, got 0"),
         ({"layers": "prisma"}, "unknown rule 'prisma' .did you mean 'prism'"),
         ({"layers": "prism*x"}, "'prism\\*x' is not a rule or rule\\*count"),
         ({"rule_options": {"softmax": {}}}, "rule_options names 'softmax', which is not in layers: prism"),

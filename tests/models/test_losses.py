@@ -1,4 +1,4 @@
-"""Losses: exact where they claim to be, unbiased where they claim to be, and by chunks what they are in one piece."""
+"""Losses: exact where they claim to be, unbiased where they claim to be, and equal in chunks and in one piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recommender's model: items in, scores out, and everything it must remember saved with it."""
+"""The recommender's model: items in, scores out, and all data about items saved with the weights."""
 
 from __future__ import annotations
 
@@ -183,12 +183,12 @@ def test_bad_input_is_named() -> None:
     recommender = model(item_features={"brand": 3})
     codes = torch.zeros(ITEMS + 1, dtype=torch.long)
     for call, words in (
-        (lambda: PrismRecConfig(0), "num_items must be a whole number"),
+        (lambda: PrismRecConfig(0), "num_items must be an integer"),
         (lambda: PrismRecConfig(5, vocab_size=5), "num_items \\+ 1"),
         (lambda: PrismRecConfig(5, tie_word_embeddings=False), "one vector"),
         (lambda: PrismRecConfig(5, item_features={"brand": 0}), "item_features\\['brand'\\]"),
         (lambda: PrismRecConfig(5, dropout=1.0), "dropout must be"),
-        (lambda: recommender(torch.zeros(3, 4)), "items must be whole numbers"),
+        (lambda: recommender(torch.zeros(3, 4)), "items must be integers"),
         (lambda: recommender.describe_items(), "lacks 'brand'"),
         (lambda: recommender.describe_items(features={"brand": codes + 3}), "codes 0 … 2"),
         (lambda: recommender.describe_items(codes[:4], {"brand": codes}), "shape \\[num_items \\+ 1\\]"),

@@ -1,7 +1,7 @@
-"""Steps that are replayed: the numbers of ordinary steps, whatever happens to the cache, the rows or the model in between.
+"""Replayed steps give exactly the numbers of ordinary steps, with any cache, batch and call in between.
 
-Without a GPU a recorder stands in for graphs (recorded.py), so that a step which should have been recorded anew is seen.
-`benchmarks/throughput.py` compares replayed graphs with ordinary steps on a GPU.
+Without a GPU a recorder stands in for CUDA graphs (recorded.py), so that a missing new capture is noticed. Changes of the model
+between steps are in test_replay_changes.py. `benchmarks/throughput.py` compares replayed graphs with ordinary steps on a GPU.
 """
 
 from __future__ import annotations
@@ -10,48 +10,25 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from prism.models import PrismCache, PrismForCausalLM, ReplayedCache, replay
-from prism.models import replay as captured
-from prism.models.replay import CapturedStep, cache_for
-from prism.nn import mixer
+from prism.models import PrismCache, ReplayedCache, replay
+from prism.models.replay import cache_for
 from tests.models import recorded
+from tests.models.recorded import assert_same, pair, steps
 from tests.models.stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded with the first step of a kind."""
+    """Capture at the first step."""
     monkeypatch.setattr(replay, "PATIENCE", 0)
     if not torch.cuda.is_available():
-        monkeypatch.setattr(captured, "record", recorded.record)
-
-
-@torch.no_grad()
-def steps(lm: PrismForCausalLM, cache: PrismCache, ids: Tensor) -> Tensor:
-    """Logits after each token, one at a time."""
-    return torch.cat([lm(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])], 1)
-
-
-def pair(lm: PrismForCausalLM, ids: Tensor) -> tuple[PrismCache, ReplayedCache]:
-    """An ordinary cache and a replayed one that have read the same."""
-    caches = PrismCache(), ReplayedCache()
-    with torch.no_grad():
-        for cache in caches:
-            lm(ids, past_key_values=cache)
-    return caches
-
-
-def assert_same(plain: PrismCache, replayed: PrismCache) -> None:
-    ours, theirs = replayed.tensors(), plain.tensors()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        monkeypatch.setattr(replay, "record", recorded.record)
 
 
 @pytest.mark.parametrize("layers", STACKS, ids=label)
@@ -112,157 +89,6 @@ def test_logits_are_the_callers_own() -> None:
     assert torch.equal(first, before)
 
 
-def replaced_weight(lm: PrismForCausalLM) -> None:
-    lm.lm_head.weight = nn.Parameter(lm.lm_head.weight.data * 1.5)
-
-
-def loaded_weights(lm: PrismForCausalLM) -> None:
-    lm.load_state_dict({name: z * 1.1 for name, z in lm.state_dict().items()}, assign=True)
-
-
-def replaced_module(lm: PrismForCausalLM) -> None:
-    lm.model.norm = nn.RMSNorm(16, eps=0.3, dtype=torch.float64)
-
-
-def moved_weight(lm: PrismForCausalLM) -> None:
-    lm.model.norm.weight.data = lm.model.norm.weight.data * 0.5
-
-
-def shortened_weight(lm: PrismForCausalLM) -> None:
-    lm.lm_head.weight.data = lm.lm_head.weight.data[:10]
-
-
-def replaced_forward(lm: PrismForCausalLM) -> None:
-    norm = lm.model.norm
-    norm.forward = lambda x: 2 * nn.RMSNorm.forward(norm, x)
-
-
-class Louder(nn.RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-def another_class(lm: PrismForCausalLM) -> None:
-    lm.model.norm.__class__ = Louder
-
-
-def dropout_in_training(lm: PrismForCausalLM) -> None:
-    torch.manual_seed(0)
-    lm.model.layers[0].dropout = nn.Dropout(1.0).train()
-
-
-def weight_in_place(lm: PrismForCausalLM) -> None:
-    lm.lm_head.weight.data.mul_(1.5)
-
-
-CHANGES = [replaced_weight, loaded_weights, replaced_module, moved_weight, shortened_weight, replaced_forward]
-CHANGES += [another_class, dropout_in_training, weight_in_place]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_model_may_change(change: Callable[[PrismForCausalLM], None]) -> None:
-    lm, ids = model("prism*2"), tokens(1, 20)
-    plain, replayed = pair(lm, ids[:, :5])
-    assert torch.equal(steps(lm, replayed, ids[:, 5:8]), before := steps(lm, plain, ids[:, 5:8]))
-    step = replayed._step
-    change(lm)
-    after = steps(lm, plain, ids[:, 5:8])
-    assert not torch.equal(after, before)
-    assert torch.equal(steps(lm, replayed, ids[:, 5:8]), after)
-    assert (replayed._step is step) == (change is weight_in_place), "recorded anew only where it must be"
-
-
-def test_memories_of_a_recorded_step_are_written_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm, ids = model("prism*2"), tokens(1, 20)
-    _, replayed = pair(lm, ids[:, :5])
-    overwritten = []
-    memory_ = mixer.memory_
-    monkeypatch.setattr(mixer, "memory_", lambda u, state, *more: overwritten.append(state) or memory_(u, state, *more))
-    steps(lm, replayed, ids[:, 5:8])
-    own = [state.memory for state in replayed.states]
-    assert [any(z is state for z in overwritten) for state in own] == [True, True]
-
-
-def test_an_interrupted_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no graph, which nothing interrupts."""
-    monkeypatch.setattr(captured, "record", CapturedStep.steady)
-    lm, ids = model("prism*3"), tokens(1, 20)
-    plain, replayed = pair(lm, ids[:, :5])
-    assert torch.equal(steps(lm, replayed, ids[:, 5:8]), steps(lm, plain, ids[:, 5:8]))
-    assert replayed._step is not None and replayed._step.replay is None
-    kind, last = type(lm.model.layers[2]), lm.model.layers[2]
-    forward = kind.forward
-
-    def interrupted(self: Any, *arguments: Any, **named: Any) -> Any:
-        if self is last:
-            raise KeyboardInterrupt
-        return forward(self, *arguments, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(kind, "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            steps(lm, replayed, ids[:, 8:9])
-    assert torch.equal(steps(lm, replayed, ids[:, 8:]), steps(lm, plain, ids[:, 8:]))
-
-
-def test_a_layer_more_is_told() -> None:
-    lm, ids = model("prism*2"), tokens(1, 20)
-    _, replayed = pair(lm, ids[:, :5])
-    steps(lm, replayed, ids[:, 5:8])
-    lm.model.layers.append(lm.model.layers[0])
-    with pytest.raises(ValueError, match="past_key_values has 2 layers, the model 3"):
-        steps(lm, replayed, ids[:, 5:8])
-
-
-class Adapted(nn.Module):
-    """A map with a correction that a flag switches, as peft's layers have it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer, self.more = base, nn.Linear(base.in_features, base.out_features, dtype=torch.float64)
-        self._disable_adapters = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) if self._disable_adapters else self.base_layer(x) + self.more(x)
-
-
-def test_adapters_are_switched_between_steps() -> None:
-    lm, ids = model("prism*2"), tokens(1, 20)
-    adapted = lm.model.layers[0].mlp.up = Adapted(lm.model.layers[0].mlp.up)
-    plain, replayed = pair(lm, ids[:, :5])
-    answers = []
-    for disabled in (False, True):
-        adapted._disable_adapters = disabled
-        answers.append(steps(lm, plain, ids[:, 5:8]))
-        assert torch.equal(steps(lm, replayed, ids[:, 5:8]), answers[-1])
-    assert not torch.equal(*answers)
-
-
-def test_hooks_run_at_every_step() -> None:
-    lm, ids = model("prism*2"), tokens(1, 20)
-    _, replayed = pair(lm, ids[:, :5])
-    steps(lm, replayed, ids[:, 5:8])
-    seen: list[int] = []
-    handle = lm.model.norm.register_forward_hook(lambda *_: seen.append(1))
-    steps(lm, replayed, ids[:, 8:12])
-    assert len(seen) == 4
-    handle.remove()
-    steps(lm, replayed, ids[:, 12:16])
-    assert len(seen) == 4 and replayed._step is not None
-
-
-def test_hooks_on_all_modules_run_too() -> None:
-    lm, ids, seen = model("prism*2"), tokens(1, 20), []
-    _, replayed = pair(lm, ids[:, :5])
-    steps(lm, replayed, ids[:, 5:8])
-    handle = nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
-    try:
-        steps(lm, replayed, ids[:, 8:10])
-    finally:
-        handle.remove()
-    assert len(seen) > 10
-
-
 def test_a_layers_state_may_be_exchanged() -> None:
     lm, ids = model("prism*2"), tokens(1, 20)
     plain, replayed = pair(lm, ids[:, :5])
@@ -279,7 +105,7 @@ def test_without_room_for_a_second_set_of_states(monkeypatch: pytest.MonkeyPatch
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(captured.CapturedStep, "__init__", full)
+    monkeypatch.setattr(replay.CapturedStep, "__init__", full)
     with pytest.warns(UserWarning, match="cannot be replayed.*no room"):
         answers = steps(lm, replayed, ids[:, 5:12])
     assert torch.equal(answers, steps(lm, plain, ids[:, 5:12]))
@@ -293,7 +119,7 @@ def test_an_interrupted_capture_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(captured, "record", interrupted)
+        patch.setattr(replay, "record", interrupted)
         with pytest.raises(KeyboardInterrupt):
             steps(lm, replayed, ids[:, 5:6])
     steps(lm, replayed, ids[:, 5:8])
@@ -401,14 +227,14 @@ def test_the_first_steps_of_a_kind_are_ordinary(monkeypatch: pytest.MonkeyPatch)
 def test_a_step_that_cannot_be_recorded_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def fails(step: captured.CapturedStep) -> bool:
+    def fails(step: replay.CapturedStep) -> bool:
         tried.append(step)
         try:
             raise RuntimeError("a value was asked for")
         except RuntimeError:
             raise RuntimeError("the capture failed")  # noqa: B904 (as torch does)
 
-    monkeypatch.setattr(captured, "record", fails)
+    monkeypatch.setattr(replay, "record", fails)
     lm, ids = model("prism*2"), tokens(1, 20)
     plain, replayed = pair(lm, ids[:, :5])
     with pytest.warns(UserWarning, match="cannot be replayed.*a value was asked for"):

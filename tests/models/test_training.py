@@ -1,4 +1,4 @@
-"""What training asks of a model: losses, packed documents, checkpointed gradients, and logits only where they are needed."""
+"""A model in training: losses, packed documents, checkpointed gradients, and logits only where they are needed."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def test_training_keeps_no_cache_unless_asked() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({}, "give either input_ids or inputs_embeds"),
-        ({"input_ids": tokens(2, 5), "inputs_embeds": torch.zeros(2, 5, 16)}, "give either input_ids or inputs_embeds"),
+        ({}, "pass either input_ids or inputs_embeds"),
+        ({"input_ids": tokens(2, 5), "inputs_embeds": torch.zeros(2, 5, 16)}, "pass either input_ids or inputs_embeds"),
         (
             {"input_ids": tokens(2, 5), "attention_mask": torch.ones(2, 4)},
             r"attention_mask must be \[B, T\] = \[2, 5\]",

@@ -1,4 +1,4 @@
-"""Initial weights in a model: what a rule says itself, whatever it did to its parameters, and nothing left to chance."""
+"""Initial weights in a model: every parameter is initialised, by its rule where the rule says how."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_parameter_that_nobody_initialises_is_refused() -> None:
     rules.register("silent", Silent)
     Mixer("silent", 16, 2)  # which keeps what the constructor wrote
     with pytest.raises(
-        ValueError, match=r"rule 'silent' does not say how its parameter 'offset' starts: return it from"
+        ValueError, match=r"rule 'silent' does not initialise its parameter 'offset': return a value from"
     ):
         model("silent")
 

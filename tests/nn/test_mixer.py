@@ -1,4 +1,4 @@
-"""One module for every rule: each of them, in each form it claims, however its tokens are cut, padded, packed or stepped."""
+"""Every rule in a mixer: all its forms agree, and tokens may be split, padded, packed or stepped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers import Tensors, assert_close, examples, relative_error
 
 WIDTH, HEADS, TOKENS = 16, 2, 66
 
-# Variants worth a run of their own, beside every rule's defaults. A rule that is not named here runs with those alone.
+# Variants to test in addition to every rule's defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "prism": [
         {"steps": 1},
@@ -104,7 +104,7 @@ def assert_same(got: Tensors, reference: Tensors, tolerance: float) -> None:
     assert got.keys() == reference.keys()
     largest = max(x.norm().item() for name, x in reference.items() if name.startswith("d "))
     for name, x in reference.items():
-        # A gradient that is nothing beside the others is compared with them, not with itself.
+        # A gradient that is negligible compared with the others is measured against them, not against itself.
         share = 1e-3 if tolerance < 1e-8 else 3e-2
         assert_close(name, got[name], x, tolerance, share * largest if name.startswith("d ") else 0.0)
 
@@ -265,7 +265,7 @@ def test_packed_documents_are_separate_runs(name: str, options: dict[str, Any]) 
 
 @every_case
 @torch.no_grad()
-def test_reset_at_the_first_token_starts_afresh(name: str, options: dict[str, Any]) -> None:
+def test_reset_at_the_first_token_ignores_the_state(name: str, options: dict[str, Any]) -> None:
     mixer = build(name, options)
     _, old = mixer(tokens(2, 9, seed=4))
     reset = torch.zeros(2, 10, dtype=torch.bool)
@@ -392,22 +392,9 @@ def test_half_precision_is_near(name: str, options: dict[str, Any]) -> None:
 @every_case
 def test_two_documents_of_a_batch_train_alike_in_any_order(name: str, options: dict[str, Any]) -> None:
     mixer = build(name, options)
-    x = tokens(3, 10)
-    order = torch.tensor([2, 0, 1])
+    x, order = tokens(3, 10), torch.tensor([2, 0, 1])
     y, state = mixer(x)
     shuffled, shuffled_state = mixer(x[order])
     assert_close("y", shuffled, y[order], 1e-12)
     for key, value in state.index_select(order).tensors().items():
         assert_close(key, shuffled_state.tensors()[key], value, 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        ({"state": torch.zeros(1, 2, 4, 4)}, "state must be a State that this mixer returned, got Tensor"),
-        ({"mask": [[True]]}, "mask must be a bool tensor of shape .B, T. = .*, got list"),
-    ],
-)
-def test_what_is_no_state_and_no_mask_is_told(given: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        Mixer("prism", 32, 2)(torch.zeros(1, 1, 32), **given)

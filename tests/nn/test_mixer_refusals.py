@@ -1,4 +1,4 @@
-"""What a mixer refuses, and that it says so in one sentence; what every rule says of itself."""
+"""A mixer refuses wrong inputs with one sentence; every rule describes itself."""
 
 from __future__ import annotations
 
@@ -144,3 +144,15 @@ def test_a_state_of_any_age_is_accepted(name: str) -> None:
     state = None
     for length in (1, 2, 20, 1):
         _, state = mixer(torch.randn(2, length, WIDTH), state)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"state": torch.zeros(1, 2, 4, 4)}, "state must be a State that this mixer returned, got Tensor"),
+        ({"mask": [[True]]}, "mask must be a bool tensor of shape .B, T. = .*, got list"),
+    ],
+)
+def test_wrong_types_of_state_and_mask(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Mixer("prism", 32, 2)(torch.zeros(1, 1, 32), **given)

@@ -1,4 +1,4 @@
-"""Stacks as strings and lists."""
+"""Layer patterns as strings and lists."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_bad_layers_are_named(layers: Any, complaint: str) -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, True])
 def test_bad_counts_are_named(count: Any) -> None:
-    with pytest.raises(ValueError, match="num_hidden_layers must be a whole number ≥ 1"):
+    with pytest.raises(ValueError, match="num_hidden_layers must be an integer ≥ 1"):
         parse_layers("prism", count)
 
 

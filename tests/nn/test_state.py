@@ -1,4 +1,4 @@
-"""A state as others see it: printed in a line, and a tree of tensors for torch.export."""
+"""`State` prints on one line and is a pytree for torch.export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The rules under test: every one that is registered, and variants whose options change the equations."""
+"""Helpers of the tests of rules: the cases, rules with perturbed weights, and inputs.
+
+There are two sizes. Tests of exact references use the small one: `SMALL_WIDTH`, `small_mixer`, `small_tokens`.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from prism import Mixer, Update, rules
+from prism import Mixer, rules
 from prism.rules import Rule
 from prism.rules.rule import Span
 
 WIDTH, HEADS = 32, 4
+SMALL_WIDTH, SMALL_HEADS = 16, 2
 
 _STACKED = {"layer_index": 2, "layer_count": 4}
 _VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -35,24 +39,40 @@ CASES = [
 ]
 
 
-def stirred(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Rule:
-    """A rule whose parameters have all moved off their starting values, so that no zero hides a path."""
-    return stirred_mixer(name, dtype, **options).rule
-
-
-def stirred_mixer(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Mixer:
-    mixer = Mixer(name, WIDTH, HEADS, **options)
+def perturbed_mixer(
+    name: str, dtype: torch.dtype = torch.float32, width: int = WIDTH, heads: int = HEADS, **options: Any
+) -> Mixer:
+    """A mixer whose parameters have all moved off their initial values, so that no zero hides a path."""
+    mixer = Mixer(name, width, heads, **options)
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     return mixer.to(dtype)
 
 
+def perturbed_rule(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Rule:
+    return perturbed_mixer(name, dtype, **options).rule
+
+
+def small_mixer(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Mixer:
+    """A small perturbed mixer, in float64 and without gradients."""
+    return perturbed_mixer(name, dtype, SMALL_WIDTH, SMALL_HEADS, **options).requires_grad_(False)
+
+
 def tokens(*shape: int) -> Tensor:
     return torch.randn(*shape, WIDTH, dtype=torch.float64)
 
 
-def told(rule: Rule, x: Tensor) -> Update:
-    """What the rule tells its memory at the start of a sequence."""
-    update: Update = rule.update(x, {}, Span())[0]
-    return update
+def small_tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, SMALL_WIDTH, dtype=dtype)
+
+
+def first_update(rule: Rule, x: Tensor) -> Any:
+    """The rule's update at the start of a sequence."""
+    return update_and_extra(rule, x)[0]
+
+
+def update_and_extra(rule: Rule, x: Tensor) -> tuple[Any, Any]:
+    """The rule's update at the start of a sequence, and what it keeps for its output."""
+    update, _, extra = rule.update(x, {}, Span())
+    return update, extra

@@ -1,4 +1,4 @@
-"""No rule makes a tensor on the wrong device: the meta device computes nothing, but refuses to mix devices and dtypes."""
+"""No rule creates a tensor on the wrong device: the meta device computes nothing, but refuses to mix devices and dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH, HEADS = 16, 2
 TOKENS = {"recurrent": 3, "serial": 3, "scan": 300}
 """More than a chunk, where a form has chunks; 70 unless named."""
 LOOKS = {"s4d": "parallel", **dict.fromkeys(("ttt_linear", "ttt_mlp", "titans", "atlas"), "chunkwise")}
-"""Forms that look at how documents lie, which the meta device cannot say."""
+"""Forms that read where documents start, which the meta device cannot provide."""
 
 
 @pytest.mark.parametrize("name", rules.names())

@@ -1,4 +1,4 @@
-"""A wrong option of a rule is answered with one sentence that names it, says what is expected, and what it was given."""
+"""A wrong option of a rule raises one sentence with its name, the expectation and the value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prism import Mixer
-from tests.rules.family_cases import HEADS, WIDTH
+from tests.rules.rule_cases import SMALL_HEADS, SMALL_WIDTH
 
 COUNTS = [
     ("mlstm", "expand"),
@@ -48,7 +48,7 @@ AMOUNTS = [
 
 def refused(name: str, option: str, value: Any, expected: str) -> None:
     with pytest.raises(ValueError, match=option) as error:
-        Mixer(name, WIDTH, HEADS, **{option: value})
+        Mixer(name, SMALL_WIDTH, SMALL_HEADS, **{option: value})
     message = str(error.value)
     assert message.startswith(f"{option} must be {expected}") and message.endswith(f"got {value!r}")
 
@@ -56,7 +56,7 @@ def refused(name: str, option: str, value: Any, expected: str) -> None:
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2"])
 @pytest.mark.parametrize(("name", "option"), COUNTS)
 def test_what_counts_is_a_whole_number(name: str, option: str, value: Any) -> None:
-    refused(name, option, value, "a whole number ≥ 1")
+    refused(name, option, value, "an integer ≥ 1")
 
 
 @pytest.mark.parametrize("value", [-0.5, math.nan, math.inf, "2"])
@@ -66,5 +66,5 @@ def test_what_weighs_is_not_negative(name: str, option: str, value: Any) -> None
 
 
 def test_no_newton_schulz_is_an_option() -> None:
-    refused("atlas", "newton_schulz", -1, "a whole number ≥ 0")
-    assert Mixer("atlas", WIDTH, HEADS, newton_schulz=0).rule.newton_schulz == 0
+    refused("atlas", "newton_schulz", -1, "an integer ≥ 0")
+    assert Mixer("atlas", SMALL_WIDTH, SMALL_HEADS, newton_schulz=0).rule.newton_schulz == 0

@@ -1,4 +1,4 @@
-"""Whole layers of the rules that decay and add, by their published formulas: a plain loop, every norm and gate by hand."""
+"""Whole layers of Hebbian rules against their published formulas: a plain loop, every norm and gate written out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.helpers import assert_close
-from tests.rules.rule_cases import HEADS, WIDTH, stirred_mixer, tokens
+from tests.rules.rule_cases import HEADS, WIDTH, perturbed_mixer, tokens
 
 TOKENS = 9
 
@@ -86,7 +86,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_layer_is_its_formula(name: str) -> None:
-    mixer = stirred_mixer(name, torch.float64, key_dim=6, value_dim=5)
+    mixer = perturbed_mixer(name, torch.float64, key_dim=6, value_dim=5)
     rule: Any = mixer.rule
     x = tokens(2, TOKENS)
     q, k, v = (

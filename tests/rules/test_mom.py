@@ -1,4 +1,4 @@
-"""A mixture of memories: each is its inner rule on the tokens sent to it, and stands still for the others."""
+"""A mixture of memories: each is its inner rule on the tokens sent to it, and unchanged by the others."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from prism import Mixer, rules
 from prism.rules.mom import MemoryMaps
 from prism.rules.rule import Span
 from tests.helpers import assert_close
-from tests.rules.family_cases import HEADS, WIDTH, stirred, tokens
+from tests.rules.rule_cases import SMALL_HEADS, SMALL_WIDTH, small_mixer, small_tokens
 
 INNERS = [name for name in rules.names() if rules.get(name).constant_state and name != "mom"]
 
 
 def of_one_memory(mom: Any, index: int, inner: str, **options: Any) -> Mixer:
     """The inner rule by itself, with the weights it has as memory `index`."""
-    alone = stirred(inner, **options)
+    alone = small_mixer(inner, **options)
     weights: dict[str, Tensor] = {}
     for name, part in mom.inner.named_modules():
         for kind in ("weight", "bias"):
@@ -36,23 +36,23 @@ def of_one_memory(mom: Any, index: int, inner: str, **options: Any) -> Mixer:
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_one_memory_is_its_inner_rule(inner: str) -> None:
-    mixture = stirred("mom", inner=inner, memories=1, top_k=1, shared=False)
+    mixture = small_mixer("mom", inner=inner, memories=1, top_k=1, shared=False)
     alone = of_one_memory(mixture.rule, 0, inner)
-    x, mask = tokens(2, 21), torch.rand(2, 21) < 0.8
+    x, mask = small_tokens(2, 21), torch.rand(2, 21) < 0.8
     reset = (torch.rand(2, 21) < 0.1) & mask
     for flags in ({}, {"mask": mask, "reset": reset}):
         y, state = mixture(x, **flags)
         expected, end = alone(x, **flags)
         assert_close("outputs", y, expected, 1e-12)
-        following = tokens(2, 3)
+        following = small_tokens(2, 3)
         assert_close("what follows", mixture(following, state)[0], alone(following, end)[0], 1e-12)
 
 
 @pytest.mark.parametrize("inner", INNERS)
 def test_several_memories_of_any_rule_are_cut_packed_and_padded_as_one(inner: str) -> None:
     """What is routed is a ragged batch inside: rows stand at different places of their windows and mini-batches."""
-    mixture = stirred("mom", inner=inner, memories=3)
-    x, whole = tokens(2, 13), torch.zeros(2, 13, WIDTH, dtype=torch.float64)
+    mixture = small_mixer("mom", inner=inner, memories=3)
+    x, whole = small_tokens(2, 13), torch.zeros(2, 13, SMALL_WIDTH, dtype=torch.float64)
     reset = torch.zeros(2, 13, dtype=torch.bool)
     reset[0, [2, 6]] = reset[1, [1, 9]] = True
     for row, cuts in enumerate(((0, 2, 6, 13), (0, 1, 9, 13))):
@@ -63,7 +63,7 @@ def test_several_memories_of_any_rule_are_cut_packed_and_padded_as_one(inner: st
     second, _ = mixture(x[:, 7:], state, reset=reset[:, 7:])
     assert_close("cut", torch.cat([first, second], 1), whole, 1e-10)
     mask = torch.rand(2, 20).argsort(1).argsort(1) < 13
-    padded = torch.full((2, 20, WIDTH), torch.nan, dtype=torch.float64)
+    padded = torch.full((2, 20, SMALL_WIDTH), torch.nan, dtype=torch.float64)
     padded[mask] = x.flatten(0, 1)
     again = torch.zeros_like(mask)
     again[mask] = reset.flatten()
@@ -73,11 +73,11 @@ def test_several_memories_of_any_rule_are_cut_packed_and_padded_as_one(inner: st
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_memory_is_its_inner_rule_on_the_tokens_sent_to_it(shared: bool) -> None:
     """Token by token from the definition: routed subsequences alone, their reads weighted and added, one output for all."""
-    mixture = stirred("mom", shared=shared)
+    mixture = small_mixer("mom", shared=shared)
     rule: Any = mixture.rule
-    x = tokens(1, 30)
+    x = small_tokens(1, 30)
     scores = (x @ rule.router.weight.T).softmax(-1)[0]
-    reads = torch.zeros(1, 30, HEADS, rule.value_dim, dtype=torch.float64)
+    reads = torch.zeros(1, 30, SMALL_HEADS, rule.value_dim, dtype=torch.float64)
     for m in range(4 + shared):
         chosen = [t for t in range(30) if m == 4 or m in scores[t].topk(2).indices]
         alone = of_one_memory(rule, m, "gated_delta")
@@ -90,9 +90,9 @@ def test_a_memory_is_its_inner_rule_on_the_tokens_sent_to_it(shared: bool) -> No
 
 
 def test_what_is_not_routed_stands_still() -> None:
-    mixture = stirred("mom", memories=3, top_k=1, shared=False)
-    _, state = mixture(tokens(2, 12))
-    x = tokens(2)
+    mixture = small_mixer("mom", memories=3, top_k=1, shared=False)
+    _, state = mixture(small_tokens(2, 12))
+    x = small_tokens(2)
     chosen = (x @ mixture.rule.router.weight.T).argmax(-1)
     _, after = mixture.step(x, state)
     for name, value in after.tensors().items():
@@ -105,9 +105,9 @@ def test_what_is_not_routed_stands_still() -> None:
 
 
 def test_autocast_does_not_decide_where_tokens_go() -> None:
-    """Scores a hundredth of a per cent apart, which bfloat16 cannot tell from equal."""
-    rule: Any = stirred("mom", torch.float32, shared=False, top_k=1).rule
-    x = tokens(1, 200, dtype=torch.float32)
+    """Scores differ by a hundredth of a per cent, which bfloat16 rounds to equal."""
+    rule: Any = small_mixer("mom", torch.float32, shared=False, top_k=1).rule
+    x = small_tokens(1, 200, dtype=torch.float32)
     rule.router.weight.copy_(rule.router.weight[:1] * (1 + 1e-4 * torch.arange(4.0)[:, None]))
     with torch.autocast("cpu", torch.bfloat16):
         _, chosen = rule.route(x, Span())
@@ -116,7 +116,7 @@ def test_autocast_does_not_decide_where_tokens_go() -> None:
 
 
 def test_memories_differ_and_share_what_asks() -> None:
-    mixture = stirred("mom")
+    mixture = small_mixer("mom")
     parameters = dict(mixture.rule.inner.named_parameters())
     assert {"qkv.first.weight", "out.weight", "gate.weight", "conv.weight", "decay.A_log"} <= parameters.keys()
     assert [name for name in parameters if name.startswith("qkv.maps")] == [f"qkv.maps.{m}.weight" for m in range(5)]
@@ -130,7 +130,7 @@ MIXED = ("mamba1", "longhorn", "hgrn", "rg_lru", "s4d", "slstm")
 
 @pytest.mark.parametrize("inner", [name for name in INNERS if name not in MIXED])
 def test_every_rule_with_a_query_asks_all_memories_the_same(inner: str) -> None:
-    parameters = dict(Mixer("mom", WIDTH, HEADS, inner=inner, memories=2).rule.inner.named_parameters())
+    parameters = dict(Mixer("mom", SMALL_WIDTH, SMALL_HEADS, inner=inner, memories=2).rule.inner.named_parameters())
     ask = ASK.get(inner, "qkv")
     assert f"{ask}.first.weight" in parameters or f"{ask}.weight" in parameters
 
@@ -138,23 +138,25 @@ def test_every_rule_with_a_query_asks_all_memories_the_same(inner: str) -> None:
 @pytest.mark.parametrize("inner", [name for name in INNERS if name != "s4d"])
 def test_no_two_memories_write_alike(inner: str) -> None:
     """But for S4D, which has no map to what it writes."""
-    parameters = Mixer("mom", WIDTH, HEADS, inner=inner, memories=2, shared=False).rule.inner.named_parameters()
+    parameters = Mixer(
+        "mom", SMALL_WIDTH, SMALL_HEADS, inner=inner, memories=2, shared=False
+    ).rule.inner.named_parameters()
     drawn = [p for name, p in parameters if ".maps." in name and p.count_nonzero()]
     assert len(drawn) >= 2 and len({p.sum().item() for p in drawn}) > len(drawn) / 2
 
 
 def test_sizes_count_every_memory() -> None:
-    plain = Mixer("gated_delta", WIDTH, HEADS)
-    mixture = Mixer("mom", WIDTH, HEADS, memories=3, top_k=2)
+    plain = Mixer("gated_delta", SMALL_WIDTH, SMALL_HEADS)
+    mixture = Mixer("mom", SMALL_WIDTH, SMALL_HEADS, memories=3, top_k=2)
     assert mixture.state_size == 4 * plain.state_size
     assert mixture.write_rank == 3
-    assert Mixer("mom", WIDTH, HEADS, inner="hgrn").forms == rules.get("hgrn").forms
+    assert Mixer("mom", SMALL_WIDTH, SMALL_HEADS, inner="hgrn").forms == rules.get("hgrn").forms
 
 
 def test_the_balance_loss_is_least_when_all_memories_are_used() -> None:
-    """M Σ share · probability over real tokens: top_k when all are alike, more when they are not; layers add up."""
-    mixture = stirred("mom", balance=1.0)
-    x, mask = tokens(2, 400), torch.rand(2, 400) < 0.7
+    """M Σ fraction · probability over real tokens: top_k when balanced, more when not; layers add up."""
+    mixture = small_mixer("mom", balance=1.0)
+    x, mask = small_tokens(2, 400), torch.rand(2, 400) < 0.7
     mixture.rule.router.weight.mul_(1e-3)
     shared: dict[str, Tensor] = {}
     mixture(x, shared=shared)
@@ -173,12 +175,14 @@ def test_the_balance_loss_is_least_when_all_memories_are_used() -> None:
 def test_a_language_model_in_training_pays_for_imbalance() -> None:
     from prism.models import PrismConfig, PrismForCausalLM
 
-    lm = PrismForCausalLM(PrismConfig(vocab_size=11, hidden_size=WIDTH, num_heads=HEADS, layers="mom*2+delta"))
+    lm = PrismForCausalLM(
+        PrismConfig(vocab_size=11, hidden_size=SMALL_WIDTH, num_heads=SMALL_HEADS, layers="mom*2+delta")
+    )
     ids = torch.randint(0, 11, (2, 12))
     asked, trained = lm.eval()(ids, labels=ids), lm.train()(ids, labels=ids)
     assert 0.01 * 2 * 2 < asked.balance_loss.item() < 0.01 * 2 * 4  # two layers, between even and all to the same
     assert_close("loss", trained.loss, asked.loss + asked.balance_loss, 1e-6)
-    plain = PrismForCausalLM(PrismConfig(vocab_size=11, hidden_size=WIDTH, num_heads=HEADS, layers="delta"))
+    plain = PrismForCausalLM(PrismConfig(vocab_size=11, hidden_size=SMALL_WIDTH, num_heads=SMALL_HEADS, layers="delta"))
     assert plain(ids).balance_loss is None
 
 
@@ -188,17 +192,19 @@ def test_a_language_model_in_training_pays_for_imbalance() -> None:
         ({"inner": "mom"}, "inner must be a rule whose state has a constant size"),
         ({"inner": "softmax"}, "inner must be a rule whose state has a constant size"),
         ({"inner": "nonsense"}, "unknown rule 'nonsense'"),
-        ({"memories": 0}, "memories must be a whole number ≥ 1"),
+        ({"memories": 0}, "memories must be an integer ≥ 1"),
         ({"top_k": 5}, "top_k must be one of 1 … memories = 4"),
         ({"inner_options": {"steps": 2}}, "rule 'gated_delta' has no option 'steps'"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        Mixer("mom", WIDTH, HEADS, **options)
+        Mixer("mom", SMALL_WIDTH, SMALL_HEADS, **options)
 
 
 def test_a_state_of_another_mixture_is_refused() -> None:
-    _, state = stirred("mom", memories=3)(tokens(1, 4))
+    _, state = small_mixer("mom", memories=3)(small_tokens(1, 4))
     with pytest.raises(ValueError, match="with M = 5"):
-        stirred("mom")(tokens(1, 4), prism.State(state.memory, stirred("mom")(tokens(1, 4))[1].carry))
+        small_mixer("mom")(
+            small_tokens(1, 4), prism.State(state.memory, small_mixer("mom")(small_tokens(1, 4))[1].carry)
+        )

@@ -14,7 +14,7 @@ from prism import Mixer
 from prism.engine.networks import Averaged, InnerUpdate, Momentum
 from prism.rules.rule import Span
 from tests.helpers import assert_close, relative_error
-from tests.rules.family_cases import stirred
+from tests.rules.rule_cases import small_mixer
 
 
 def linear_state(update: InnerUpdate) -> Tensor:
@@ -22,14 +22,14 @@ def linear_state(update: InnerUpdate) -> Tensor:
     return update.network.weights[0].detach().expand(update.batch, -1, -1, -1)
 
 
-def told(mixer: Mixer, tokens: int = 13) -> InnerUpdate:
+def inner_update(mixer: Mixer, tokens: int = 13) -> InnerUpdate:
     x = torch.randn(2, tokens, mixer.rule.width, generator=torch.Generator().manual_seed(2)).double()
     return mixer.rule.update(x, {}, Span())[0]
 
 
 @torch.no_grad()
 def test_online_ttt_linear_without_norm_residual_and_bias_is_deltanet() -> None:
-    u = told(stirred("ttt_linear", mini_batch=1, inner_norm=False, residual=False, bias=False))
+    u = inner_update(small_mixer("ttt_linear", mini_batch=1, inner_norm=False, residual=False, bias=False))
     assert isinstance(u.learner, Averaged)
     beta = u.rate * u.learner.scale
     written = (beta.unsqueeze(-1) * u.v).unsqueeze(3)
@@ -43,7 +43,7 @@ def test_online_ttt_linear_without_norm_residual_and_bias_is_deltanet() -> None:
 
 @torch.no_grad()
 def test_online_linear_titans_without_momentum_is_a_gated_delta_that_erases_the_undecayed_memory() -> None:
-    u = told(stirred("titans", depth=1, mini_batch=1, momentum=False))
+    u = inner_update(small_mixer("titans", depth=1, mini_batch=1, momentum=False))
     assert isinstance(u.learner, Momentum)
     written = (2 * u.rate.unsqueeze(-1) * u.v).unsqueeze(3)
     closed = prism.Update(
@@ -66,11 +66,11 @@ def test_online_linear_titans_without_momentum_is_a_gated_delta_that_erases_the_
 def test_atlas_of_one_token_without_newton_schulz_and_features_is_titans(depth: int) -> None:
     plain = {"depth": depth, "mini_batch": 4, "key_dim": 8, "expand": 2}
     titans, atlas = (
-        stirred("titans", **plain),
+        small_mixer("titans", **plain),
         Mixer("atlas", 16, 2, window=1, degree=1, newton_schulz=0, **plain).double(),
     )
     atlas.load_state_dict(titans.state_dict(), strict=False)
-    ours, theirs = told(atlas), told(titans)
+    ours, theirs = inner_update(atlas), inner_update(titans)
     assert isinstance(ours.learner, Momentum)
     same = replace(ours, rate=theirs.rate, learner=replace(ours.learner, step=torch.ones_like(ours.rate)))
     states = prism.memory(same)[1], prism.memory(theirs)[1]
@@ -83,7 +83,7 @@ def test_atlas_of_one_token_without_newton_schulz_and_features_is_titans(depth: 
 
 @torch.no_grad()
 def test_rotary_positions_count_within_a_mini_batch() -> None:
-    mixer = stirred("ttt_linear", mini_batch=4)
+    mixer = small_mixer("ttt_linear", mini_batch=4)
     x = torch.randn(1, 1, 16, dtype=torch.float64).expand(1, 12, 16)
     k = mixer.rule.update(x, {}, Span())[0].k
     assert_close("one mini-batch later", k[:, 4:8], k[:, :4], 1e-12)
@@ -107,7 +107,7 @@ every_mixer = pytest.mark.parametrize(("name", "options"), MIXERS)
 @torch.no_grad()
 def test_mixers_step_pad_and_pack_as_they_run(name: str, options: dict[str, Any]) -> None:
     """Left, right and inner padding with rows at different places of their mini-batches; packed documents; single steps."""
-    mixer = stirred(name, **options)
+    mixer = small_mixer(name, **options)
     documents = [torch.randn(1, n, 16, generator=torch.Generator().manual_seed(n)).double() for n in (7, 1, 4)]
     alone = [mixer(d)[0] for d in documents]
 

@@ -1,6 +1,6 @@
 """The test-time regression view, by autograd: a rule's update is a (decayed) SGD step on the objective it states.
 
-Driven by what the real rule tells the memory at one token, from a random incoming state.
+Uses the real rule's update at one token, from a random incoming state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import prism
 from prism import Update, rules
 from prism.rules.rule import Span
 from tests.helpers import assert_close
-from tests.rules.rule_cases import WIDTH, stirred
+from tests.rules.rule_cases import WIDTH, perturbed_rule
 
 HEBBIAN = ["linear", "retnet", "lightning", "gated_retention", "mamba2", "gla", "hgrn2", "rwkv6"]
 DELTA: list[tuple[str, dict[str, Any]]] = [
@@ -51,7 +51,7 @@ def row(update: Update, name: str, index: int) -> Tensor:
 
 @pytest.mark.parametrize("name", HEBBIAN)
 def test_adding_is_a_step_on_the_correlation(name: str) -> None:
-    rule = stirred(name, torch.float64)
+    rule = perturbed_rule(name, torch.float64)
     update, state = one_token(rule)
     assert (update.log_decay is None) == (rule.objective.text == "-⟨Sk, v⟩")
     k, v = row(update, "k", 0).squeeze(2), row(update, "w", 0).squeeze(2)
@@ -61,7 +61,7 @@ def test_adding_is_a_step_on_the_correlation(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "options"), DELTA, ids=["-".join([n, *map(str, o)]) for n, o in DELTA])
 def test_delta_rules_are_steps_on_the_squared_error(name: str, options: dict[str, Any]) -> None:
-    rule = stirred(name, torch.float64, **options)
+    rule = perturbed_rule(name, torch.float64, **options)
     # PRISM states the objective it imitates; with one step it is Gated DeltaNet, whose objective it then descends.
     objective = rules.get("gated_delta").objective if name == "prism" else rule.objective
     update, state = one_token(rule)
@@ -82,7 +82,7 @@ def test_every_gradient_rule_of_the_family_is_shown_here() -> None:
 
 def test_weight_decay_is_the_gradient_of_a_penalty() -> None:
     """keep ⊙ S is what a step on ½λ‖S‖² leaves, with λ = 1 - keep: the decay is the objective's pull to zero."""
-    rule = stirred("gla", torch.float64)
+    rule = perturbed_rule("gla", torch.float64)
     update, state = one_token(rule)
     kept = keep(update)
     S = state.clone().requires_grad_()

@@ -1,16 +1,14 @@
-"""Other people's code says the same: flash-linear-attention's naive loops and transformers' layers, in float32 on the CPU.
+"""Rules agree with other implementations: flash-linear-attention's naive loops and transformers' layers, in float32 on the CPU.
 
-What a rule tells the memory on random input is handed to the naive function of that mechanism; its outputs and final state
+A rule's update on random input is passed to the naive function of that mechanism; its outputs and final state
 must be those of `prism.memory`. Argument orders and scales are theirs: most multiply q by K^-½, which the rules have done.
 """
 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,40 +21,14 @@ from prism import Update
 from prism.rules.rule import Span
 from tests.helpers import assert_close
 from tests.reference_code import load_all, transformers_module
-from tests.rules.rule_cases import HEADS, WIDTH, stirred
+from tests.rules.rule_cases import HEADS, WIDTH, perturbed_rule
 
 BATCH, TOKENS = 2, 37
 TOLERANCE = 1e-5
 
 
-NAIVE = {
-    "delta_rule_recurrence": "delta_rule.naive",
-    "dplr_recurrence": "generalized_delta_rule.dplr.naive",
-    "naive_kda_gate": "kda.gate",
-    "naive_kda_lowerbound_gate": "kda.gate",
-    "naive_recurrent_gated_delta_product": "gated_delta_product.naive",
-    "naive_recurrent_gated_delta_rule": "gated_delta_rule.naive",
-    "naive_recurrent_gla": "gla.naive",
-    "naive_recurrent_kda": "kda.naive",
-    "naive_recurrent_linear_attn": "linear_attn.naive",
-    "naive_recurrent_rwkv6": "rwkv6.recurrent_naive",
-    "naive_recurrent_simple_gla": "simple_gla.naive",
-    "naive_retention": "retention.naive",
-}
-
-
-@pytest.fixture(scope="module")
-def fla() -> SimpleNamespace:
-    """The naive functions. Importing the package takes seconds, so only the tests that need it do."""
-    with warnings.catch_warnings():  # on a machine without a GPU it says so on import
-        warnings.simplefilter("ignore")
-        return SimpleNamespace(
-            **{name: getattr(import_module(f"fla.ops.{path}"), name) for name, path in NAIVE.items()}
-        )
-
-
-class Told:
-    """What a rule told the memory, in the shapes the naive functions want: `[B, T, H, …]`, one write per step."""
+class NaiveInputs:
+    """A rule's update in the shapes that the naive functions expect: `[B, T, H, …]`, one write per step."""
 
     def __init__(self, update: Update, state: Tensor) -> None:
         self.state, self.root = state, update.key_dim**0.5
@@ -74,47 +46,47 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [z.transpose(1, 2) for z in tensors]
 
 
-def _linear(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+def _linear(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
     return fla.naive_recurrent_linear_attn(t.q, t.k, t.w, 1.0, t.state, True)
 
 
-def _simple_gla(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+def _simple_gla(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
     return fla.naive_recurrent_simple_gla(t.q, t.k, t.w, t.g, scale=1.0, initial_state=t.state)
 
 
-def _gla(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+def _gla(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
     return fla.naive_recurrent_gla(t.q * t.root, t.k, t.w, t.g, t.state, True)
 
 
-def _rwkv6(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+def _rwkv6(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
     o, state = fla.naive_recurrent_rwkv6(*_heads_first(t.q, t.k, t.w, t.g), rule.bonus, 1.0, t.state, True)
     return o.transpose(1, 2), state
 
 
-def _rwkv7(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+def _rwkv7(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
     o, state = fla.dplr_recurrence(*_heads_first(t.q * t.root, t.k, t.w, -t.look, t.take, t.g), t.state)
     return o.transpose(1, 2), state
 
 
-def _delta(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+def _delta(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
     o, state = fla.delta_rule_recurrence(*_heads_first(t.q * t.root, t.k, t.v, t.beta), t.state)
     return o.transpose(1, 2), state
 
 
-def _gated_delta(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+def _gated_delta(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
     return fla.naive_recurrent_gated_delta_rule(t.q, t.k, t.v, t.beta, t.g, 1.0, t.state, True)
 
 
-def _kda(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+def _kda(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
     return fla.naive_recurrent_kda(t.q, t.k, t.v, t.g, t.beta, 1.0, t.state, True)
 
 
-def _delta_product(fla: SimpleNamespace, t: Told, rule: Any) -> tuple[Tensor, Tensor]:
+def _delta_product(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
     n = rule.write_rank
     return fla.naive_recurrent_gated_delta_product(t.q, t.k, t.v, t.g, t.beta, 1.0, None, t.state, True, n)
 
 
-Reference = Callable[[SimpleNamespace, Told, Any], tuple[Tensor, Tensor]]
+Reference = Callable[[SimpleNamespace, NaiveInputs, Any], tuple[Tensor, Tensor]]
 REFERENCES: list[tuple[str, dict[str, Any], Reference]] = [
     ("linear", {}, _linear),
     ("retnet", {}, _simple_gla),
@@ -135,7 +107,7 @@ REFERENCES: list[tuple[str, dict[str, Any], Reference]] = [
 ]
 
 
-def tell(rule: Any, tokens: int = TOKENS) -> tuple[Update, Any, Tensor]:
+def random_update(rule: Any, tokens: int = TOKENS) -> tuple[Update, Any, Tensor]:
     """A rule's update on random input, what it keeps for its output, and a random incoming state."""
     with torch.no_grad():
         update, _, extra = rule.update(torch.randn(BATCH, tokens, WIDTH), {}, Span())
@@ -147,9 +119,9 @@ def tell(rule: Any, tokens: int = TOKENS) -> tuple[Update, Any, Tensor]:
     ("name", "options", "reference"), REFERENCES, ids=["-".join([n, *map(str, o)]) for n, o, _ in REFERENCES]
 )
 def test_naive_loops(fla: SimpleNamespace, name: str, options: dict[str, Any], reference: Reference, form: str) -> None:
-    rule = stirred(name, **options)
-    update, extra, state = tell(rule)
-    expected, final = reference(fla, Told(update, state), rule)
+    rule = perturbed_rule(name, **options)
+    update, extra, state = random_update(rule)
+    expected, final = reference(fla, NaiveInputs(update, state), rule)
     o, new = prism.memory(update, state, form)
     if name == "rwkv6":  # its read is S_{t-1}; the naive loop adds the token's own share inside
         o = o + extra.bonus(rule.bonus)
@@ -158,9 +130,9 @@ def test_naive_loops(fla: SimpleNamespace, name: str, options: dict[str, Any], r
 
 
 def test_normalised_linear_attention(fla: SimpleNamespace) -> None:
-    rule = stirred("linear", normalize=True, eps=1e-10)
+    rule = perturbed_rule("linear", normalize=True, eps=1e-10)
     rule.out = torch.nn.Identity()
-    update, _, _ = tell(rule)
+    update, _, _ = random_update(rule)
     values = update.w.squeeze(3)[..., :-1]
     expected, _ = fla.naive_recurrent_linear_attn(update.q, update.k.squeeze(3), values, 1.0, normalize=True)
     o, _ = prism.memory(update)
@@ -168,8 +140,8 @@ def test_normalised_linear_attention(fla: SimpleNamespace) -> None:
 
 
 def test_retention_has_the_decays_of_retnet(fla: SimpleNamespace) -> None:
-    rule = stirred("retnet")
-    update, _, _ = tell(rule)
+    rule = perturbed_rule("retnet")
+    update, _, _ = random_update(rule)
     root = update.key_dim**0.5
     expected = fla.naive_retention(*_heads_first(update.q * root, update.k.squeeze(3), update.w.squeeze(3)))
     assert_close("outputs", prism.memory(update)[0], expected.transpose(1, 2), TOLERANCE)
@@ -177,8 +149,8 @@ def test_retention_has_the_decays_of_retnet(fla: SimpleNamespace) -> None:
 
 def test_transformers_chunked_gated_delta_rule() -> None:
     module = transformers_module("qwen3_next")
-    update, _, state = tell(stirred("gated_delta"), tokens=130)
-    t = Told(update, state)
+    update, _, state = random_update(perturbed_rule("gated_delta"), tokens=130)
+    t = NaiveInputs(update, state)
     expected, final = inspect.unwrap(module.torch_chunk_gated_delta_rule)(
         t.q * t.root, t.k, t.v, g=t.g, beta=t.beta, initial_state=state, output_final_state=True
     )
@@ -189,7 +161,7 @@ def test_transformers_chunked_gated_delta_rule() -> None:
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_kda_gates(fla: SimpleNamespace, lower_bound: float | None) -> None:
-    rule: Any = stirred("kda", lower_bound=lower_bound)
+    rule: Any = perturbed_rule("kda", lower_bound=lower_bound)
     x = torch.randn(BATCH, TOKENS, WIDTH)
     z = rule.decay_in(x).unflatten(-1, (HEADS, -1))
     if lower_bound is None:
@@ -201,7 +173,7 @@ def test_kda_gates(fla: SimpleNamespace, lower_bound: float | None) -> None:
 
 def test_the_whole_gated_delta_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     module = transformers_module("qwen3_next", monkeypatch)
-    ours: Any = stirred("gated_delta")
+    ours: Any = perturbed_rule("gated_delta")
     config = SimpleNamespace(
         hidden_size=WIDTH,
         linear_num_value_heads=HEADS,
@@ -246,7 +218,7 @@ def test_the_whole_kda_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         layer_types=["linear_attention"],
     )
     theirs = module.KimiLinearDeltaAttention(config, 0).eval()
-    ours: Any = stirred("kda")
+    ours: Any = perturbed_rule("kda")
     torch.nn.init.zeros_(ours.gate.up.bias)  # theirs has none
     load_all(
         theirs,
@@ -282,7 +254,7 @@ def test_the_whole_mamba2_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         num_hidden_layers=1,
     )
     theirs = module.Mamba2Mixer(config, 0).eval()
-    ours: Any = stirred("mamba2", groups=groups, key_dim=state)
+    ours: Any = perturbed_rule("mamba2", groups=groups, key_dim=state)
 
     def reorder(z: Tensor) -> Tensor:  # ours: C, B, x; theirs: x, B, C
         return torch.cat(z.split(ours.sizes)[::-1])
@@ -312,8 +284,8 @@ def _same_layer(ours: Any, theirs: torch.nn.Module) -> None:
         assert_close("layer", ours.output(o, x, extra), theirs(x), TOLERANCE)
 
 
-def test_told_values_undo_the_step_size() -> None:
+def test_naive_values_undo_the_step_size() -> None:
     """Guards the helper above: the naive functions multiply by β again."""
-    update, _, state = tell(stirred("gated_delta"))
-    t = Told(update, state)
+    update, _, state = random_update(perturbed_rule("gated_delta"))
+    t = NaiveInputs(update, state)
     assert_close("w", replace(update, w=(t.v * t.beta.unsqueeze(-1)).unsqueeze(3)).w, update.w, 1e-6)

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 import prism
 from prism import Mixer, rules
-from prism.rules.parts import LowRank, linears
+from prism.rules.parts import LowRank, fused_linears
 from prism.rules.rule import Span
 from tests.helpers import assert_close
-from tests.rules.rule_cases import CASES, HEADS, WIDTH, stirred, stirred_mixer, tokens, told
+from tests.rules.rule_cases import CASES, HEADS, WIDTH, first_update, perturbed_mixer, perturbed_rule, tokens
 
 LAYERED = ("lightning", "hgrn2", "rwkv6", "rwkv7")
 
@@ -35,13 +35,13 @@ def test_an_unknown_option_is_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("delta_product", {"householders": 0}, "householders must be a whole number ≥ 1"),
-        ("mamba2", {"groups": 3}, "groups must be a whole number that divides heads = 4"),
+        ("delta_product", {"householders": 0}, "householders must be an integer ≥ 1"),
+        ("mamba2", {"groups": 3}, "groups must be an integer that divides heads = 4"),
         ("kda", {"lower_bound": 5.0}, "lower_bound is a log-decay"),
         ("gla", {"gate_rank": 0}, "rank of a low-rank map"),
         ("retnet", {"key_dim": 3}, "key_dim must be even"),
         *((name, {"layer_index": 2, "layer_count": 2}, "layer_index must be one of 0") for name in LAYERED),
-        *((name, {"layer_count": 0}, "layer_count must be a whole number ≥ 1") for name in LAYERED),
+        *((name, {"layer_count": 0}, "layer_count must be an integer ≥ 1") for name in LAYERED),
     ],
 )
 def test_bad_options_are_refused_in_one_sentence(name: str, options: dict[str, Any], message: str) -> None:
@@ -60,26 +60,26 @@ def test_half_precision_goes_through(name: str, options: dict[str, Any]) -> None
 
 
 def test_retnet_decays() -> None:
-    rule = stirred("retnet", torch.float64)
+    rule = perturbed_rule("retnet", torch.float64)
     x = tokens(1, 3)
     expected = torch.tensor([1 - 2.0 ** (-5 - h) for h in range(HEADS)], dtype=torch.float64)
-    assert_close("decay", told(rule, x).log_decay.exp(), expected.expand(1, 3, -1), 1e-14)
-    assert told(rule.bfloat16(), x.bfloat16()).log_decay.dtype == torch.float32
+    assert_close("decay", first_update(rule, x).log_decay.exp(), expected.expand(1, 3, -1), 1e-14)
+    assert first_update(rule.bfloat16(), x.bfloat16()).log_decay.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("layer", "scale"), [(0, 1 + 1e-5), (3, 0.5 + 1e-5), (6, 1e-5)])
 def test_lightning_slopes(layer: int, scale: float) -> None:
-    rule = stirred("lightning", torch.float64, layer_index=layer, layer_count=7)
+    rule = perturbed_rule("lightning", torch.float64, layer_index=layer, layer_count=7)
     slopes = torch.tensor([2**-2.0, 2**-4.0, 2**-6.0, 2**-8.0], dtype=torch.float64)
-    assert_close("log-decay", told(rule, tokens(1, 2)).log_decay, (-scale * slopes).expand(1, 2, -1), 1e-12)
+    assert_close("log-decay", first_update(rule, tokens(1, 2)).log_decay, (-scale * slopes).expand(1, 2, -1), 1e-12)
 
 
 def test_gated_retention_and_gla_take_the_sixteenth_root() -> None:
     x = tokens(1, 5)
-    gated: Any = stirred("gated_retention", torch.float64)
-    assert_close("head", told(gated, x).log_decay.exp() ** 16, gated.decay_in(x).sigmoid(), 1e-10)
-    gla: Any = stirred("gla", torch.float64)
-    assert_close("channel", told(gla, x).log_decay.flatten(-2).exp() ** 16, gla.decay_in(x).sigmoid(), 1e-10)
+    gated: Any = perturbed_rule("gated_retention", torch.float64)
+    assert_close("head", first_update(gated, x).log_decay.exp() ** 16, gated.decay_in(x).sigmoid(), 1e-10)
+    gla: Any = perturbed_rule("gla", torch.float64)
+    assert_close("channel", first_update(gla, x).log_decay.flatten(-2).exp() ** 16, gla.decay_in(x).sigmoid(), 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_published_sizes() -> None:
 )
 def test_one_householder_is_the_delta_rule(simple: str, options: dict[str, Any]) -> None:
     sizes = {"key_dim": 6, "value_dim": 5}
-    mixer = stirred_mixer(simple, torch.float64, **options, **sizes)
+    mixer = perturbed_mixer(simple, torch.float64, **options, **sizes)
     gated = {"forget_gate": True, "gate": True} if simple == "gated_delta" else {}
     product = Mixer("delta_product", WIDTH, HEADS, householders=1, **gated, **sizes).double()
     product.load_state_dict(mixer.state_dict(), strict=True)
@@ -140,14 +140,14 @@ def test_two_reflections_rotate() -> None:
 
 
 def test_mamba2_with_a_constant_gate_is_retention_without_rotation() -> None:
-    mamba: Any = stirred("mamba2", torch.float64)
-    retnet: Any = stirred("retnet", torch.float64)
+    mamba: Any = perturbed_rule("mamba2", torch.float64)
+    retnet: Any = perturbed_rule("retnet", torch.float64)
     x = tokens(2, 30)
     with torch.no_grad():
         mamba.decay_in.weight.zero_()
         rate = -retnet.log_decay(x)[0, 0]
         mamba.decay.A_log.copy_((rate / F.softplus(mamba.decay.dt_bias)).log())
-    update = told(mamba, x)
+    update = first_update(mamba, x)
     mixed, _ = mamba.conv(mamba.qkv(x), None, Span())
     c, b, value = mixed.split(mamba.sizes, -1)
     step = F.softplus(mamba.decay.dt_bias)
@@ -162,8 +162,8 @@ def test_mamba2_with_a_constant_gate_is_retention_without_rotation() -> None:
 
 @pytest.mark.parametrize("layer", [0, 1, 3])
 def test_hgrn2_writes_what_it_forgets(layer: int) -> None:
-    rule: Any = stirred("hgrn2", torch.float64, layer_index=layer, layer_count=4)
-    update = told(rule, tokens(2, 9))
+    rule: Any = perturbed_rule("hgrn2", torch.float64, layer_index=layer, layer_count=4)
+    update = first_update(rule, tokens(2, 9))
     assert_close("1 - f", update.k.squeeze(3), 1 - update.log_decay.exp(), 1e-12)
     share = rule.bound.softmax(0)
     bound = (share.cumsum(0) - share[0])[layer].view(HEADS, -1)
@@ -175,15 +175,15 @@ def test_hgrn2_writes_what_it_forgets(layer: int) -> None:
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_hgrn2_survives_saturated_gates(layer: int) -> None:
-    rule: Any = stirred("hgrn2", layer_index=layer, layer_count=3)
+    rule: Any = perturbed_rule("hgrn2", layer_index=layer, layer_count=3)
     x = 1e4 * torch.randn(1, 20, WIDTH)
-    update = told(rule, x)  # Update itself refuses decays that are infinite or positive
+    update = first_update(rule, x)  # Update itself refuses decays that are infinite or positive
     update.log_decay.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in rule.parameters() if p.grad is not None)
 
 
 def test_kda_lower_bound_holds() -> None:
-    rule: Any = stirred("kda", lower_bound=-5.0)
+    rule: Any = perturbed_rule("kda", lower_bound=-5.0)
     g = rule.beta_and_decay(100 * torch.randn(1, 50, WIDTH))[1]
     assert g.min() >= -5 and g.max() <= 0 and g.min() < -4.9
 
@@ -191,20 +191,20 @@ def test_kda_lower_bound_holds() -> None:
 def test_maps_side_by_side_answer_as_each_alone_and_a_changed_one_is_called() -> None:
     maps = [torch.nn.Linear(6, size, bias=False) for size in (3, 5, 1)]
     x = torch.randn(2, 4, 6, requires_grad=True)
-    for got, m in zip(linears(x, *maps), maps, strict=True):
+    for got, m in zip(fused_linears(x, *maps), maps, strict=True):
         torch.testing.assert_close(got, m(x))
         torch.testing.assert_close(
             torch.autograd.grad(got.sum(), x, retain_graph=True), torch.autograd.grad(m(x).sum(), x)
         )
     maps[1].register_forward_hook(lambda module, given, answer: answer + 1)
-    torch.testing.assert_close(linears(x, *maps)[1], x @ maps[1].weight.T + 1)
+    torch.testing.assert_close(fused_linears(x, *maps)[1], x @ maps[1].weight.T + 1)
 
     class Adapted(torch.nn.Linear):
         def forward(self, given: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(given)
 
     adapted = Adapted(6, 3, bias=False)
-    torch.testing.assert_close(linears(x, maps[0], adapted)[1], 2 * x @ adapted.weight.T)
+    torch.testing.assert_close(fused_linears(x, maps[0], adapted)[1], 2 * x @ adapted.weight.T)
 
 
 class Quantised(torch.Tensor):
@@ -236,7 +236,7 @@ def test_maps_whose_weights_are_elsewhere_or_quantised_are_called(change: Any) -
     expected = [2 * m(x) for m in maps]
     for m in maps:
         change(m)
-    torch.testing.assert_close(linears(x, *maps), expected)
+    torch.testing.assert_close(fused_linears(x, *maps), expected)
 
 
 @pytest.mark.parametrize("rule", ["prism", "kda"])

@@ -1,4 +1,4 @@
-"""Under autocast what a memory is told stays in half precision: a float32 tensor there would double memory and halve speed."""
+"""Under autocast a rule's update is in half precision: a float32 tensor there would double memory and halve speed."""
 
 import pytest
 import torch

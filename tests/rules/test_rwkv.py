@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7 by their published equations, token by token, and how their layers start and share a value."""
+"""RWKV-6 and RWKV-7 by their published equations, token by token, their initial weights and their shared value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import prism
 from prism import rules
 from prism.rules.rule import Span
 from tests.helpers import assert_close
-from tests.rules.rule_cases import HEADS, WIDTH, stirred, stirred_mixer, tokens, told
+from tests.rules.rule_cases import HEADS, WIDTH, first_update, perturbed_mixer, perturbed_rule, tokens
 
 
 def _before(x: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def _before(x: Tensor) -> Tensor:
 
 def test_rwkv6_by_its_equations() -> None:
     """Token by token, from the published formulas and the layer's parameters."""
-    rule: Any = stirred("rwkv6", torch.float64, layer_index=1, layer_count=3)
+    rule: Any = perturbed_rule("rwkv6", torch.float64, layer_index=1, layer_count=3)
     x = tokens(2, 11)
     back = _before(x) - x
     hidden = torch.tanh((x + back * rule.mix.first) @ rule.mix.down.weight.T).unflatten(-1, (5, 32))
@@ -52,7 +52,7 @@ def test_rwkv6_by_its_equations() -> None:
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_rwkv7_by_its_equations(layer: int) -> None:
-    rule: Any = stirred("rwkv7", torch.float64, layer_index=layer, layer_count=3)
+    rule: Any = perturbed_rule("rwkv7", torch.float64, layer_index=layer, layer_count=3)
     x, first = tokens(2, 11), tokens(2, 11)
 
     def low(maps: Any, z: Tensor, activation: Any = lambda h: h) -> Tensor:
@@ -98,7 +98,7 @@ def test_rwkv7_starts_as_published() -> None:
     assert_close("k_k", rule.erase_scale, 0.71 - 0.1 * torch.linspace(-0.5, 0.5, WIDTH), 1e-6)
     assert rule.rate_scale.tolist() == pytest.approx([1.02] * WIDTH)
     assert rule.bonus.flatten().tolist() == pytest.approx([-0.04] * WIDTH)
-    g = told(rule, torch.randn(1, 3, WIDTH)).log_decay
+    g = first_update(rule, torch.randn(1, 3, WIDTH)).log_decay
     assert -math.exp(-0.5) < g.min() and g.max() < 0
     assert_close("decays do not depend on the input yet", g[:, 0], g[:, 2], 1e-6)
 
@@ -106,7 +106,7 @@ def test_rwkv7_starts_as_published() -> None:
 def test_rwkv6_starts_as_published() -> None:
     rule: Any = rules.get("rwkv6").build(WIDTH, HEADS, layer_index=3, layer_count=4)
     channel = torch.arange(WIDTH) / (WIDTH - 1)
-    g = told(rule, torch.randn(1, 1, WIDTH)).log_decay
+    g = first_update(rule, torch.randn(1, 1, WIDTH)).log_decay
     assert_close("decay", g.flatten(), -torch.exp(-6 + 5 * channel**2.0), 1e-5)
     assert_close(
         "bonus of the first three", rule.bonus.flatten()[:3], 1 - channel[:3] + torch.tensor([0, 0.1, -0.1]), 1e-5
@@ -135,7 +135,7 @@ def test_rwkv7_low_rank_maps_start_constant_and_small() -> None:
 
 
 def test_rwkv7_without_a_first_value_uses_its_own() -> None:
-    mixer = stirred_mixer("rwkv7", torch.float64, layer_index=1, layer_count=2)
+    mixer = perturbed_mixer("rwkv7", torch.float64, layer_index=1, layer_count=2)
     x = tokens(2, 5)
     alone, _ = mixer(x)
     shared = {"value": mixer.rule._value(mixer.rule.mix(x, _before(x))[3], None)}
@@ -147,7 +147,7 @@ def test_rwkv7_without_a_first_value_uses_its_own() -> None:
 
 def test_read_before_write_is_what_makes_rwkv6() -> None:
     """Without decay, reading S_{t-1} and adding the token with u = 1 is reading S_t."""
-    rule: Any = stirred("rwkv6", torch.float64)
+    rule: Any = perturbed_rule("rwkv6", torch.float64)
     update, _, own = rule.update(tokens(2, 9), {}, Span())
     undecayed = replace(update, log_decay=None, read="after")
     before = replace(update, log_decay=None)

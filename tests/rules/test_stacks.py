@@ -1,4 +1,4 @@
-"""Stacks of every rule, however their tokens arrive: cut, padded on the left, packed. Layers hand values on in `shared`."""
+"""Stacks of every rule with tokens that are split, padded on the left or packed. Layers pass values on in `shared`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from prism import State, rules
 from prism.nn.block import place_options
 from tests.helpers import assert_close
-from tests.rules.rule_cases import stirred_mixer, tokens
+from tests.rules.rule_cases import perturbed_mixer, tokens
 
 
 class Stack(torch.nn.Module):
-    """Three mixers with residual connections, told where they stand and sharing one dict a pass."""
+    """Three mixers with residual connections, their positions in the stack, and one shared dict per pass."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            stirred_mixer(name, torch.float64, **place_options(name, index, 3)) for index in range(3)
+            perturbed_mixer(name, torch.float64, **place_options(name, index, 3)) for index in range(3)
         )
 
     def forward(self, x: Tensor, states: list[State] | None = None, **flags: Tensor) -> tuple[Tensor, list[State]]:

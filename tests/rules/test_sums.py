@@ -1,4 +1,4 @@
-"""Normalised, slot and scalar memories written out as the sums they stand for, and rules that are special cases of others."""
+"""Normalised, slot and scalar memories written out as sums, and rules that are special cases of others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prism.rules.based import taylor_features
 from prism.rules.mlstm import stabiliser
 from prism.rules.rule import Span
 from tests.helpers import assert_close
-from tests.rules.family_cases import HEADS, WIDTH, stirred, tell, tokens
+from tests.rules.rule_cases import SMALL_HEADS, SMALL_WIDTH, small_mixer, small_tokens, update_and_extra
 
 T = 19
 
@@ -29,7 +29,7 @@ def left(log_decay: Tensor, t: int, j: int) -> Tensor:
 
 @pytest.mark.parametrize("form", rules.get("gsa").forms)
 def test_slot_attention_is_softmax_over_decayed_sums(form: str) -> None:
-    update, _ = tell(stirred("gsa", slots=5, value_dim=3).rule, tokens(2, T))
+    update, _ = update_and_extra(small_mixer("gsa", slots=5, value_dim=3).rule, small_tokens(2, T))
     expected = []
     for t in range(T):
         share = [left(update.log_decay, t, j) * update.write[:, j] for j in range(t + 1)]  # [B, H, M]
@@ -45,20 +45,20 @@ def test_slot_attention_is_softmax_over_decayed_sums(form: str) -> None:
 
 def test_slots_take_what_they_lose() -> None:
     """Written with 1 - f and decayed by f: a slot that always sees the same value ends up holding it."""
-    mixer = stirred("gsa")
-    x = tokens(1, 1).expand(1, 4000, WIDTH)
-    update, _ = tell(mixer.rule, x)
+    mixer = small_mixer("gsa")
+    x = small_tokens(1, 1).expand(1, 4000, SMALL_WIDTH)
+    update, _ = update_and_extra(mixer.rule, x)
     _, state = prism.memory(update)
     assert_close("slots", state["values"], update.v[:, 0, :, None].expand_as(state["values"]), 1e-6)
 
 
 @pytest.mark.parametrize("form", rules.get("mlstm").forms)
 def test_mlstm_is_a_ratio_of_unstabilised_sums(form: str) -> None:
-    rule: Any = stirred("mlstm").rule
+    rule: Any = small_mixer("mlstm").rule
     rule.eps = 0.0
     rule.norm, rule.out = torch.nn.Flatten(2), torch.nn.Identity()
-    x = tokens(2, T)
-    update, (m, mixed, z) = tell(rule, x)
+    x = small_tokens(2, T)
+    update, (m, mixed, z) = update_and_extra(rule, x)
     got = (
         rule.output(prism.memory(update, form=form)[0], x, (m, torch.zeros_like(mixed), torch.full_like(z, 50.0))) / 50
     )
@@ -67,7 +67,7 @@ def test_mlstm_is_a_ratio_of_unstabilised_sums(form: str) -> None:
     q, k, v = rule.query(mixed), rule.key(mixed), rule.value(branch)
     gates = torch.cat([q, k, v], -1)
     written, log_f = rule.input_gate(gates).exp(), F.logsigmoid(rule.forget_gate(gates))  # [B, T, H]
-    q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in (q, k / math.sqrt(rule.key_dim), v))
+    q, k, v = (part.unflatten(-1, (SMALL_HEADS, -1)) for part in (q, k / math.sqrt(rule.key_dim), v))
     for t in range(T):
         weight = [left(log_f, t, j) * written[:, j] * (q[:, t] * k[:, j]).sum(-1) for j in range(t + 1)]
         numerator = sum(w[..., None] * v[:, j] for j, w in enumerate(weight))
@@ -77,8 +77,8 @@ def test_mlstm_is_a_ratio_of_unstabilised_sums(form: str) -> None:
 
 def test_mlstm_survives_input_gates_that_would_overflow() -> None:
     """ĩ of hundreds: exp of it is infinite in any precision, what is stored is not. A shift of all ĩ changes nothing."""
-    mixer = stirred("mlstm", torch.float32)
-    x = tokens(1, 60, dtype=torch.float32)
+    mixer = small_mixer("mlstm", torch.float32)
+    x = small_tokens(1, 60, dtype=torch.float32)
     mixer.rule.input_gate.bias.fill_(500.0)
     y, state = mixer(x)
     assert y.isfinite().all() and state.memory.isfinite().all()
@@ -110,11 +110,11 @@ def test_taylor_features_are_the_series_of_the_exponential() -> None:
 
 
 def test_based_is_a_weighted_mean() -> None:
-    rule: Any = stirred("based").rule
+    rule: Any = small_mixer("based").rule
     rule.out = torch.nn.Identity()
-    x = tokens(1, T)
-    update, _ = tell(rule, x)
-    q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in rule.qkv(x).split(rule.sizes, -1))
+    x = small_tokens(1, T)
+    update, _ = update_and_extra(rule, x)
+    q, k, v = (part.unflatten(-1, (SMALL_HEADS, -1)) for part in rule.qkv(x).split(rule.sizes, -1))
     s = torch.einsum("bthk,bjhk->bhtj", q, k) / 4
     weights = (1 + s + s**2 / 2).tril()
     expected = torch.einsum("bhtj,bjhv->bthv", weights / weights.sum(-1, keepdim=True), v)
@@ -158,22 +158,22 @@ def test_an_empty_cell_may_find_its_input_gate_shut() -> None:
 
 
 def test_scalar_cells_have_no_other_form() -> None:
-    update, _ = tell(stirred("slstm").rule, tokens(1, 3))
+    update, _ = update_and_extra(small_mixer("slstm").rule, small_tokens(1, 3))
     for form in ("parallel", "chunkwise", "scan"):
         with pytest.raises(ValueError, match=f"form '{form}' cannot serve ScalarCells, which has the forms recurrent"):
             prism.memory(update, form=form)
 
 
 def test_mamba2_with_a_constant_gate_is_retention_without_rotation() -> None:
-    mamba: Any = stirred("mamba2", key_dim=6).rule
-    gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS).double())  # RetNet's
+    mamba: Any = small_mixer("mamba2", key_dim=6).rule
+    gamma = 1 - 2.0 ** (-5 - torch.arange(SMALL_HEADS).double())  # RetNet's
     with torch.no_grad():
         mamba.decay_in.weight.zero_()
-        step = mamba.decay.step_size(torch.zeros(HEADS).double())
+        step = mamba.decay.step_size(torch.zeros(SMALL_HEADS).double())
         mamba.decay.A_log.copy_((-gamma.log() / step).log())
-    x = tokens(2, T)
-    update, v = tell(mamba, x)
-    assert_close("decay", update.log_decay, tell(stirred("retnet").rule, x)[0].log_decay, 1e-12)
+    x = small_tokens(2, T)
+    update, v = update_and_extra(mamba, x)
+    assert_close("decay", update.log_decay, update_and_extra(small_mixer("retnet").rule, x)[0].log_decay, 1e-12)
     age = torch.arange(T)[:, None] - torch.arange(T)
     retained = torch.where(age >= 0, gamma[:, None, None] ** age, 0.0)  # [H, T, T]
     scores = torch.einsum("btk,bjk->btj", update.q[:, :, 0], update.k[:, :, 0, 0])
@@ -184,19 +184,19 @@ def test_mamba2_with_a_constant_gate_is_retention_without_rotation() -> None:
 @pytest.mark.parametrize(("gated", "alone"), [(False, "delta"), (True, "gated_delta")])
 def test_a_delta_product_of_one_factor_is_the_delta_rule(gated: bool, alone: str) -> None:
     sizes = {"key_dim": 6, "value_dim": 5, "negative_eigenvalues": True, "gate": True}
-    product = stirred("delta_product", householders=1, forget_gate=gated, **sizes)
-    delta = stirred(alone, **sizes)
+    product = small_mixer("delta_product", householders=1, forget_gate=gated, **sizes)
+    delta = small_mixer(alone, **sizes)
     delta.load_state_dict(product.state_dict())  # strictly: they have the same modules
-    x = tokens(2, T)
+    x = small_tokens(2, T)
     assert_close("outputs", product(x)[0], delta(x)[0], 1e-12)
 
 
 def test_longhorn_with_one_number_a_channel_is_the_exact_implicit_step() -> None:
     """N = 1: k kᵀ is its own diagonal, and S_t minimises ‖S - S_{t-1}‖² + β‖Sk - x‖²."""
-    rule: Any = stirred("longhorn", key_dim=1).rule
-    x = tokens(1, 1)
-    update, (u, _) = tell(rule, x)
-    before = torch.randn(1, 2 * WIDTH, 1).double()
+    rule: Any = small_mixer("longhorn", key_dim=1).rule
+    x = small_tokens(1, 1)
+    update, (u, _) = update_and_extra(rule, x)
+    before = torch.randn(1, 2 * SMALL_WIDTH, 1).double()
     _, after = prism.memory(update, before)
     step, k, _ = rule.select(u).split(rule.sizes, -1)
     beta = (rule.step_in(step) + rule.step_bias).sigmoid()
@@ -208,25 +208,25 @@ def test_longhorn_with_one_number_a_channel_is_the_exact_implicit_step() -> None
 
 def test_longhorn_has_a_slope_where_it_learns_nothing() -> None:
     """Logits of β so far below zero that their exponential is infinite."""
-    mixer = prism.Mixer("longhorn", WIDTH, HEADS)
+    mixer = prism.Mixer("longhorn", SMALL_WIDTH, SMALL_HEADS)
     torch.nn.init.constant_(mixer.rule.step_bias, -200.0)
-    y, _ = mixer(tokens(1, 5, dtype=torch.float32))
+    y, _ = mixer(small_tokens(1, 5, dtype=torch.float32))
     y.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in mixer.parameters())
 
 
 def test_hgrn_keeps_what_its_lower_bound_says() -> None:
     """A gate that is shut still keeps γ = ℓ/Λ of the state."""
-    mixer = prism.Mixer("hgrn", WIDTH, HEADS, layer_index=2, layer_count=4).double().requires_grad_(False)
-    mixer.rule.into.weight[WIDTH:] = 0
-    update, _ = tell(mixer.rule, tokens(1, 4))
+    mixer = prism.Mixer("hgrn", SMALL_WIDTH, SMALL_HEADS, layer_index=2, layer_count=4).double().requires_grad_(False)
+    mixer.rule.into.weight[SMALL_WIDTH:] = 0
+    update, _ = update_and_extra(mixer.rule, small_tokens(1, 4))
     assert_close("f", update.log_decay.exp(), torch.full_like(update.log_decay, 0.5 + 0.5 * 0.5), 1e-6)
 
 
 def test_rg_lru_begins_documents_at_full_size() -> None:
     """Where there is nothing to keep the input is not scaled down: the first state is i ⊙ x itself."""
-    rule: Any = stirred("rg_lru").rule
-    x = tokens(1, 6)
+    rule: Any = small_mixer("rg_lru").rule
+    x = small_tokens(1, 6)
     reset = torch.zeros(1, 6, dtype=torch.bool)
     reset[0, 4] = True
     update, _, _ = rule.update(x, {}, Span(reset=reset))

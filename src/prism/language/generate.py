@@ -23,7 +23,7 @@ from prism.documents import document_starts, needed_starts
 from prism.files import read_json, read_state, write_state
 from prism.language.tokenizer import TextStream, Tokenizer, load_tokenizer
 from prism.models import PrismCache, PrismForCausalLM
-from prism.models.loading import differs, identity, open_weights
+from prism.models.loading import fingerprint, fingerprint_mismatch, open_weights
 from prism.models.replay import cache_for
 
 # Text of any length through a model in constant memory: a segment at a time, only the state is kept.
@@ -202,13 +202,13 @@ class Session:
             "recent": torch.tensor(self.text.recent, dtype=torch.int64),
             "random": self.random.get_state(),
         }
-        write_state(path, FORMAT, tensors, {"model": self.lm.name, **identity(self.lm.model)})
+        write_state(path, FORMAT, tensors, {"model": self.lm.name, **fingerprint(self.lm.model)})
 
     @classmethod
     def load(cls, path: Path, lm: LanguageModel, seed: int | None = None) -> Session:
         """Go on where `save` was called. Random numbers go on too, or start from `seed`."""
         tensors, about = read_state(path, FORMAT)
-        if what := differs(about, lm.model):
+        if what := fingerprint_mismatch(about, lm.model):
             raise ValueError(
                 f"the state in {path} was made by a model with {what} ({about['model']}), not by {lm.name}"
             )

@@ -1,8 +1,7 @@
-"""Models that other tools know how to use: one language model and one recommender for all rules, in the transformers
-library's shape.
+"""transformers models: one language model and one recommender for all rules.
 
-Importing this package makes `AutoConfig` know PRISM's configurations; making a configuration makes `AutoModel` (and
-`AutoModelForCausalLM`) know its models (see auto.py). Nothing heavier than a configuration is imported before that.
+Importing this package registers PRISM's configurations with `AutoConfig`. Creating a configuration registers its models with
+`AutoModel` and `AutoModelForCausalLM` (see auto.py). Nothing heavier than a configuration is imported before that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Registers PRISM's configurations and models with transformers' Auto classes.
+"""Register PRISM's configurations and models with transformers' Auto classes.
 
 Configurations are registered at once. Models are heavier to import: they are registered when the first configuration of
-their kind is made, which is before an Auto class looks for them.
+their kind is created, which is before an Auto class looks for them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _registered: set[type[PrismConfig]] = set()
 
 
 def register_models(config: PrismConfig) -> None:
-    """Make `AutoModel` and `AutoModelForCausalLM` know the models of this kind of configuration."""
+    """Register the models of this kind of configuration with `AutoModel` and `AutoModelForCausalLM`."""
     kind = PrismRecConfig if isinstance(config, PrismRecConfig) else PrismConfig
     if kind in _registered:
         return

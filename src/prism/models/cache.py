@@ -1,4 +1,4 @@
-"""What generation carries along: one state per layer, and how many tokens they have seen."""
+"""`PrismCache`, the cache for generation: one state per layer, and the number of tokens they have seen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CachedModel(Protocol):
-    """What a cache that steps its model asks of it: `PrismForCausalLM` has it."""
+    """The interface of a model that a cache can step, such as `PrismForCausalLM`."""
 
     config: Any
 
@@ -29,8 +29,7 @@ class CachedModel(Protocol):
 class PrismCache(Cache):
     """The states of a stack, in the shape that transformers' `generate` expects of a cache.
 
-    It has no growing part of its own: its size is that of the layers' states, which for every rule with `constant_state`
-    does not depend on the number of tokens.
+    Its size is that of the layers' states, which does not depend on the number of tokens for rules with `constant_state`.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class PrismCache(Cache):
         self.tokens = 0
 
     def update(self, states: list[State], tokens: int) -> None:  # type: ignore[override]  # whole states, not a layer's keys
-        """Take the states after `tokens` more columns (padding included, as transformers counts)."""
+        """Replace the states by those after `tokens` more positions (padding included, as transformers counts)."""
         self.states = states
         self.tokens += tokens
 
@@ -48,12 +47,13 @@ class PrismCache(Cache):
         return sum(state.nbytes for state in self.states)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by a flat name, for saving; `load` is the inverse."""
+        """All tensors by flat name, for saving; `load` is the inverse."""
         named = {f"{i}.{name}": x for i, state in enumerate(self.states) for name, x in state.tensors().items()}
         return {**named, "tokens": torch.tensor(self.tokens)}
 
     @classmethod
     def load(cls, tensors: dict[str, Tensor]) -> Self:
+        """The cache with these tensors; the inverse of `tensors`."""
         cache, layers = cls(), dict[int, dict[str, Tensor]]()
         for key, x in tensors.items():
             if key != "tokens":
@@ -91,11 +91,11 @@ class PrismCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         raise ValueError(
-            "a memory of fixed size cannot forget its last tokens: crop needs an earlier copy of the cache"
+            "a memory of fixed size cannot remove its last tokens: keep a copy() of the cache from before them instead"
         )
 
     def copy(self) -> PrismCache:
-        """A cache that goes its own way from here. States are never written to, so nothing is duplicated."""
+        """An independent cache with the same states. States are never written in place, so no tensor is copied."""
         twin = PrismCache()
         twin.update(list(self.states), self.tokens)
         return twin

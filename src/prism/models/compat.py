@@ -46,8 +46,8 @@ def require_marks() -> None:
     initialization.ones_(marked)
     if marked.item() != 0:
         raise ImportError(
-            f"transformers {version('transformers')} marks loaded weights in a way that PRISM does not know, and would "
-            "overwrite them: install transformers 5"
+            f"transformers {version('transformers')} marks loaded weights in an unknown way, so they would be overwritten: "
+            "install transformers 5"
         )
 
 

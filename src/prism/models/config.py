@@ -1,4 +1,4 @@
-"""What a language model is, in numbers and rules' names."""
+"""Configurations: `PrismConfig` for language models, `PrismRecConfig` for recommenders, and two published recommenders."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class PrismConfig(PreTrainedConfig):
     Args:
         vocab_size: number of tokens; 256 is one per byte.
         hidden_size: width of the model.
-        num_heads: heads of every mixer (a rule may have its own: the option `heads`).
+        num_heads: number of heads of every mixer (a layer may override it with the option `heads`).
         layers: a pattern such as `"prism*3+softmax"`, or a list of rules (see prism/nn/pattern.py): one period.
-        num_hidden_layers: how many layers; the period is repeated, and cut, to that many. One period unless given.
-        rule_options: options by rule, `{"prism": {"steps": 3}, "softmax": {"kv_heads": 2}}`; what a layer of the list says
-            itself goes before.
-        intermediate_size: of the SwiGLU; 8/3 of the width, up to the next multiple of 64, unless given. 0: no SwiGLUs.
-        dropout: the share of numbers dropped, in training, from what every mixer and SwiGLU adds.
-        norm_eps: of the norms between mixers and SwiGLUs.
-        initializer_range: standard deviation of embeddings and linear maps at the start; gates start as their rule says.
-        tie_word_embeddings: one matrix for tokens in and out.
+        num_hidden_layers: number of layers; the period is repeated, and truncated, to that many. By default one period.
+        rule_options: options by rule, `{"prism": {"steps": 3}, "softmax": {"kv_heads": 2}}`; options of a layer in the list
+            override them.
+        intermediate_size: width of the SwiGLU; by default 8/3 of the width, rounded up to a multiple of 64. 0: no SwiGLUs.
+        dropout: dropout probability of the output of every mixer and SwiGLU.
+        norm_eps: epsilon of the norms between mixers and SwiGLUs.
+        initializer_range: initial standard deviation of embeddings and linear maps; rules initialise their gates.
+        tie_word_embeddings: whether input and output embeddings are one matrix.
         use_cache: whether a forward pass outside training returns its state.
         form, backend: how every layer computes its memory, as in `prism.memory`; `"auto"` leaves the choice to
             `prism.engine.using` around the call, or to the engine.
@@ -64,7 +64,7 @@ class PrismConfig(PreTrainedConfig):
     ) -> None:
         for name, value in {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads}.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+                raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
         check_choice(form, backend)
@@ -98,7 +98,7 @@ class PrismConfig(PreTrainedConfig):
 
     @property
     def constant_state(self) -> bool:
-        """Whether generation takes the same memory however long the context is; False if a layer caches every token."""
+        """Whether memory use in generation is independent of the context length; False if a layer caches every token."""
         return all(rules.get(layer.rule).constant_state for layer in self.layer_plan)
 
     def _check_rule_options(self) -> None:
@@ -113,34 +113,31 @@ class PrismConfig(PreTrainedConfig):
         return isinstance(other, PrismConfig) and self._contents() == other._contents()
 
     def _contents(self) -> dict[str, Any]:
-        """What the configuration says, as it would be saved, wherever it came from."""
+        """The contents that would be saved, without the path it was loaded from."""
         return {name: value for name, value in self.to_diff_dict().items() if name != "_name_or_path"}
 
-    __hash__ = None  # type: ignore[assignment]  # Python's way to say: equal by contents, which change
+    __hash__ = None  # type: ignore[assignment]  # not hashable: equal by contents, which can change
 
 
 def _as_json(entry: Any) -> Any:
-    """A pair (name, options) as the list that a JSON file gives back."""
+    """A pair (name, options) as a list, as JSON stores it."""
     return list(entry) if isinstance(entry, tuple) else entry
-
-
-# What a recommender is, in numbers and rules' names; and the two published ones that others are compared with.
 
 
 class PrismRecConfig(PrismConfig):
     """A language model's configuration whose tokens are items: any rule, any hybrid of rules.
 
     Args:
-        num_items: how many items there are, 1 … num_items; 0 is padding, so that `vocab_size` is one more.
-        hidden_size, num_heads, layers, num_hidden_layers: as in `PrismConfig`, with a recommender's defaults.
-        time_gaps: whether an event's input says how long after the one before it came.
-        item_features: `{name: number of codes}` of what is known about items (a category, a brand), each item having one
-            code 0 … number - 1; they are added to the items' vectors, in and out. Kept in the order of their names, as
-            config.json has them.
-        max_length: how many events of a history the model was trained on. Not a limit: it is where evaluation starts from.
-        embedding_scale: what items' vectors are multiplied by on the way in (not out); √hidden_size in SASRec.
-        kwargs: everything else that `PrismConfig` takes: `rule_options`, `intermediate_size`, `dropout` (here also of the
-            input), `initializer_range` …
+        num_items: number of items, 1 … num_items; 0 is padding, so that `vocab_size` is num_items + 1.
+        hidden_size, num_heads, layers, num_hidden_layers: as in `PrismConfig`, with defaults for recommenders.
+        time_gaps: whether the input of an event includes the time since the previous event.
+        item_features: `{name: number of codes}` of categorical features of items (a category, a brand); each item has one
+            code 0 … number - 1. Their embeddings are added to the items' vectors, in input and output. Sorted by name, as in
+            config.json.
+        max_length: number of events per history in training. Not a limit; evaluation uses it as a default.
+        embedding_scale: factor of the items' vectors in the input (not the output); √hidden_size in SASRec.
+        kwargs: further arguments of `PrismConfig`: `rule_options`, `intermediate_size`, `dropout` (here also of the input),
+            `initializer_range` …
     """
 
     model_type: ClassVar[str] = "prism_rec"
@@ -163,7 +160,7 @@ class PrismRecConfig(PrismConfig):
         sizes = {"num_items": num_items, "max_length": max_length}
         for name, value in {**sizes, **{f"item_features[{name!r}]": count for name, count in features.items()}}.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a whole number ≥ 1, got {value!r}")
+                raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
         if kwargs.pop("vocab_size", num_items + 1) != num_items + 1:
             raise ValueError("vocab_size of a recommender is num_items + 1: leave it out")
         if not kwargs.pop("tie_word_embeddings", True):
@@ -177,18 +174,18 @@ class PrismRecConfig(PrismConfig):
         super().__init__(num_items + 1, hidden_size, num_heads, layers, num_hidden_layers, **kwargs)
 
     def _get_generation_parameters(self) -> dict[str, Any]:
-        """A recommender writes no text: `max_length` is not what transformers takes it for and refuses to save."""
+        """No generation parameters: transformers would take `max_length` for one and refuse to save it."""
         return {}
 
 
 SASREC = {"layers": "softmax", "num_hidden_layers": 2, "dropout": 0.2}
 HSTU = {"layers": "hstu", "num_hidden_layers": 2, "intermediate_size": 0, "dropout": 0.2}
-"""The published models, as settings over the defaults."""
+"""The published recommenders, as changes to the defaults of `PrismRecConfig`."""
 
 
 def sasrec(num_items: int, **settings: Any) -> PrismRecConfig:
-    """SASRec (Kang and McAuley, 2018): softmax attention, here with rotary positions and SwiGLUs in place of learned
-    positions and of ReLUs."""
+    """SASRec (Kang and McAuley, 2018): softmax attention, here with rotary positions and SwiGLUs instead of learned positions
+    and ReLUs."""
     return PrismRecConfig(num_items, **{**SASREC, **settings})
 
 

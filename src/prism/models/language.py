@@ -1,13 +1,13 @@
-"""ONE language model for all rules: embeddings, a stack of blocks, a norm, a head.
+"""One language model for all rules: embeddings, a stack of blocks, a norm, a head.
 
 Design choices
 - A layer is a `Block` around a `Mixer`; which rule it runs is configuration. There is no modelling file per mechanism.
-- Positions belong to the rules that use them, so that `position_ids` only say where packed documents start (at 0).
-- The cache holds the mixers' states. They are never written to: a forward pass makes new ones. (The exception is a cache
-  that says so, `ReplayedCache`, which `generate` takes on a GPU.)
-- Initialisation draws every parameter in full, on the CPU, in one order, whatever device or sharding the model has: the
-  same seed is the same model. Gates and everything else that a rule sets itself start as the rule says.
-- Weights are safetensors; a pickle can run code when it is opened, so none is.
+- Positions belong to the rules that use them, so `position_ids` only say where packed documents start (at 0).
+- The cache holds the mixers' states. They are not written in place: a forward pass creates new ones. (The exception is
+  `ReplayedCache`, which `generate` uses on a GPU.)
+- Initialisation draws every parameter in full, on the CPU, in one order, independent of the model's device and sharding: the
+  same seed gives the same model. Gates and other weights that a rule sets itself are initialised by the rule.
+- Weights are safetensors. Pickles are never opened, because they can run code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from prism.nn.state import State
 
 
 class PrismLayer(GradientCheckpointingLayer, Block):
-    """A block that knows its place in the configuration."""
+    """A block built from the configuration, with its position in the stack."""
 
     def __init__(self, config: PrismConfig, index: int, spec: LayerSpec) -> None:
         options = {**place_options(spec.rule, index, config.num_hidden_layers), **spec.options}
@@ -47,35 +47,38 @@ class PrismLayer(GradientCheckpointingLayer, Block):
 
 
 class PrismPreTrainedModel(PreTrainedModel):
+    """Base of PRISM's transformers models: initialisation and loading of weights."""
+
     config_class = PrismConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["PrismLayer"]  # noqa: RUF012  (so declared by transformers)
+    _no_split_modules = ["PrismLayer"]  # noqa: RUF012  (declared this way by transformers)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012  (likewise)
-    _is_stateful = True  # its cache cannot be cropped, so generate refuses to guess tokens ahead
+    _is_stateful = True  # the cache cannot be cropped, so generate refuses speculative decoding
 
     def post_init(self) -> None:
         self._keep_in_fp32_modules_strict = set(gates(self))
         super().post_init()
 
     def _initialize_weights(self, module: nn.Module, *_: Any) -> None:
-        super()._initialize_weights(
-            module
-        )  # as a native model: without the shortcut for code that ignores what is loaded
+        # As for a model of transformers itself: without the shortcut for custom code that ignores loaded weights.
+        super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Called children first, so that what a rule sets itself overrides the general case."""
+        """Initialise one module. Called for children first, so that a rule's own values override the general case."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            _start(module.weight, lambda shape: torch.normal(0.0, self.config.initializer_range, shape, device="cpu"))
-            _start(getattr(module, "bias", None), lambda shape: torch.zeros(shape, device="cpu"))
+            _initialise(
+                module.weight, lambda shape: torch.normal(0.0, self.config.initializer_range, shape, device="cpu")
+            )
+            _initialise(getattr(module, "bias", None), lambda shape: torch.zeros(shape, device="cpu"))
         elif isinstance(module, nn.RMSNorm):
-            _start(module.weight, lambda shape: torch.ones(shape, device="cpu"))
+            _initialise(module.weight, lambda shape: torch.ones(shape, device="cpu"))
         elif isinstance(module, PrismLayer):
             own = dict(module.mixer.rule.named_parameters())
             if not all(is_loaded(parameter) for parameter in own.values()):
                 for name, value in initial_weights(module.mixer.rule).items():
-                    _start(own[name], lambda shape, value=value: value)
+                    _initialise(own[name], lambda shape, value=value: value)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> PrismPreTrainedModel:
@@ -113,16 +116,16 @@ class PrismModel(PrismPreTrainedModel):
         """Hidden states `[B, T, hidden_size]`, and with `use_cache` the states after the last token.
 
         Args:
-            input_ids: `[B, T]`, or `inputs_embeds` `[B, T, hidden_size]` in their place.
-            attention_mask: `[B, T]`, or `[B, tokens in the cache + T]`; 0 is padding, on either side or between. Leave
-                out a mask without padding when training on a GPU: it is not read there, and the path with padding is slower.
-            position_ids: `[B, T]`; where one is 0 a document starts. They have no other use: rules count for themselves.
-            past_key_values: what an earlier call returned.
-            reset: `[B, T]` bool, says the same as `position_ids == 0`. Likewise left out where no document starts.
-            shared: a new dict that layers hand on to one another; a mixture of memories leaves its balance loss there.
+            input_ids: `[B, T]`, or `inputs_embeds` `[B, T, hidden_size]` instead.
+            attention_mask: `[B, T]`, or `[B, tokens in the cache + T]`; 0 is padding, on either side or between. Omit a mask
+                without padding when training on a GPU: its values are not read there, and the path with padding is slower.
+            position_ids: `[B, T]`; a document starts where one is 0. They have no other use: rules count positions.
+            past_key_values: the cache that an earlier call returned.
+            reset: `[B, T]` bool, the same as `position_ids == 0`. Omit it too where no document starts.
+            shared: a new dict that is passed from layer to layer; a mixture of memories stores its balance loss there.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give either input_ids or inputs_embeds")
+            raise ValueError("pass either input_ids or inputs_embeds, not both and not none")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         B, T = x.shape[:2]
         if past_key_values is not None and not isinstance(past_key_values, PrismCache):
@@ -141,7 +144,7 @@ class PrismModel(PrismPreTrainedModel):
         hidden: list[Any] = []
         new: list[State] = []
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
-            if output_hidden_states:  # kept only then: they would hold layers × tokens alive
+            if output_hidden_states:  # only then: keeping them needs memory for layers × tokens
                 hidden.append(x)
             x, state = layer(x, state, mask, reset, shared, keep_state=use_cache, form=form, backend=backend)
             new.append(state)
@@ -160,16 +163,17 @@ class PrismModel(PrismPreTrainedModel):
 
 @dataclass
 class PrismOutput(CausalLMOutputWithPast):
-    """What the language model answers."""
+    """Output of the language model."""
 
     balance_loss: Tensor | None = None
-    """Of mixtures of memories, weighted and summed over layers; in training `loss` includes it. None without such layers."""
+    """Load-balance loss of mixtures of memories, weighted and summed over layers; in training `loss` includes it. None without
+    such layers."""
 
 
 class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
     """A language model: logits of the next token."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (so declared by transformers)
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (declared this way by transformers)
 
     def __init__(self, config: PrismConfig) -> None:
         super().__init__(config)
@@ -179,7 +183,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load weights; a tied head, which files leave out, is not missing (transformers' Trainer would warn of it)."""
+        """Load weights. A tied head may be absent, as in saved files (transformers' Trainer would warn about it)."""
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         tied = self.lm_head.weight is self.model.embed_tokens.weight
         if tied and head not in state_dict and embedding in state_dict:
@@ -201,11 +205,11 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> PrismOutput | tuple[Any, ...]:
-        """Logits `[B, T, vocab_size]`; the arguments of `PrismModel.forward`, and
+        """Logits `[B, T, vocab_size]`. Arguments as in `PrismModel.forward`, and
 
         Args:
-            labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is left out of the loss.
-            logits_to_keep: how many of the last tokens get logits (0: all), or which (indices).
+            labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is ignored in the loss.
+            logits_to_keep: number of last tokens for which logits are computed (0: all), or their indices.
         """
         return_dict = self.config.return_dict if return_dict is None else return_dict
         if isinstance(past_key_values, ReplayedCache):
@@ -244,7 +248,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         return output if return_dict else output.to_tuple()
 
     def _replayed(self, input_ids: Any, attention_mask: Any, cache: ReplayedCache) -> PrismOutput | None:
-        """The answer to one more token a row, if that is all that is asked for."""
+        """The output of a replayed step; None if the call is not one plain token per row, or there is no graph for it."""
         idle = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not cache.states
         if idle or input_ids is None or input_ids.ndim != 2 or input_ids.shape[1] != 1:
             return None
@@ -255,32 +259,32 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             return None
         return PrismOutput(logits=answers[0], past_key_values=cache, balance_loss=answers[1])
 
-    def prepare_inputs_for_generation(  # type: ignore[override]  # the arguments it reads, by name
+    def prepare_inputs_for_generation(  # type: ignore[override]  # names only the arguments it reads
         self, input_ids: Any, next_sequence_length: int | None = None, inputs_embeds: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
         if inputs_embeds is None and input_ids.shape[1] == 0:
             raise ValueError(
-                f"input_ids must hold at least 1 token, got {list(input_ids.shape)}: start an empty text with the end token"
+                f"input_ids must have at least 1 token, got {list(input_ids.shape)}: start an empty text with the end token"
             )
         if next_sequence_length is not None and next_sequence_length < 1:
             seen = kwargs["past_key_values"].get_seq_length()
             raise ValueError(
-                f"the cache has seen {seen} tokens, input_ids hold {input_ids.shape[1]}: to go on, pass all tokens and new "
-                "ones after them, or only the new ones with an attention_mask over all"
+                f"the cache has seen {seen} tokens, input_ids has {input_ids.shape[1]}: to continue, pass all tokens and then "
+                "new ones, or only the new ones with an attention_mask over all"
             )
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]  # from GenerationMixin
             input_ids, next_sequence_length=next_sequence_length, inputs_embeds=inputs_embeds, **kwargs
         )
-        inputs.pop("position_ids", None)  # generate counts them from the mask; a 0 would look like a new document
+        inputs.pop("position_ids", None)  # counted from the mask by generate; a 0 would start a new document
         return inputs
 
-    def _prepare_cache_for_generation(  # type: ignore[override]  # the rest is about growing caches
+    def _prepare_cache_for_generation(  # type: ignore[override]  # the other arguments are for growing caches
         self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any
     ) -> None:
         if generation_config.cache_implementation not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation {generation_config.cache_implementation!r} is for growing caches: "
-                "this model brings its own, leave it out"
+                f"cache_implementation {generation_config.cache_implementation!r} is for growing caches: omit it, "
+                "this model has its own cache"
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = cache_for(self)
@@ -296,18 +300,18 @@ def _padding_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Ten
             f"got {list(getattr(attention_mask, 'shape', [])) or type(attention_mask).__name__}"
         )
     mask = attention_mask[:, -tokens:].bool()
-    return None if _may_look(mask) and bool(mask.all()) else mask
+    return None if _may_read(mask) and bool(mask.all()) else mask
 
 
-def _may_look(flags: Tensor) -> bool:
-    """Whether the values of a mask or reset may choose the path: not in a training step on a GPU, which would wait."""
+def _may_read(flags: Tensor) -> bool:
+    """Whether a mask's or reset's values may choose the path: not in a training step on a GPU, which would synchronise."""
     return values_may_be_read(flags) if torch.is_grad_enabled() else not torch.compiler.is_compiling()
 
 
 def _document_starts(
     reset: Tensor | None, position_ids: Tensor | None, batch: int, tokens: int, fresh: bool
 ) -> Tensor | None:
-    """`[B, T]` bool, or None if no document starts here (the first token of an empty cache need not say so)."""
+    """`[B, T]` bool, or None if no document starts here (with an empty cache a start at the first token has no effect)."""
     if reset is None:
         if position_ids is None:
             return None
@@ -315,16 +319,17 @@ def _document_starts(
     if tuple(reset.shape) != (batch, tokens):
         raise ValueError(f"reset and position_ids must be [B, T] = {[batch, tokens]}, got {list(reset.shape)}")
     reset = reset.bool()
-    return needed_starts(reset, fresh) if _may_look(reset) else reset
+    return needed_starts(reset, fresh) if _may_read(reset) else reset
 
 
-def _start(parameter: Tensor | None, draw: Any) -> None:
+def _initialise(parameter: Tensor | None, draw: Any) -> None:
+    """Set a parameter to draw(shape), unless it was loaded from a file."""
     if parameter is not None and not is_loaded(parameter):
         assign(parameter, draw(tuple(parameter.shape)))
 
 
 def _refuse_pickles(source: Any, kwargs: dict[str, Any]) -> None:
-    """Opening a pickle can run any code in it; what has only pickles is named, with what to do about it."""
+    """Raise a ValueError if there are only pickles: opening one can run any code in it."""
     path = Path(str(source))
     pickles = (
         sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")) if path.is_dir() else []
@@ -334,7 +339,7 @@ def _refuse_pickles(source: Any, kwargs: dict[str, Any]) -> None:
     only = path.is_file() or not any(path.glob("*.safetensors"))
     if (pickles and only) or kwargs.get("use_safetensors") is False:
         raise ValueError(
-            f"{source} holds weights as a pickle ({', '.join(pickles) or 'use_safetensors=False'}), which can run code when "
+            f"{source} has weights as a pickle ({', '.join(pickles) or 'use_safetensors=False'}), which can run code when "
             "opened: only safetensors are loaded, convert them with safetensors.torch.save_file"
         )
 

@@ -1,4 +1,4 @@
-"""transformers without its progress bars."""
+"""Open the weights in a model folder, and identify a model by its fingerprint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prism.files import check_weights, read_json
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """It would draw one for every file that it reads or writes."""
+    """Switch off transformers' progress bars, of which it draws one for every file that it reads or writes."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -30,9 +30,7 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# Which model this is, in two short texts: what a saved state must find unchanged.
-
-_SAYS_NOTHING = (
+_IRRELEVANT = (
     "_name_or_path",
     "transformers_version",
     "architectures",
@@ -42,17 +40,17 @@ _SAYS_NOTHING = (
     "form",
     "backend",
 )
-"""Entries of a configuration that do not change what a model computes."""
+"""Entries of a configuration that do not affect what a model computes."""
 
 
 def config_sha256(model: PreTrainedModel) -> str:
-    """What the model is: the same for every model that computes alike, given the same weights."""
-    contents = {k: v for k, v in model.config.to_dict().items() if k not in _SAYS_NOTHING}
+    """Hash of the configuration: equal for models that compute the same function, given the same weights."""
+    contents = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT}
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 def weights_sha256(model: PreTrainedModel) -> str:
-    """Of norms, gates and other vectors: little to read, and training moves them all."""
+    """Hash of norms, gates and other vectors: they are small, and training changes all of them."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if parameter.ndim == 1:
@@ -61,26 +59,28 @@ def weights_sha256(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def identity(model: PreTrainedModel) -> dict[str, str]:
+def fingerprint(model: PreTrainedModel) -> dict[str, str]:
+    """Hashes of configuration and weights. They are saved with states, which are only valid for the same model."""
     return {"config_sha256": config_sha256(model), "weights_sha256": weights_sha256(model)}
 
 
-def differs(found: dict[str, str], model: PreTrainedModel) -> str | None:
-    """In what the model that left `found` was another one: "another configuration", "other weights", or None."""
-    here = identity(model)
+def fingerprint_mismatch(found: dict[str, str], model: PreTrainedModel) -> str | None:
+    """How the model with the fingerprint `found` differs from `model`: "another configuration", "other weights", or None."""
+    here = fingerprint(model)
     for name, what in (("config_sha256", "another configuration"), ("weights_sha256", "other weights")):
         if found.get(name) != here[name]:
             return what
     return None
 
 
-# The weights in a model folder, opened for use: what does not fit is refused before anything is computed.
-
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def open_weights(kind: type[Model], folder: Path, device: str = "auto") -> Model:
-    """The model of this kind that `save_pretrained` wrote to a folder, on its device and ready to predict."""
+    """Load the model of this kind that `save_pretrained` wrote to a folder, on its device and in eval mode.
+
+    A folder that does not hold exactly the weights of its config.json, all of them finite, is refused with a ValueError.
+    """
     if not folder.exists():
         raise FileNotFoundError(f"there is no model folder {folder}")
     if folder.suffix == ".safetensors":
@@ -98,7 +98,7 @@ def open_weights(kind: type[Model], folder: Path, device: str = "auto") -> Model
 
 
 def _check_finite(model: PreTrainedModel, folder: Path) -> None:
-    """Refuse weights that are NaN or infinite: what a model computes from them means nothing."""
+    """Refuse weights that are NaN or infinite."""
     for name, weight in model.named_parameters():
         if not bool(weight.isfinite().all()):
             what = "NaN" if bool(weight.isnan().any()) else "infinite numbers"
@@ -109,7 +109,7 @@ def _check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(f"{folder} does not open as a model: it has no config.json")
-    wanted = kind.config_class.model_type  # type: ignore[union-attr]  # both of ours have one
+    wanted = kind.config_class.model_type  # type: ignore[union-attr]  # both of our models have one
     found = read_json(config).get("model_type")
     if found != wanted:
         what = "PRISM recommender" if wanted == "prism_rec" else "PRISM model"
@@ -122,7 +122,7 @@ def _load(kind: type[PreTrainedModel], folder: Path, dtype: Any) -> tuple[Any, d
             loaded: tuple[Any, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]  # a pair, with loading info
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-    except (OSError, RuntimeError, SafetensorError) as error:  # transformers explains at length
+    except (OSError, RuntimeError, SafetensorError) as error:  # only the first line of transformers' long message
         raise ValueError(f"{folder} does not open as a model: {str(error).strip().splitlines()[0]}") from error
     return loaded
 

@@ -1,8 +1,16 @@
-"""Items that were not chosen: what a loss that does not look at all items looks at instead.
+"""Losses of the recommender over all items or over sampled negatives, and the samplers of negatives.
 
-A sampler draws from torch's global random numbers of the device it draws on, so that whoever saves and restores those
-resumes exactly. Drawing is with replacement. A target that is drawn as its own negative is the losses' business: they
-leave it out.
+Every loss takes hidden `[…, D]`, the items' vectors `[N + 1, D]` and the targets `[…]` (0: none). It returns the SUM over
+real targets, in float32 or better; the caller divides by their number. Under `torch.autocast` products are in its dtype,
+sums are not.
+
+    full_softmax      -log p(target), with p over all items; exact, and the strongest where the catalogue is small enough
+    sampled_softmax   the same over the target and sampled negatives, each weighted by logQ correction
+    bce               binary cross-entropy of the target and sampled negatives
+    gbce              bce corrected for overconfidence due to negative sampling (gSASRec, Petrov and Macdonald, 2023)
+
+Samplers draw with replacement from torch's global random generator of the targets' device, so that saving and restoring its
+state resumes exactly. A target may be drawn as its own negative; the losses ignore it.
 """
 
 from __future__ import annotations
@@ -20,22 +28,24 @@ from prism.rules.parts import at_least_float32
 
 
 class Negatives(NamedTuple):
-    """What was drawn for M targets."""
+    """Sampled negatives for M targets."""
 
     items: Tensor
-    """`[S]`, shared by all targets (then scores are one matrix product), or `[M, S]`, each target's own."""
+    """`[S]`, shared by all targets (scores are then one matrix product), or `[M, S]`, separate for each target."""
     log_expected: Tensor | None
-    """As `items`: the logarithm of how often each was expected to be drawn, S · q; None: no correction."""
+    """Same shape as `items`: the log of the expected number of draws of each, S · q. None: no correction."""
 
 
 class Sampler(Protocol):
+    """Samples negatives for targets."""
+
     def draw(self, targets: Tensor, count: int, own: bool = False) -> Negatives:
-        """`count` negatives for targets `[M]` (0: none), on their device; `own`: for each target its own."""
+        """`count` negatives for targets `[M]` (0: none), on their device; with `own` separate ones for each target."""
         ...
 
 
 class Uniform:
-    """Every item alike."""
+    """Samples all items with equal probability."""
 
     def __init__(self, num_items: int) -> None:
         self.num_items = num_items
@@ -46,22 +56,24 @@ class Uniform:
 
 
 class Popularity:
-    """By how often items occur in the training data, `counts` `[N + 1]`, to the power `power`. An item that does not occur
-    is never drawn."""
+    """Samples items in proportion to how often they occur in the training data, `counts` `[N + 1]`, to the power `power`.
+
+    Items that do not occur are never drawn.
+    """
 
     def __init__(self, counts: Any, power: float = 1.0) -> None:
         weights = torch.as_tensor(counts).double() ** power
         weights[0] = 0.0
         if not bool((weights[1:] > 0).any()):
-            raise ValueError("counts must say how often each item occurs, [N + 1]: all are 0")
-        weights[torch.as_tensor(counts) == 0] = 0.0  # a power of 0 would make them 1
+            raise ValueError("counts must be how often each item occurs, [N + 1], with a positive one: all are 0")
+        weights[torch.as_tensor(counts) == 0] = 0.0  # with power 0 they would be 1
         self.share = weights / weights.sum()
         self.cumulative = self.share.cumsum(0)
 
     def draw(self, targets: Tensor, count: int, own: bool = False) -> Negatives:
         self._move(targets.device)
         at = torch.rand(_shape(targets, count, own), dtype=torch.float64, device=targets.device)
-        # Less than the last sum, whatever rounding does to it; `right` steps over items that do not occur.
+        # Strictly less than the last sum despite rounding; `right` skips items that do not occur.
         items = torch.searchsorted(self.cumulative, at * (self.cumulative[-1] * (1 - 1e-15)), right=True)
         return Negatives(items, self.log_expected(items, count))
 
@@ -74,7 +86,7 @@ class Popularity:
 
 
 class InBatch(Popularity):
-    """Other targets of the batch. They come by their popularity, `counts` `[N + 1]`, which the correction therefore knows."""
+    """Samples targets of the batch. They occur by popularity, `counts` `[N + 1]`, from which the logQ correction follows."""
 
     def __init__(self, counts: Any) -> None:
         super().__init__(counts)
@@ -91,7 +103,7 @@ SAMPLERS = ("uniform", "popularity", "in_batch")
 
 
 def sampler(name: str, num_items: int, counts: Any = None) -> Sampler:
-    """By name; all but uniform need `counts` `[N + 1]`."""
+    """A sampler by name. All but `uniform` need `counts` `[N + 1]`, how often each item occurs."""
     if name not in SAMPLERS:
         raise ValueError(f"unknown negatives {name!r}: choose from {', '.join(SAMPLERS)}")
     if name == "uniform":
@@ -103,22 +115,9 @@ def sampler(name: str, num_items: int, counts: Any = None) -> Sampler:
 
 def _shape(targets: Tensor, count: int, own: bool) -> tuple[int, ...]:
     if count < 1:
-        raise ValueError(f"the count of negatives must be at least 1, got {count}")
+        raise ValueError(f"the number of negatives must be at least 1, got {count}")
     return (targets.numel(), count) if own else (count,)
 
-
-# What a recommender is trained with: how badly the next item was expected.
-#
-# Every loss takes hidden `[…, D]`, the items' vectors `[N + 1, D]` and the targets `[…]` (0: none) and returns a SUM
-# over the
-# real targets, at least float32: whoever knows how many there are in all divides. Under `torch.autocast` products are
-# in its
-# precision, sums are not.
-#
-#     full_softmax       -log p(target), p over all items; exact, and the strongest where the catalogue lets you
-#     sampled_softmax   the same over the target and some negatives, each counted for those it stands for (logQ correction)
-#     bce                one yes and some noes
-#     gbce   bce that does not overrate the yes because there were so few noes (gSASRec, Petrov and Macdonald, 2023)
 
 LOSSES = ("full_softmax", "sampled_softmax", "bce", "gbce")
 ItemLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -136,13 +135,15 @@ def item_loss(
     t: float = 0.75,
     counts: Any = None,
 ) -> ItemLoss:
-    """A loss by name, with negatives (which `full_softmax` does not need) drawn anew at every call.
+    """A loss by name. Losses with negatives (all but `full_softmax`) draw new ones at every call.
 
     Args:
-        negatives, counts: which ones, and how often each item occurs (see negatives.py).
-        count: how many; `own`: for each target its own, instead of the same for all.
-        logq: whether `sampled_softmax` corrects for how often each was expected.
-        t: of `gbce`.
+        negatives: how negatives are sampled, one of `SAMPLERS`.
+        counts: `[N + 1]`, how often each item occurs; needed by the samplers other than `uniform`.
+        count: number of negatives.
+        own: whether each target has separate negatives instead of sharing one set.
+        logq: whether `sampled_softmax` applies the logQ correction.
+        t: the calibration parameter of `gbce`.
     """
     if name == "full_softmax":
         return full_softmax
@@ -151,7 +152,7 @@ def item_loss(
     drawn_from = sampler(negatives, num_items, counts)
 
     def loss(hidden: Tensor, vectors: Tensor, targets: Tensor) -> Tensor:
-        hidden, targets = real_rows(hidden, targets)
+        hidden, targets = flatten_rows(hidden, targets)
         if not targets.numel():
             return hidden.sum(dtype=torch.float32)
         drawn = drawn_from.draw(targets, count, own)
@@ -165,10 +166,10 @@ def item_loss(
 def full_softmax(hidden: Tensor, vectors: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:
     """Σ -log softmax(hidden · vectors)[target] over items 1 … N.
 
-    Logits are never all there: `chunk` rows at a time are computed, and what the gradients need of them is added up in the
-    same pass. Gradients of gradients are not to be had.
+    Logits are never all in memory: they are computed for `chunk` rows at a time, and gradients are accumulated in the same
+    pass. There are no second derivatives.
     """
-    hidden, targets = real_rows(hidden, targets)
+    hidden, targets = flatten_rows(hidden, targets)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     chunk = _rows_at_once(vectors.shape[0], device) if chunk is None else chunk
@@ -179,38 +180,41 @@ def full_softmax(hidden: Tensor, vectors: Tensor, targets: Tensor, chunk: int | 
 def sampled_softmax(hidden: Tensor, vectors: Tensor, targets: Tensor, negatives: Negatives) -> Tensor:
     """Σ -log(e^s₊ / (e^s₊ + Σ_j e^{s_j} / expected_j)) over the negatives j that are not the target.
 
-    With `log_expected` the sum over negatives is an unbiased estimate of the sum over all items but the target, which is
-    there for certain and is therefore not corrected.
+    With `log_expected` the sum over negatives is an unbiased estimate of the sum over all items except the target. The target
+    is always included, so it is not corrected.
     """
-    positive, negative, wrong = _scores(hidden, vectors, targets, negatives.items)
+    positive, negative, is_target = _scores(hidden, vectors, targets, negatives.items)
     if negatives.log_expected is not None:
         negative = negative - negatives.log_expected
-    negative = negative.masked_fill(wrong, -torch.inf)
+    negative = negative.masked_fill(is_target, -torch.inf)
     losses = torch.cat([positive.unsqueeze(-1), negative], -1).logsumexp(-1) - positive
     return torch.where(targets.flatten() > 0, losses, 0.0).sum()
 
 
 def bce(hidden: Tensor, vectors: Tensor, targets: Tensor, negatives: Negatives, power: float = 1.0) -> Tensor:
     """Σ (-power · log σ(s₊) - Σ_j log σ(-s_j)) / (1 + number of negatives) over the negatives j that are not the target."""
-    positive, negative, wrong = _scores(hidden, vectors, targets, negatives.items)
-    noes = F.logsigmoid(-negative).masked_fill(wrong, 0.0)
-    losses = -(power * F.logsigmoid(positive) + noes.sum(-1)) / (1 + negatives.items.shape[-1])
+    positive, negative, is_target = _scores(hidden, vectors, targets, negatives.items)
+    log_rejected = F.logsigmoid(-negative).masked_fill(is_target, 0.0)
+    losses = -(power * F.logsigmoid(positive) + log_rejected.sum(-1)) / (1 + negatives.items.shape[-1])
     return torch.where(targets.flatten() > 0, losses, 0.0).sum()
 
 
 def gbce(hidden: Tensor, vectors: Tensor, targets: Tensor, negatives: Negatives, t: float = 0.75) -> Tensor:
-    """`bce` with the power β = α (t (1 - 1/α) + 1/α), where α is the share of all other items that are negatives.
+    """`bce` with the power β = α (t (1 - 1/α) + 1/α), where α is the fraction of all other items that are negatives.
 
-    t = 0 is `bce`, t = 1 makes σ(s) the probability that a look at all items would have given.
+    t = 0 is `bce`; t = 1 makes σ(s) the probability that training on all items would give.
     """
     if not 0 <= t <= 1:
         raise ValueError(f"t must be between 0 and 1, got {t}")
-    share = min(1.0, negatives.items.shape[-1] / max(1, vectors.shape[0] - 2))
-    return bce(hidden, vectors, targets, negatives, power=t * (share - 1) + 1)
+    alpha = min(1.0, negatives.items.shape[-1] / max(1, vectors.shape[0] - 2))
+    return bce(hidden, vectors, targets, negatives, power=t * (alpha - 1) + 1)
 
 
-def real_rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`[…, D]`, `[…]` → `[M, D]`, `[M]`: without the rows that have no target, where finding them costs no waiting."""
+def flatten_rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Flatten hidden `[…, D]` and targets `[…]` to `[M, D]`, `[M]`.
+
+    Rows without a target are dropped if that needs no synchronisation with the device.
+    """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"targets must be {list(hidden.shape[:-1])} like hidden's rows, got {list(targets.shape)}")
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
@@ -222,7 +226,7 @@ def real_rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scores(hidden: Tensor, vectors: Tensor, targets: Tensor, items: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of targets `[M]` and of negatives `[M, S]`, and which of the negatives are the target."""
+    """Scores of targets `[M]` and of negatives `[M, S]`, and bool `[M, S]`, which negatives are the target."""
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     positive = (at_least_float32(hidden) * F.embedding(targets, vectors)).sum(-1)
     chosen = F.embedding(items, vectors).to(hidden.dtype)
@@ -231,21 +235,21 @@ def _scores(hidden: Tensor, vectors: Tensor, targets: Tensor, items: Tensor) -> 
 
 
 def _rows_at_once(items: int, device: str) -> int:
-    """On a GPU as many as 2²⁷ logits. On a CPU as many as its cache holds, or if those are few rows, more: every chunk also
-    passes over all vectors."""
+    """Rows per chunk. On a GPU 2²⁷ logits. On a CPU as many as fit its cache, but more where those are few rows, because
+    every chunk also reads all vectors."""
     if device != "cpu":
         return max(1, 2**27 // items)
     return max(1, 2**19 // items, min(256, 2**26 // items))
 
 
 class _FullSoftmax(torch.autograd.Function):
-    """Loss and gradients, by chunks of rows, in one pass."""
+    """Loss and gradients in one pass, by chunks of rows."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, vectors: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int) -> Tensor:
         wants_hidden, wants_vectors = ctx.needs_input_grad[:2]
         exact = torch.promote_types(dtype, torch.float32)
-        h, items = hidden.to(dtype), vectors[1:].to(dtype)  # item i is column i - 1
+        h, items = hidden.to(dtype), vectors[1:].to(dtype)  # item i is in column i - 1
         real = targets > 0
         columns = (targets - 1).clamp(min=0).unsqueeze(1)
         total = torch.zeros((), dtype=exact, device=h.device)
@@ -275,15 +279,15 @@ class _FullSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        if torch.is_grad_enabled():  # asked with create_graph=True
-            raise NotImplementedError("the loss over all items has no second derivatives")
+        if torch.is_grad_enabled():  # called with create_graph=True
+            raise NotImplementedError("full_softmax has no second derivatives: use another loss, or create_graph=False")
         to_hidden, to_vectors = ctx.saved_tensors
         scaled = [None if x is None else x * gradient.to(x.dtype) for x in (to_hidden, to_vectors)]
         return scaled[0], scaled[1], None, None, None
 
 
 def _product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:
-    """a @ b, as `exact`; nothing is rounded to half precision on the way out where the device can avoid it."""
+    """a @ b in dtype `exact`, without rounding the result to half precision where the device supports it."""
     if a.dtype == exact:
         return a @ b
     return torch.mm(a, b, out_dtype=exact) if a.is_cuda else (a @ b).to(exact)

@@ -1,10 +1,10 @@
-"""ONE recommender for all rules: the language model's backbone over items instead of words.
+"""One recommender for all rules: the language model's backbone over items instead of tokens.
 
 Design choices
-- An item has one vector, in and out: what follows an event is scored by hidden · vector. Features add to that vector.
+- An item has one vector for input and output: the score of the next item is hidden · vector. Features add to that vector.
 - Item 0 is padding. It is never a target and never recommended: its score is -inf.
-- What the model must know about its items to serve them (their features, how often each occurs) is saved with the weights.
-- The state that a pass returns is a `PrismCache`, as with the language model: one event goes on from it.
+- Data about items that serving needs (their features, how often each occurs) is saved with the weights.
+- A forward pass returns its state as a `PrismCache`, like the language model: the next event continues from it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ GAP_BUCKETS = 64
 
 @dataclass
 class RecommenderOutput(ModelOutput):
-    """hidden `[B, T, D]`: what to expect after each event, to be scored against items' vectors."""
+    """hidden `[B, T, D]`: the prediction after each event, to be scored against items' vectors."""
 
     hidden: Tensor | None = None
     past_key_values: PrismCache | None = None
     balance_loss: Tensor | None = None
-    """Of mixtures of memories, weighted and summed over layers, to be added to the loss. None without such layers."""
+    """Load-balance loss of mixtures of memories, weighted and summed over layers, to be added to the loss. None without such
+    layers."""
 
 
 class PrismForRecommendation(PrismPreTrainedModel):
@@ -45,14 +46,14 @@ class PrismForRecommendation(PrismPreTrainedModel):
     (2, 51)
     """
 
-    config_class = PrismRecConfig  # type: ignore[assignment]  # narrower than the base class says
+    config_class = PrismRecConfig  # type: ignore[assignment]  # narrower than in the base class
 
     def __init__(self, config: PrismRecConfig) -> None:
         super().__init__(config)
         self.model = PrismModel(config)
         self.dropout = nn.Dropout(config.dropout)
         self.gap_embedding = nn.Embedding(GAP_BUCKETS, config.hidden_size) if config.time_gaps else None
-        # By place, not by name: a feature may be called "type" or "a.b", which no module can be.
+        # By index, not by name: a feature may be called "type" or "a.b", which are not valid names of modules.
         self.feature_embeddings = nn.ModuleList(
             nn.Embedding(count, config.hidden_size) for count in config.item_features.values()
         )
@@ -65,11 +66,11 @@ class PrismForRecommendation(PrismPreTrainedModel):
 
     @torch.no_grad()
     def describe_items(self, counts: Any = None, features: Mapping[str, Any] | None = None) -> None:
-        """Tell the model about its items; to be called after its weights were initialised.
+        """Store the counts and features of the items. Call it after the weights are initialised.
 
         Args:
-            counts: `[N + 1]`, how often each item occurs in the training data: the order for users without a history, and
-                the popularity that negatives are drawn by.
+            counts: `[N + 1]`, how often each item occurs in the training data. It ranks items for users without a history, and
+                is the popularity by which negatives are sampled.
             features: `{name: [N + 1]}` codes, one array for each of the configuration's `item_features`.
         """
         if counts is not None:
@@ -86,7 +87,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
         values = torch.as_tensor(values)
         if tuple(values.shape) != (self.config.num_items + 1,) or values.dtype.is_floating_point:
             raise ValueError(
-                f"{name} must be whole numbers of shape [num_items + 1] = {[self.config.num_items + 1]}, "
+                f"{name} must be integers of shape [num_items + 1] = {[self.config.num_items + 1]}, "
                 f"got {values.dtype} {list(values.shape)}"
             )
         return values
@@ -99,16 +100,16 @@ class PrismForRecommendation(PrismPreTrainedModel):
         past_key_values: PrismCache | None = None,
         use_cache: bool = False,
     ) -> RecommenderOutput:
-        """Read histories, or go on reading them.
+        """Predict the next item after every event of histories, or of their continuations.
 
         Args:
             items: `[B, T]`, 0 is padding.
-            mask: `[B, T]` bool, False is padding, at either end or between. Every rule is causal: where padding only
-                comes last and no state is wanted, as in training, leave the mask out, for it costs time.
-            gaps: `[B, T]`, how long after the event before it each came, in seconds (or any unit whose 1 is the shortest
-                that matters), 0 for the first; for models with `time_gaps`, which need them.
-            past_key_values: what an earlier call returned. It is changed, like transformers' caches: pass a `copy()` to
-                keep it.
+            mask: `[B, T]` bool, False is padding, at either end or between. It costs time. Every rule is causal: leave it out
+                where padding only comes last and no state is needed, as in training.
+            gaps: `[B, T]`, time since the previous event in seconds (or in any unit of which 1 is the shortest time that
+                matters), 0 for the first event. Required by models with `time_gaps`.
+            past_key_values: the cache that an earlier call returned. It is updated in place, like transformers' caches: pass
+                a `copy()` to keep it.
             use_cache: whether to return the state after the last event.
         """
         shared: dict[str, Tensor] = {}
@@ -123,22 +124,22 @@ class PrismForRecommendation(PrismPreTrainedModel):
         return RecommenderOutput(out.last_hidden_state, out.past_key_values, shared.get("balance_loss"))
 
     def last_hidden(self, items: Tensor, lengths: Tensor, gaps: Tensor | None = None) -> Tensor:
-        """`[B, D]` after the last event of each row; items `[B, T]`, of which the first `lengths` `[B]` ≥ 1 are events."""
-        # Rules are causal and padding comes last: nothing before it needs a mask.
+        """`[B, D]` after the last event of each row of items `[B, T]`; its first `lengths` `[B]` ≥ 1 items are events."""
+        # Rules are causal and padding comes last, so no mask is needed.
         hidden = self(items, gaps=gaps).hidden
         return hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
 
     def item_vectors(self) -> Tensor:
-        """`[N + 1, D]`, features included; row 0 is padding's and means nothing."""
+        """The items' vectors `[N + 1, D]`, features included; row 0 belongs to padding and is not used."""
         vectors = self.model.embed_tokens.weight
         for column, embedding in enumerate(self.feature_embeddings):
             vectors = vectors + embedding(self.feature_codes[:, column])
         return vectors
 
     def scores(self, hidden: Tensor) -> Tensor:
-        """`[…, D]` → `[…, N + 1]`: how much each item is expected next; item 0 is -inf.
+        """Scores of all items as the next one: hidden `[…, D]` → `[…, N + 1]`; item 0 is -inf.
 
-        In float32 or better, whatever the model's precision: in less, many items would score the same.
+        In float32 or better, also in half-precision models: otherwise many items would have equal scores.
         """
         vectors = at_least_float32(self.item_vectors())
         scores = F.linear(hidden.to(vectors.dtype), vectors)
@@ -147,7 +148,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
 
     def _inputs(self, items: Tensor, gaps: Tensor | None) -> Tensor:
         if items.ndim != 2 or items.dtype.is_floating_point:
-            raise ValueError(f"items must be whole numbers of shape [B, T], got {items.dtype} {list(items.shape)}")
+            raise ValueError(f"items must be integers of shape [B, T], got {items.dtype} {list(items.shape)}")
         x = self.model.embed_tokens(items)
         for column, embedding in enumerate(self.feature_embeddings):
             x = x + embedding(self.feature_codes[:, column][items])
@@ -164,5 +165,5 @@ class PrismForRecommendation(PrismPreTrainedModel):
 
 
 def gap_bucket(gaps: Tensor) -> Tensor:
-    """The bucket of a time gap, two for each doubling: 0 for none, 63 for all from 2^31.5 on."""
+    """The bucket of a time gap, two per doubling: 0 for no gap, 63 for all gaps from 2^31.5."""
     return (2 * torch.log2(1 + gaps.double().clamp(min=0))).long().clamp(max=GAP_BUCKETS - 1)

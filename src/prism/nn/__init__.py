@@ -1,4 +1,4 @@
-"""Modules: one mixer for all rules, the state it hands on, blocks, and stacks of them as patterns."""
+"""Modules: one mixer for all rules, its state, blocks, and layer patterns."""
 
 from prism.nn.block import Block
 from prism.nn.mixer import Mixer

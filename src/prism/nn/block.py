@@ -1,4 +1,4 @@
-"""A layer of a model: norm, mixer, norm, SwiGLU, each pair added to what went in. The SwiGLU's pair may be left out."""
+"""A layer of a model: norm and mixer, then norm and SwiGLU, each with a residual connection. The SwiGLU is optional."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Block(nn.Module):
 
     Args:
         rule, width, heads, options: as in `Mixer`.
-        hidden: width of the SwiGLU; 0 leaves it out, with its norm (HSTU's gate does a SwiGLU's work).
-        eps: of the norms.
-        dropout: the share of numbers dropped, in training, from what is added to x.
+        hidden: width of the SwiGLU; 0 omits it and its norm (in HSTU the gate replaces it).
+        eps: epsilon of the norms.
+        dropout: dropout probability of both residual branches.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(hidden, int) or hidden < 0:
-            raise ValueError(f"hidden must be a whole number ≥ 1, or 0 for no SwiGLU, got {hidden!r}")
+            raise ValueError(f"hidden must be an integer ≥ 0 (0: no SwiGLU), got {hidden!r}")
         self.mixer_norm = nn.RMSNorm(width, eps=eps)
         self.mixer = Mixer(rule, width, heads, **options)
         if hidden:
@@ -68,22 +68,26 @@ class Block(nn.Module):
         form: str = "auto",
         backend: str = "auto",
     ) -> tuple[Tensor, State]:
-        """`[B, T, width]` → `[B, T, width]` and the mixer's state, all as in `Mixer.forward`. Without `keep_state` that is
-        empty: nobody need look after what will not be used (FSDP warns of windows, which are views)."""
-        mixed, state = self.mixer(_lowered(self.mixer_norm(x)), state, mask, reset, form, backend, shared)
+        """x `[B, T, width]` → `[B, T, width]` and the mixer's state; arguments as in `Mixer.forward`.
+
+        Args:
+            keep_state: whether to return the state. If False the returned state is empty, so that unused tensors are not
+                tracked (FSDP warns about conv states, which are views).
+        """
+        mixed, state = self.mixer(_to_autocast_dtype(self.mixer_norm(x)), state, mask, reset, form, backend, shared)
         x = x + self.dropout(mixed)
         if self.has_mlp:
-            x = x + self.dropout(self.mlp(_lowered(self.mlp_norm(x))))
+            x = x + self.dropout(self.mlp(_to_autocast_dtype(self.mlp_norm(x))))
         return x, state if keep_state else State()
 
 
-def _lowered(x: Tensor) -> Tensor:
-    """In autocast's precision, where it is on: once here, rather than a copy for every linear map that reads x."""
+def _to_autocast_dtype(x: Tensor) -> Tensor:
+    """x in autocast's dtype if autocast is on: one cast here instead of one for every linear map that reads x."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def place_options(rule: str | type[rules.Rule], index: int, count: int) -> dict[str, int]:
-    """`layer_index` and `layer_count`, for rules whose initialisation depends on where in the stack they stand."""
+    """`layer_index` and `layer_count`, for rules that depend on the layer's position in the stack; {} for others."""
     accepted = rules.get(rule).option_names()
     return {name: value for name, value in {"layer_index": index, "layer_count": count}.items() if name in accepted}

@@ -1,4 +1,4 @@
-"""One module for every rule: it lays out the tokens, asks the rule, lets the engine compute, and lets the rule answer."""
+"""`Mixer`, the module for every rule: it moves padding to the end, calls the rule, and runs the engine on its update."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Mixer(nn.Module):
 
     Args:
         rule: a name from `prism.rules.names()`, or a subclass of `prism.rules.Rule`.
-        width: of the tokens.
-        heads: how many memories run side by side.
-        options: the rule's own; `prism.rules.describe(rule)` lists them, as does `prism rules NAME`.
+        width: width of the tokens.
+        heads: number of memories that run in parallel.
+        options: options of the rule; `prism.rules.describe(rule)` and `prism rules NAME` list them.
 
     >>> mixer = Mixer("prism", 32, 2, steps=2)
     >>> x = torch.randn(1, 10, 32)
@@ -69,19 +69,19 @@ class Mixer(nn.Module):
         """x `[B, T, width]` → `[B, T, width]` and the state after the last real token.
 
         Args:
-            state: what an earlier call returned; None starts afresh.
-            mask: `[B, T]` bool, False is padding, left, right or between: it changes neither the other outputs nor the
-                state, and its own outputs are zero.
-            reset: `[B, T]` bool, a document starts here: nothing before it is seen. Ignored on padding.
-            form, backend: as in `prism.memory`. A named backend is also that of the kernels around the memory, except in
-                compiled code, where only `prism.engine.using` around the call decides about those.
-            shared: in a stack, one dict for all layers of a pass, new for every pass: some rules leave a tensor there for
-                the layers above (RWKV-7 its first value).
+            state: the state that an earlier call returned; None starts with an empty memory.
+            mask: `[B, T]` bool, False is padding, left, right or between. Padding changes neither the other outputs nor the
+                state, and its outputs are zero.
+            reset: `[B, T]` bool, True where a document starts: nothing before it is seen. Ignored on padding.
+            form, backend: as in `prism.memory`. A named backend also applies to the kernels around the memory, except in
+                compiled code, where only `prism.engine.using` around the call chooses those.
+            shared: in a stack, one dict for all layers, new for every forward pass. Some rules store a tensor there for the
+                layers above (RWKV-7 its first value).
         """
         state = State() if state is None else state
         self._check(x, state, mask, reset)
         order = None
-        if mask is not None:  # real tokens to the front, in order; rules then only ever meet padding at the end
+        if mask is not None:  # real tokens to the front, in order: rules only see padding at the end
             x = torch.where(mask.unsqueeze(-1), x, 0.0)
             order = torch.argsort(~mask, dim=1, stable=True)
             x, mask = _reorder(x, order), mask.gather(1, order)
@@ -103,9 +103,11 @@ class Mixer(nn.Module):
     def step(
         self, x: Tensor, state: State | None = None, shared: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, State]:
-        """One token, x `[B, width]` → `[B, width]`."""
+        """One token per row: x `[B, width]` → `[B, width]` and the new state."""
         if x.ndim != 2:
-            raise ValueError(f"step takes one token a row: x must be [B, {self.rule.width}], got shape {list(x.shape)}")
+            raise ValueError(
+                f"step takes one token per row: x must be [B, {self.rule.width}], got shape {list(x.shape)}"
+            )
         y, state = self(x.unsqueeze(1), state, shared=shared)
         return y.squeeze(1), state
 
@@ -134,14 +136,14 @@ class Mixer(nn.Module):
             )
 
     def _update(self, x: Tensor, state: State, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
-        """Ask the rule; refuse the carry of another rule or width. The engine checks the memory."""
+        """The rule's update. Refuses a carry of another rule or width; the engine checks the memory."""
         fresh = state.memory is None and not state.carry
         if fresh or torch.compiler.is_compiling():
             return self.rule.update(x, state.carry, span)
         try:
             update, carry, extra = self.rule.update(x, state.carry, span)
         except (RuntimeError, IndexError) as error:
-            with torch.no_grad():  # what one token leaves behind
+            with torch.no_grad():  # the carry after one token has the expected shapes
                 _, carry, _ = self.rule.update(torch.zeros_like(x[:1, :1]), {}, Span(None, None, None))
             self._check_carry(state, carry, error)
             raise
@@ -158,7 +160,7 @@ class Mixer(nn.Module):
             ) from error
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mixer:
-        """What `.to`, `.half` and `.bfloat16` call: gates move with the mixer but stay in float32."""
+        """Called by `.to`, `.half` and `.bfloat16`: gates move with the mixer but stay in float32."""
         before = {name: gate.data for name, gate in gates(self).items()}
         super()._apply(fn, recurse)
         keep_gates_exact(self, before)
@@ -169,5 +171,5 @@ class Mixer(nn.Module):
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
-    """`[B, T, D]`: row b, place i takes token order[b, i]."""
+    """x `[B, T, D]` with position i of row b taken from token order[b, i]."""
     return x.gather(1, order.unsqueeze(-1).expand_as(x))

@@ -1,7 +1,8 @@
-"""Which parameters are special: gates stay in float32, and neither they nor norms and biases are decayed.
+"""Special parameters: gates stay in float32; gates, norms and biases get no weight decay. And initial weights of rules.
 
-A *gate* is a parameter that a rule owns itself (A_log, dt_bias, a skip, γ, the mix of a token shift …), as against the
-weights of its maps, convolutions and norms. Gates are few, sit in exponents or near 1, and do not survive 8 bits.
+A *gate* is a parameter that belongs directly to a rule (A_log, dt_bias, a skip, γ, the mix of a token shift …), in contrast
+to the weights of its maps, convolutions and norms. Gates are few, appear in exponents or are near 1, and need more than the
+8 bits of bfloat16.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from prism.rules.mom import MemoryMaps
 from prism.rules.parts import BlockLinear, ShortConv
-from prism.rules.rule import Rule, uniform
+from prism.rules.rule import Rule, SetsWeights, uniform
 
 _MAPS = (nn.Linear, nn.Embedding)
 _MAP_WEIGHTS = ("weight", "bias")
@@ -46,7 +47,7 @@ def no_weight_decay(module: nn.Module) -> set[str]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Where torch's default is half precision, new parameters are float32 all the same."""
+    """Create parameters in float32 even if torch's default dtype is half precision."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if dtype in _HALF else dtype)
     try:
@@ -57,23 +58,21 @@ def full_precision() -> Iterator[None]:
 
 @torch.no_grad()
 def keep_gates_exact(module: nn.Module, before: dict[str, Tensor]) -> None:
-    """After a conversion to half precision: give the gates back their float32 values, on the device they are on now."""
+    """Restore the gates' float32 values after a conversion to half precision, on their current device."""
     for name, gate in gates(module).items():
         if gate.dtype in _HALF:
             gate.data = before[name].to(gate.device, torch.float32)
 
 
 def initial_weights(rule: Rule) -> dict[str, Tensor]:
-    """New initial values of a rule's parameters, by name: all but the weights and biases that it leaves to linear maps.
+    """New initial values of a rule's parameters, by name, except weights and biases of linear maps that it does not set.
 
-    They are drawn on the CPU and depend on sizes alone, so that it does not matter where the rule's parameters are (the model
-    may be on the meta device, or sharded).
+    They are drawn on the CPU and depend on sizes alone, so that the rule's parameters may be anywhere (on the meta device, or
+    sharded).
     """
     values: dict[str, Tensor] = {}
     with torch.inference_mode(False), torch.device("cpu"), full_precision():
-        for place, part in reversed(
-            list(rule.named_modules())
-        ):  # a part before the one it belongs to, which may override
+        for place, part in reversed(list(rule.named_modules())):  # children first: a parent may override
             values |= {f"{place}.{name}" if place else name: value for name, value in _initial_of(part).items()}
     left = {
         f"{place}.{kind}" for place, part in rule.named_modules() if isinstance(part, _MAPS) for kind in _MAP_WEIGHTS
@@ -81,7 +80,7 @@ def initial_weights(rule: Rule) -> dict[str, Tensor]:
     for name, _ in rule.named_parameters():
         if name not in values and name not in left:
             raise ValueError(
-                f"rule {rule.name!r} does not say how its parameter {name!r} starts: return it from initial_weights()"
+                f"rule {rule.name!r} does not initialise its parameter {name!r}: return a value from initial_weights()"
             )
     return values
 
@@ -93,19 +92,19 @@ def _initial_of(part: nn.Module) -> dict[str, Tensor]:
     if isinstance(part, _NORMS):
         starts = {"weight": torch.ones, "bias": torch.zeros}
         return {name: starts[name](tuple(old.shape)) for name, old in part.named_parameters()}
-    if not hasattr(part, "initial_weights"):
+    if not isinstance(part, SetsWeights):
         return {}
     values = part.initial_weights()
     targets = {name: _targets(part, name) for name in values}
     each: dict[str, Tensor] = {}
-    for memory in range(max(map(len, targets.values()), default=0)):  # the memories of a mixture do not start alike
+    for memory in range(max(map(len, targets.values()), default=0)):  # each memory of a mixture gets other values
         values = part.initial_weights() if memory else values
         each |= {targets[name][memory]: value for name, value in values.items() if memory < len(targets[name])}
     return each
 
 
 def _targets(part: nn.Module, name: str) -> list[str]:
-    """Where the parameter that `part` calls `name` is: in a mixture it has one for each memory."""
+    """The full names of the parameter that `part` calls `name`: in a mixture there is one per memory."""
     place, _, leaf = name.rpartition(".")
     owner = part.get_submodule(place)
     if not isinstance(owner, MemoryMaps):
@@ -115,7 +114,7 @@ def _targets(part: nn.Module, name: str) -> list[str]:
 
 @torch.no_grad()
 def assign(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter a value. A sharded one takes its shard, so that its start does not depend on how it is sharded."""
+    """Set a parameter to a value. A sharded one takes its shard, so that initial values do not depend on the sharding."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     value = value.to(parameter.device, parameter.dtype)

@@ -1,6 +1,6 @@
 """Layer patterns: a stack of rules as a string, `"prism*3+softmax"`, or as a list.
 
-A pattern is one period. It is repeated, and cut, to the number of layers asked for.
+A pattern is one period. It is repeated, and truncated, to the requested number of layers.
 
     pattern = term ("+" term)*          term = rule ["*" count]
     list    = entries that are a rule's name, {"rule": name, option: value, …} or (name, {option: value, …})
@@ -22,7 +22,7 @@ class LayerSpec(NamedTuple):
 
 
 def parse_layers(layers: str | Sequence[Any], count: int | None = None) -> list[LayerSpec]:
-    """The layers of a stack of `count` (None: one period).
+    """The layers of a stack with `count` layers (None: one period).
 
     >>> [layer.rule for layer in parse_layers("prism*2+softmax", 4)]
     ['prism', 'prism', 'softmax', 'prism']
@@ -31,7 +31,7 @@ def parse_layers(layers: str | Sequence[Any], count: int | None = None) -> list[
     if count is None:
         return period
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ValueError(f"num_hidden_layers must be a whole number ≥ 1, got {count!r}")
+        raise ValueError(f"num_hidden_layers must be an integer ≥ 1, got {count!r}")
     return [period[i % len(period)] for i in range(count)]
 
 
@@ -67,5 +67,5 @@ def _parse_entry(entry: Any) -> LayerSpec:
 
 
 def _layer(name: str, options: dict[str, Any]) -> LayerSpec:
-    rules.get(name)  # an unknown rule is named here, before anything is built
+    rules.get(name)  # raises for an unknown rule, before anything is built
     return LayerSpec(name, options)

@@ -1,4 +1,4 @@
-"""What a mixer hands from one stretch of tokens to the next."""
+"""`State`: what a mixer carries from one call to the next."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _LINE = 80
 
 @dataclass(frozen=True, repr=False)
 class State:
-    """A memory (a tensor, or tensors by name) and a carry (windows, positions). The batch is every tensor's first dimension."""
+    """A memory (a tensor, or tensors by name) and a carry (conv states, positions). Every tensor is `[B, …]`."""
 
     memory: Any = None
     carry: dict[str, Tensor] = field(default_factory=dict)
     overwrite: bool = False
-    """Whether a step may leave the new memory where this one lies; what is made from this state may not."""
+    """Whether a step may update the memory in place. States derived from this one have False."""
 
     def __repr__(self) -> str:
-        """Shapes instead of numbers, cut to one line."""
+        """Shapes instead of values, truncated to one line."""
         parts = [f"{name}={_shape(value)}" for name, value in self.tensors().items()]
         shown = [part for i, part in enumerate(parts) if len(", ".join(parts[: i + 1])) <= _LINE]
         if len(shown) < len(parts):
@@ -32,7 +32,7 @@ class State:
         return f"State({', '.join(shown) or 'empty'}{', overwrite=True' if self.overwrite else ''})"
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by a flat name, for saving; `load` is the inverse."""
+        """All tensors by flat name, for saving; `load` is the inverse."""
         named = {f"carry.{name}": value for name, value in self.carry.items()}
         if isinstance(self.memory, Tensor):
             return {"memory": self.memory, **named}
@@ -40,6 +40,7 @@ class State:
 
     @classmethod
     def load(cls, tensors: dict[str, Tensor]) -> State:
+        """The state with these tensors; the inverse of `tensors`."""
         carry = {name[6:]: value for name, value in tensors.items() if name.startswith("carry.")}
         if "memory" in tensors:
             return cls(tensors["memory"], carry)
@@ -51,10 +52,11 @@ class State:
         return sum(x.nbytes for x in self.tensors().values())
 
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
+        """A state with `function` applied to every tensor."""
         return State(_map(function, self.memory), _map(function, self.carry))
 
     def to(self, device: torch.device | str) -> State:
-        """On another device; dtypes stay (a memory is float32 whatever the model is)."""
+        """The state on another device; dtypes stay (a memory is float32 also in half-precision models)."""
         return self.map(lambda x: x.to(device))
 
     def index_select(self, rows: Tensor) -> State:
@@ -74,20 +76,20 @@ torch.export.register_dataclass(State, serialized_type_name="prism.nn.State")
 
 
 def _map(function: Callable[[Tensor], Tensor], memory: Any) -> Any:
-    """A tensor, tensors by name, or None."""
+    """`function` of a tensor, or of each tensor by name; None stays None."""
     if isinstance(memory, dict):
         return {name: _map(function, part) for name, part in memory.items()}
     return None if memory is None else function(memory)
 
 
 def concatenate(states: list[State]) -> State:
-    """Join states along the batch, the inverse of picking rows."""
+    """Join states along the batch; the inverse of `index_select`."""
     parts = [state.tensors() for state in states]
     return State.load({name: _join([part[name] for part in parts]) for name in parts[0]})
 
 
 def _join(parts: list[Tensor]) -> Tensor:
-    """Caches that have grown to different lengths `[B, S, …]` get empty slots where theirs are: before the others."""
+    """Concatenate along the batch. Caches `[B, S, …]` of different lengths are padded at the front with empty slots."""
     if len({part.shape[1:] for part in parts}) > 1:
         longest = max(part.shape[1] for part in parts)
         parts = [F.pad(x, (*[0, 0] * (x.ndim - 2), longest - x.shape[1], 0)) for x in parts]

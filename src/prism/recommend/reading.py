@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prism import rules
 from prism.models import PrismCache, PrismForRecommendation
-from prism.models.loading import identity
+from prism.models.loading import fingerprint
 from prism.recommend.events import Catalogue, Histories
 from prism.recommend.events.histories import contexts
 from prism.recommend.ranking import EVENTS_AT_ONCE
@@ -115,7 +115,7 @@ def initial_state(model: PrismForRecommendation) -> UserStates:
         out = model(zero, zero.bool(), zero.float() if model.config.time_gaps else None, use_cache=True)
     assert out.past_key_values is not None
     never = torch.full((1,), torch.nan, dtype=torch.float64, device=zero.device)
-    return UserStates(tuple(out.past_key_values.states), without_events(model, 1), zero[0], never, identity(model))
+    return UserStates(tuple(out.past_key_values.states), without_events(model, 1), zero[0], never, fingerprint(model))
 
 
 def without_events(model: PrismForRecommendation, users: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from prism.files import MANIFEST, seal_weights, whole_folder, write_json
 from prism.models import PrismForRecommendation
-from prism.models.loading import differs, open_weights, without_progress_bars
+from prism.models.loading import fingerprint_mismatch, open_weights, without_progress_bars
 from prism.recommend.events import Catalogue, Dataset, EventRecipe, Histories, Users, prepare_dataset
 from prism.recommend.events.columns import AUTO, Columns
 from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, reindex_items
@@ -274,7 +274,7 @@ class Recommender:
         if not isinstance(states, UserStates):
             raise ValueError(f"states must be UserStates from start or observe, got {type(states).__name__}")
         if states.model != self._blank.model:
-            what = differs(states.model, self.model)
+            what = fingerprint_mismatch(states.model, self.model)
             raise ValueError(f"the states were made by a model with {what}: this model cannot use them")
         if states.device != self.device:
             raise ValueError(

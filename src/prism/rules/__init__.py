@@ -1,7 +1,7 @@
-"""The registry of rules: what a memory forgets and writes. One small file a rule; no loops over time.
+"""The registry of rules. A rule says what a memory forgets and writes.
 
-A rule inside the package is one file and its line in `_RULES`: tests, benchmarks, models and tables pick it up from here.
-A rule outside the package is a subclass of `Rule`, made known by `register`.
+A rule inside the package is a class in one of these files and a line in `_RULES`: tests, benchmarks, models and tables find
+it here. A rule outside the package is a subclass of `Rule` that is added with `register`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib import import_module
 
 from prism.messages import did_you_mean
 from prism.rules.options import Option, options_of
-from prism.rules.rule import Rule, look_up_with
+from prism.rules.rule import Rule, set_rule_lookup
 
 _RULES = {
     "prism": "prism.rules.prism:Prism",
@@ -57,13 +57,13 @@ def names() -> tuple[str, ...]:
 
 
 def register(name: str, rule: type[Rule]) -> None:
-    """Make a rule of your own known by name: to `Mixer`, layer patterns, configurations and `prism rules`.
+    """Register your own rule under a name, for `Mixer`, layer patterns, configurations and `prism rules`.
 
     Registering the same class again, or a class of the same module and name (a notebook cell run twice), replaces it. A
     saved model with such a rule loads once the rule is registered.
 
     Args:
-        name: how patterns and configurations call it; a Python identifier that no other rule has.
+        name: its name in patterns and configurations; a Python identifier that no other rule has.
         rule: a subclass of `Rule` with `update` and `output`, built as `rule(width, heads, **options)`.
     """
     if not isinstance(name, str) or not name.isidentifier():
@@ -80,10 +80,10 @@ def register(name: str, rule: type[Rule]) -> None:
 
 
 def get(name: str | type[Rule]) -> type[Rule]:
-    """The rule's class: `objective`, `forgetting`, `transition`, `forms`; its instances know `state_size`, `write_rank`.
+    """The rule's class, with `objective`, `forgetting`, `transition`, `forms`; instances have `state_size`, `write_rank`.
 
     Args:
-        name: one of `names()`, or a subclass of `Rule`, which is returned as it is.
+        name: one of `names()`, or a subclass of `Rule`, which is returned unchanged.
     """
     if isinstance(name, type):
         return _check_class(name)
@@ -93,7 +93,7 @@ def get(name: str | type[Rule]) -> type[Rule]:
         hint = did_you_mean(str(name), names())
         raise ValueError(
             f"unknown rule {name!r}{hint}: choose from {', '.join(names())}, "
-            "or register a rule of your own first with prism.rules.register(name, class)"
+            "or register your own rule first with prism.rules.register(name, class)"
         )
     module, attribute = _RULES[name].split(":")
     rule: type[Rule] = getattr(import_module(module), attribute)
@@ -119,6 +119,6 @@ def _check_class(rule: type) -> type[Rule]:
     return rule
 
 
-look_up_with(get)
+set_rule_lookup(get)
 
 __all__ = ["Option", "Rule", "describe", "get", "names", "register"]

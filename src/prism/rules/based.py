@@ -2,8 +2,8 @@
 
     φ(x) = [1, x / d^¼, vec(x xᵀ) / √(2d)],  so that  φ(q)·φ(k) = 1 + s + s²/2  with  s = qᵀk / √d      (Arora et al., 2024)
 
-That is ≥ ½ whatever the inputs, so the answer is divided by Σφ(q)·φ(k) without a norm after it. The published models are
-hybrids: such layers between gated short convolutions and sliding-window attention (here a layer pattern).
+That is ≥ ½ for all inputs, so the output is divided by Σφ(q)·φ(k) and needs no norm. The published models are hybrids with
+gated short convolutions and sliding-window attention (here a layer pattern).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.parts import Carry, with_normaliser
-from prism.rules.rule import Objective, Paper, Span, check_amount, per_head
+from prism.rules.rule import Objective, Paper, Span, check_nonnegative, per_head
 
 
 def taylor_features(x: Tensor) -> Tensor:
-    """`[…, d]` → `[…, 1 + d + d²]`."""
+    """φ: `[…, d]` → `[…, 1 + d + d²]`."""
     d = x.shape[-1]
     pairs = (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
     return torch.cat([torch.ones_like(x[..., :1]), x / d**0.25, pairs / math.sqrt(2 * d)], -1)
@@ -32,7 +32,7 @@ class Based(HebbianFamily):
 
     Args:
         key_dim: d, the size of a head's queries and keys before the features.
-        eps: added to what the answer is divided by.
+        eps: added to the divisor of the output.
     """
 
     name = "based"
@@ -53,7 +53,7 @@ class Based(HebbianFamily):
     ) -> None:
         V = per_head(width, heads, value_dim)
         super().__init__(width, heads, key_dim, V, conv_size=conv_size, activation=conv_size != 1)
-        check_amount(eps=eps)
+        check_nonnegative(eps=eps)
         self.eps = eps
         self.state_size = heads * (1 + key_dim + key_dim**2) * (V + 1)
 

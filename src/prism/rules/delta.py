@@ -1,10 +1,14 @@
-"""The delta family: a key first takes back what the memory answers it with, then writes the new value.
+"""DeltaNet, Gated DeltaNet and DeltaProduct: erase the value stored under a key, then write the new one.
 
-    DeltaNet         S_t = S_{t-1}(I - β k kᵀ) + β v kᵀ                            (Schlag 2021, Yang 2024)
+    DeltaNet         S_t = S_{t-1}(I - β k kᵀ) + β v kᵀ                                  (Schlag 2021, Yang 2024)
+    Gated DeltaNet   S_t = α_t S_{t-1}(I - β k kᵀ) + β v kᵀ                   (Yang, Kautz, Hatamizadeh 2024)
+    DeltaProduct     S ← α_t S_{t-1};   S ← S(I - β_j k_j k_jᵀ) + β_j v_j k_jᵀ  for j = 1 … n_h   (Siems et al., 2025)
 
-One gradient step of size β on ½‖Sk - v‖²; the family's other members let the memory decay first. Queries and keys go through
-a short convolution, SiLU and L2 normalisation, so the eigenvalue along k is 1 - β: in [0, 1], or with `negative_eigenvalues`
-(β = 2σ) in [-1, 1].
+DeltaNet is one gradient step of size β on ½‖Sk - v‖². Gated DeltaNet first lets the memory decay by α, one per head, chosen
+by the input. DeltaProduct takes n_h steps per token, each with its own key, value and β, and reads after the last.
+
+Queries and keys go through a short convolution, SiLU and L2 normalisation, so the eigenvalue along k is 1 - β: in [0, 1],
+or with `negative_eigenvalues` (β = 2σ) in [-1, 1].
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import Corrections, delta_columns
-from prism.rules.parts import Carry, ShortConv, linears
+from prism.rules.parts import Carry, ShortConv, fused_linears
 from prism.rules.parts.decays import SoftplusDecay
 from prism.rules.parts.norms import HeadNorm
 from prism.rules.rule import (
@@ -24,13 +28,17 @@ from prism.rules.rule import (
     Paper,
     Rule,
     Span,
-    check_whole,
+    check_integers,
     per_head,
 )
 
 
 class DeltaFamily(Rule):
-    """Shared by all rules that erase along the key they write, after no decay, one per head (`forget_gate`) or their own."""
+    """Base of all rules that erase along the key they write.
+
+    The memory does not decay by default. `forget_gate` adds a decay per head; a subclass may set its own `decay_in` and
+    `decay`.
+    """
 
     shared_maps = ("gate", "out")
     query_first_maps = ("qkv",)
@@ -63,18 +71,18 @@ class DeltaFamily(Rule):
         self.decay: SoftplusDecay | None = SoftplusDecay(heads) if forget_gate else None
 
     def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """β `[B, T·n, H]` and the log-decay, `[B, T, H]`, `[B, T, H, K]` or None."""
+        """β `[B, T·n, H]` for n = `substeps`, and the log-decay: `[B, T, H]`, `[B, T, H, K]` or None."""
         maps = [self.beta] if self.decay_in is None else [self.beta, self.decay_in]
-        beta, *decay = linears(x, *maps)
+        beta, *decay = fused_linears(x, *maps)
         beta = beta.unflatten(-1, (self.substeps, self.heads)).flatten(1, 2)  # [B, T, n·H] -> [B, T·n, H]
         return self.beta_scale * beta.sigmoid(), None if self.decay is None else self.decay(decay[0])
 
     def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
-        """Writes that follow a token's first, and what they carry on: PRISM's own."""
+        """Further writes of each token after its first, and their carry. Only PRISM has them."""
         return None, {}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
-        mixed, window = self.conv(self.qkv(x), carry.get("conv"), span)
+        mixed, conv_state = self.conv(self.qkv(x), carry.get("conv"), span)
         beta, log_decay = self.beta_and_decay(x)
         corrections, carried = self.corrections(x, carry, span)
         update = Update(
@@ -86,14 +94,14 @@ class DeltaFamily(Rule):
             mask=span.mask,
             substeps=self.substeps,
         )
-        return update, {"conv": window, **carried}, None
+        return update, {"conv": conv_state, **carried}, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o, None if self.gate is None else F.silu(self.gate(x))))
 
 
 class Delta(DeltaFamily):
-    """DeltaNet: no decay, no output gate by default."""
+    """DeltaNet: the delta rule without decay. No output gate by default."""
 
     name = "delta"
     paper = Paper(
@@ -123,11 +131,6 @@ class Delta(DeltaFamily):
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
         )
-
-
-# Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024): DeltaNet after a decay that the input chooses, one per head.
-#
-# S_t = α_t S_{t-1}(I - β k kᵀ) + β v kᵀ
 
 
 class GatedDelta(DeltaFamily):
@@ -170,19 +173,12 @@ class GatedDelta(DeltaFamily):
         )
 
 
-# DeltaProduct: every token takes n_h delta steps instead of one, each with its own key, value and step size.
-#
-#     S ← α_t S_{t-1};   S ← S(I - β_j k_j k_jᵀ) + β_j v_j k_jᵀ  for j = 1 … n_h;   read after the last   (Siems et al., 2025)
-#
-# A product of n_h Householder-like factors can rotate, which a single one cannot: the transition of a token has rank
-# up to
-# n_h beyond the decay. β = 2σ by default, so that every factor can reflect.
-
-
 class DeltaProduct(DeltaFamily):
     """DeltaProduct: several delta steps for every token.
 
-    Defaults as DeltaNet's, but two steps a token.
+    A product of n_h Householder-like factors can rotate, which a single one cannot: the transition of a token differs from
+    the decay by a matrix of rank up to n_h. β = 2σ by default, so that every factor can reflect. Other defaults are
+    DeltaNet's, with two steps per token.
 
     Args:
         householders: n_h, the number of delta steps of a token; 1 is DeltaNet (with `forget_gate`: Gated DeltaNet).
@@ -208,7 +204,7 @@ class DeltaProduct(DeltaFamily):
         gate: bool = False,
         negative_eigenvalues: bool = True,
     ) -> None:
-        check_whole(householders=householders)
+        check_integers(householders=householders)
         super().__init__(
             width,
             heads,

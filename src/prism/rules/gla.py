@@ -1,13 +1,13 @@
-"""Linear attention with a decay per key channel.
+"""GLA and HGRN2: linear attention with a decay per key channel.
 
     S_t = Diag(α_t) S_{t-1} + k_t v_tᵀ
 
     GLA     α = σ(W₂W₁x + b)^{1/16}, a low-rank gate                                              (Yang et al., 2023)
-    HGRN2   α = f = γ + (1 - γ)σ(W_f x) and k = 1 - f: what is forgotten makes room for what is written   (Qin et al., 2024)
+    HGRN2   α = f = γ + (1 - γ)σ(W_f x) and k = 1 - f: a channel is written as much as it forgets   (Qin et al., 2024)
 
-HGRN2's lower bound γ grows with the layer: the share of a softmax over all layers that layers 1 … ℓ hold, so layer 0 has
-none. Published models keep one table of logits for the whole stack; here every layer owns such a table, with the same
-start (zeros: γ = ℓ/Λ), so that a layer can be built, saved and trained alone.
+HGRN2's lower bound γ grows with the layer: it is the sum of a softmax over all layers, taken over layers 1 … ℓ, so layer 0
+has none. Published models have one table of logits for the whole stack. Here every layer has its own table, with the same
+initial values (zeros: γ = ℓ/Λ), so that a layer can be built, saved and trained alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Gla(HebbianFamily):
 class Hgrn2(HebbianFamily):
     """HGRN2: a bounded decay per key channel, whose complement is the key.
 
-    Defaults as published: K = V = width / heads (128). SiLU on q only; the answer is normalised over all heads, ungated.
+    Defaults as published: K = V = width / heads (128). SiLU on q only; the output is normalised over all heads, ungated.
     """
 
     name = "hgrn2"
@@ -101,7 +101,6 @@ class Hgrn2(HebbianFamily):
 
     def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
         p = super().project(x, carry, span)
-        log_decay, k = bounded_decay(
-            p.k, self.log_bound()
-        )  # the projection that would be the key holds the logits of f
+        # The projection in the key's place holds the logits of f.
+        log_decay, k = bounded_decay(p.k, self.log_bound())
         return p._replace(q=F.silu(p.q) * self.key_dim**-0.5, k=k.to(p.v.dtype), log_decay=log_decay)

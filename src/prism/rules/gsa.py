@@ -1,9 +1,9 @@
-"""Gated Slot Attention: a fixed number of slots, found by softmax over their keys.
+"""Gated Slot Attention: a memory of a fixed number of slots, read by softmax over their keys.
 
     K̃_t = Diag(f_t) K̃_{t-1} + (1 - f_t) k_tᵀ      Ṽ_t = Diag(f_t) Ṽ_{t-1} + (1 - f_t) v_tᵀ      o_t = Ṽ_tᵀ softmax(K̃_t q_t)
 
                                                                                                     (Zhang et al., 2024)
-A slot forgets as much as it takes in; f = σ(W_f x)^{1/8} per slot. SiLU on q, k and v, no scale. The answer goes through SiLU
+A slot forgets as much as it takes in; f = σ(W_f x)^{1/8} per slot. SiLU on q, k and v, no scale. The output goes through SiLU
 and a norm over all heads.
 """
 
@@ -18,16 +18,16 @@ from prism.rules.hebbian import HebbianFamily
 from prism.rules.parts import Carry, split_heads
 from prism.rules.parts.decays import log_sigmoid_decay
 from prism.rules.parts.norms import WidthNorm
-from prism.rules.rule import Objective, Paper, Span, check_whole, per_head
+from prism.rules.rule import Objective, Paper, Span, check_integers, per_head
 
 
 class Gsa(HebbianFamily):
     """Gated Slot Attention: a fixed number of slots, read by softmax.
 
-    Defaults as published: K = V = width / heads and as many slots.
+    Defaults as published: K = V = width / heads, and K slots.
 
     Args:
-        slots: M, the number of slots of a head; key_dim by default.
+        slots: M, the number of slots per head; key_dim by default.
     """
 
     name = "gsa"
@@ -50,7 +50,7 @@ class Gsa(HebbianFamily):
         K, V = per_head(width, heads, key_dim), per_head(width, heads, value_dim)
         super().__init__(width, heads, K, V, conv_size=conv_size, activation=True)
         slots = K if slots is None else slots
-        check_whole(slots=slots)
+        check_integers(slots=slots)
         self.state_size = heads * slots * (K + V)
         self.decay_in = nn.Linear(width, heads * slots, bias=False)
         self.norm = WidthNorm(heads, V)

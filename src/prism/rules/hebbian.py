@@ -1,9 +1,9 @@
-"""The Hebbian family: a token adds its value along its key, after a decay, without looking at what is there.
+"""Base of the Hebbian rules: after a decay, a token adds its value along its key, without reading the memory.
 
     S_t = Diag(decay_t) S_{t-1} + k_t v_tᵀ          o_t = S_tᵀ q_t
 
 One gradient step on -⟨Sk, v⟩ with weight decay. The rules differ in how they forget (not at all, per head, per channel;
-constant or from the data), in what they do to q, k and v, and in how they normalise the answer.
+constant or from the data), in how they transform q, k and v, and in how they normalise the output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prism.rules.rule import Rule, Span
 
 
 class Projections(NamedTuple):
-    """What a Hebbian rule reads off the input. `extra` goes to `output`."""
+    """What a Hebbian rule computes from the input. `extra` is passed to `output`."""
 
     q: Tensor  # [B, T, G, K]
     k: Tensor  # [B, T, G, K]
@@ -30,10 +30,10 @@ class Projections(NamedTuple):
 
 
 class HebbianFamily(Rule):
-    """Shared by all rules that only decay and add. Subclasses extend `project` and set `norm` and `gate`.
+    """Base of all rules that only decay and add. Subclasses extend `project` and set `norm` and `gate`.
 
-    q, k and v come from one projection, an optional short convolution (size 1: none) and, with `activation`, SiLU.
-    `groups` (default: one per head) share q and k among heads.
+    q, k and v come from one projection, an optional short convolution (size 1: none) and, with `activation`, SiLU. The heads
+    of a group share q and k; by default every head is a group.
     """
 
     norm: nn.Module
@@ -66,10 +66,11 @@ class HebbianFamily(Rule):
         return self.groups * self.key_dim
 
     def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
-        mixed, window = self.conv(self.qkv(x), carry.get("conv"), span)
+        """x `[B, T, width]` → q, k, v, the carry and the log-decay."""
+        mixed, conv_state = self.conv(self.qkv(x), carry.get("conv"), span)
         q, k, v = mixed.split(self.sizes, -1)
         G, H = self.groups, self.heads
-        return Projections(split_heads(q, G), split_heads(k, G), split_heads(v, H), {"conv": window})
+        return Projections(split_heads(q, G), split_heads(k, G), split_heads(v, H), {"conv": conv_state})
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
         p = self.project(x, carry, span)
@@ -80,4 +81,5 @@ class HebbianFamily(Rule):
         return self.out(self.norm(o, None if self.gate is None else self.activate(self.gate(x))))
 
     def activate(self, gate: Tensor) -> Tensor:
+        """The activation of the output gate."""
         return F.silu(gate)

@@ -2,8 +2,8 @@
 
     h_t = f_t ⊙ h_{t-1} + (1 - f_t) ⊙ SiLU(W_i x_t)          f = γ + (1 - γ)σ(W_f x)          (Qin et al., 2023)
 
-γ is HGRN2's (gla.py): layer 0 has none, deeper layers remember longer. This is the real recurrence; the first published
-version also rotated a phase. The state is as wide as the layer, and the answer RMSNorm(h) times a gate.
+γ is as in HGRN2 (gla.py): layer 0 has none, deeper layers remember longer. This is the real-valued recurrence; the first
+published version also rotated a phase. The state is as wide as the layer, and the output is RMSNorm(h) times a gate.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from prism.rules.rule import Objective, Paper, Rule, Span, depth, set_initial_we
 class Hgrn(Rule):
     """HGRN: a vector recurrence whose forget gate has a lower bound.
 
-    Heads have no meaning here: every channel is a memory of its own.
+    Heads have no meaning here: every channel is a separate memory.
 
     Args:
-        conv_size: number of tokens that a short convolution on W_i x and W_f x sees; 1, as published, means no convolution.
+        conv_size: size of a short convolution on W_i x and W_f x, in tokens; 1, as published, means no convolution.
     """
 
     name = "hgrn"
@@ -57,10 +57,10 @@ class Hgrn(Rule):
         return {"bound": torch.zeros(self.bound.shape)}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], None]:
-        mixed, window = self.conv(self.into(x), carry.get("conv"), span)
+        mixed, conv_state = self.conv(self.into(x), carry.get("conv"), span)
         i, f = mixed.chunk(2, -1)
         log_decay, free = bounded_decay(f, log_lower_bound(self.bound, self.layer_index))
-        return Diagonal(free * F.silu(i), log_decay, reset=span.reset, mask=span.mask), {"conv": window}, None
+        return Diagonal(free * F.silu(i), log_decay, reset=span.reset, mask=span.mask), {"conv": conv_state}, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o.to(x.dtype).unsqueeze(-2), F.silu(self.gate(x))))

@@ -2,10 +2,10 @@
 
     u, v, q, k = SiLU(W x)        o_t = (1/n_t) Σ_j SiLU(q_tᵀ k_j · K^-½ + bias_{t-j}) v_j        y = W_o (norm(o) ⊙ u)
 
-A token's weight does not depend on the others', so that o also says how much of a kind was seen. Ours: the scale K^-½, the
-division by the number n_t of tokens seen where theirs is by the longest length (a stream has none), the bias by distances
-that share entries when far (engine/pointwise.py), an RMS norm; no bias by the time between events.
-Made for recommenders, in blocks without a feed-forward layer, whose work the gate does.
+A token's weight does not depend on the other tokens, so o also reflects how many similar tokens were seen. Our choices: the
+scale K^-½; division by the number n_t of tokens seen (theirs is by the longest length, which a stream does not have); a bias
+by distance in which far distances share entries (engine/memories/pointwise.py); an RMS norm; no bias by the time between
+events. Made for recommenders, in blocks without a feed-forward layer, which the gate replaces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prism.rules.rule import Objective, Paper, Rule, Span, per_head, set_initial
 class Hstu(Rule):
     """HSTU: pointwise attention with SiLU weights and a gate.
 
-    Sees the whole document; its state grows. `state_size` is what one token adds.
+    Sees the whole document, and its state grows: `state_size` is the number of values that one token adds.
 
     Args:
         key_dim: size of a head's queries and keys; width / heads by default.

@@ -1,9 +1,9 @@
-"""Kimi Delta Attention: Gated DeltaNet with a decay of its own for every key channel.
+"""Kimi Delta Attention: Gated DeltaNet with a separate decay for every key channel.
 
     S_t = S_{t-1} Diag(α_t)(I - β k kᵀ) + β v kᵀ                                              (Kimi team, 2025)
 
-The decay comes first, the erase sees the *decayed* state; the other order is another model. Decay and output gate are
-low-rank maps of rank V; the answer is normalised per head and multiplied by the sigmoid (not SiLU) of its gate.
+The decay comes first, so the erase sees the *decayed* state; the other order is a different model. Decay and output gate are
+low-rank maps of rank V; the output is normalised per head and multiplied by the sigmoid (not SiLU) of its gate.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prism.rules.rule import DECAYED_REGRESSION, Paper, per_head
 
 
 class BoundedDecay(SoftplusDecay):
-    """Log-decay bound · σ(e^{A_log}(z + dt_bias)): never stronger than `bound` a token. A_log starts at 0."""
+    """Log-decay bound · σ(e^{A_log}(z + dt_bias)): never stronger than `bound` per token. A_log starts at 0."""
 
     def __init__(self, heads: int, channels: int, bound: float) -> None:
         super().__init__(heads, channels, a_range=(1.0, 1.0))

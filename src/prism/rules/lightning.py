@@ -20,7 +20,7 @@ from prism.rules.rule import DECAYED_CORRELATION, Paper, Span, depth, per_head
 class Lightning(HebbianFamily):
     """Lightning attention: linear attention with a constant decay per head.
 
-    The slopes shrink towards the last layer, which hardly forgets: give `layer_index` and `layer_count` in a stack.
+    The slopes shrink towards the last layer, which hardly forgets: pass `layer_index` and `layer_count` in a stack.
     """
 
     name = "lightning"

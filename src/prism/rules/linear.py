@@ -2,8 +2,8 @@
 
     S_t = S_{t-1} + φ(k_t) v_tᵀ                                     (Katharopoulos et al., 2020)
 
-Two readings. `normalize=True` is the original: φ = elu + 1 and o = Sᵀφ(q) / (zᵀφ(q) + ε) with z_t = Σ φ(k); z is one more
-value column of ones. The default is the modern one: no z, queries scaled by K^-½, RMSNorm on every head's output.
+Two versions. `normalize=True` is the original: φ = elu + 1 and o = Sᵀφ(q) / (zᵀφ(q) + ε) with z_t = Σ φ(k), computed as an
+extra value column of ones. The default is the modern one: no z, queries scaled by K^-½, RMSNorm on every head's output.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 from prism.rules.hebbian import HebbianFamily, Projections
 from prism.rules.parts import Carry, with_normaliser
 from prism.rules.parts.norms import HeadNorm
-from prism.rules.rule import CORRELATION, Paper, Span, check_amount, per_head
+from prism.rules.rule import CORRELATION, Paper, Span, check_nonnegative, per_head
 
 _FEATURES = {"elu": lambda x: F.elu(x) + 1, "relu": F.relu, "identity": lambda x: x}
 _POSITIVE = ("elu", "relu")
 
 
 class Linear(HebbianFamily):
-    """Linear attention, without a normaliser unless asked for.
+    """Linear attention, by default without a normaliser.
 
     Args:
-        normalize: whether the answer is divided by zᵀφ(q), as in the original; the default is RMSNorm on every head.
+        normalize: whether the output is divided by zᵀφ(q), as in the original; the default is RMSNorm on every head.
         feature_map: φ of queries and keys: `"elu"` (elu + 1), `"relu"` or `"identity"`. `normalize` needs a positive one.
         eps: added to zᵀφ(q); only with `normalize`.
     """
@@ -47,7 +47,7 @@ class Linear(HebbianFamily):
         conv_size: int = 1,
         eps: float = 1e-6,
     ) -> None:
-        check_amount(eps=eps)
+        check_nonnegative(eps=eps)
         if feature_map not in _FEATURES:
             raise ValueError(f"feature_map must be one of {', '.join(_FEATURES)}, got {feature_map!r}")
         if normalize and feature_map not in _POSITIVE:

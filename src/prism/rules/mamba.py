@@ -1,9 +1,9 @@
-"""Mamba-2: a selective state space whose state matrix is a number per head.
+"""Mamba-2: a selective state space model whose state matrix is one number per head.
 
     S_t = exp(-Δ_t e^{A_log}) S_{t-1} + B_t (Δ_t x_t)ᵀ          y_t = S_tᵀ C_t + D x_t          (Dao & Gu, 2024)
 
 B is the key and C the query, shared by all heads of a group; x is the value. All three go through one short convolution
-with bias, and SiLU, and are neither normalised nor scaled. Unlike in the delta family the gate comes *before* the norm, and
+with bias, and SiLU, and are neither normalised nor scaled. Unlike in the delta family, the gate comes *before* the norm, and
 the norm is over all heads together (also with several groups): out(RMSNorm(y ⊙ SiLU(z))).
 """
 
@@ -28,7 +28,7 @@ class Mamba2(HebbianFamily):
     Args:
         key_dim: N, the state size of a channel (`d_state`).
         value_dim: channels of a head; 2 · width / heads by default.
-        groups: number of B and C; a divisor of `heads`.
+        groups: number of separate B and C; a divisor of `heads`.
     """
 
     name = "mamba2"
@@ -48,7 +48,7 @@ class Mamba2(HebbianFamily):
         conv_size: int = 4,
     ) -> None:
         if not isinstance(groups, int) or groups < 1 or heads % groups:
-            raise ValueError(f"groups must be a whole number that divides heads = {heads}, got {groups!r}")
+            raise ValueError(f"groups must be an integer that divides heads = {heads}, got {groups!r}")
         super().__init__(
             width,
             heads,
@@ -76,7 +76,7 @@ class Mamba2(HebbianFamily):
         return p._replace(v=write, log_decay=self.decay(z), extra=p.v)
 
     def output(self, o: Tensor, x: Tensor, extra: Tensor) -> Tensor:
-        """`extra` is the value before Δ scaled it, `[B, T, H, V]`."""
+        """`extra` `[B, T, H, V]` is the value before it is scaled by Δ."""
         assert self.gate is not None
         y = o + self.skip.unsqueeze(-1).to(o.dtype) * extra
         gate = F.silu(self.gate(x)).view_as(y)

@@ -1,10 +1,10 @@
-"""Mesa: at every token the memory is the exact solution of a regularised regression on all that came before.
+"""Mesa: at every token the memory is the exact solution of a regularised regression on all previous tokens.
 
     S_t = argmin_S Σ_j ζ_j ‖Sk_j - v_j‖² + tr(S Λ Sᵀ)          o_t = S_t q_t          (von Oswald et al., 2025)
 
-with ζ_j = β_j γ_{j+1} … γ_t. Where the delta rule takes one step towards a fit, this is the fit; see
-engine/least_squares.py for how it is found. q and k go through a short convolution, SiLU and L2 normalisation; v is a plain
-projection. γ and β are sigmoids with a bias, one per head; Λ = softplus(λ) + ¼ per key channel, which starts at 1.
+with ζ_j = β_j γ_{j+1} … γ_t. Where the delta rule takes one step towards the solution, this is the solution; see
+engine/memories/least_squares.py for how it is computed. q and k go through a short convolution, SiLU and L2 normalisation;
+v is a plain projection. γ and β are sigmoids with a bias, one per head; Λ = softplus(λ) + ¼ per key channel, initially 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prism.engine import Update
 from prism.engine.memories.least_squares import LeastSquares
 from prism.rules.parts import Carry, ShortConv, at_least_float32, l2_normalize, split_heads
 from prism.rules.parts.norms import HeadNorm
-from prism.rules.rule import Objective, Paper, Rule, Span, check_whole, per_head, set_initial_weights
+from prism.rules.rule import Objective, Paper, Rule, Span, check_integers, per_head, set_initial_weights
 
 _LEAST_RIDGE = 0.25
 
@@ -30,7 +30,7 @@ class Mesa(Rule):
     Defaults as published: K = V = width / heads (128 in the released models), no output gate.
 
     Args:
-        iterations: iterations of conjugate gradients, the same in every form and in decoding.
+        iterations: number of conjugate-gradient iterations, the same in every form and in decoding.
     """
 
     name = "mesa"
@@ -54,7 +54,7 @@ class Mesa(Rule):
     ) -> None:
         K, V = per_head(width, heads, key_dim), per_head(width, heads, value_dim)
         super().__init__(width, heads, K, V)
-        check_whole(iterations=iterations)
+        check_integers(iterations=iterations)
         self.iterations = iterations
         self.state_size = heads * K * (K + V)
         self.qk = nn.Linear(width, 2 * heads * K, bias=False)
@@ -71,7 +71,7 @@ class Mesa(Rule):
         return {"ridge": torch.full(self.ridge.shape, math.log(math.expm1(1 - _LEAST_RIDGE)))}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[LeastSquares, dict[str, Tensor], None]:
-        mixed, window = self.conv(self.qk(x), carry.get("conv"), span)
+        mixed, conv_state = self.conv(self.qk(x), carry.get("conv"), span)
         q, k = (l2_normalize(split_heads(z, self.heads)) for z in mixed.chunk(2, -1))
         v = split_heads(self.value(x), self.heads)
         beta = self.beta(x).sigmoid().unsqueeze(-1)
@@ -79,7 +79,7 @@ class Mesa(Rule):
         write = beta * torch.cat([v, k], -1)
         linear = Update(q, k.unsqueeze(3), write.unsqueeze(3), log_decay, reset=span.reset, mask=span.mask)
         ridge = F.softplus(self.ridge) + _LEAST_RIDGE
-        return LeastSquares(linear, ridge, self.iterations), {"conv": window}, None
+        return LeastSquares(linear, ridge, self.iterations), {"conv": conv_state}, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o))

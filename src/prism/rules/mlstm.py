@@ -3,9 +3,9 @@
     C_t = f_t C_{t-1} + i_t k_t v_tᵀ    n_t = f_t n_{t-1} + i_t k_t    h_t = C_tᵀq_t / max(|n_tᵀq_t|, 1)    (Beck et al., 2024)
 
 with i = exp(ĩ), f = σ(f̃) and k scaled by K^-½. exp(ĩ) would overflow, so C and n are kept times exp(-m_t), where
-m_t = max(log f_t + m_{t-1}, ĩ_t), and the 1 becomes exp(-m_t). m depends on the gates alone, so that what remains is a
-memory of the normal form: it writes exp(ĩ_t - m_t) ≤ 1 and decays by exp(log f_t + m_{t-1} - m_t) ≤ 1. h does not feel m (but
-for `eps`): it is a constant for the gradient.
+m_t = max(log f_t + m_{t-1}, ĩ_t), and the 1 becomes exp(-m_t). m depends on the gates alone, so that the rest is a memory of
+the normal form: it writes exp(ĩ_t - m_t) ≤ 1 and decays by exp(log f_t + m_{t-1} - m_t) ≤ 1. h does not depend on m (except
+through `eps`), so m is detached: a constant for the gradient.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from prism.engine import Update
 from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, split_heads, with_normaliser
 from prism.rules.parts.norms import HeadLayerNorm
-from prism.rules.rule import Objective, Paper, Rule, Span, check_amount, check_whole, set_initial_weights
+from prism.rules.rule import Objective, Paper, Rule, Span, check_integers, check_nonnegative, set_initial_weights
 
 
 class Mlstm(Rule):
     """mLSTM: a matrix memory with exponential gates and a normaliser.
 
-    Defaults as published: twice the width inside, K = V = 2 · width / heads, q, k and v from blocks of 4 channels.
+    Defaults as published: an inner width of twice the width, K = V = 2 · width / heads, q, k and v from blocks of 4 channels.
 
-    q and k come from a convolved branch, v from the branch itself; the gates see all three, and start out constant.
+    q and k come from a convolved branch, v from the branch itself; the gates see all three and are initially constant.
 
     Args:
-        expand: width inside the layer, as a multiple of the width outside.
+        expand: inner width, as a multiple of the width.
         block_size: size of the blocks of the block-diagonal maps to q, k and v.
-        eps: added to what the answer is divided by.
+        eps: added to the divisor of the output.
     """
 
     name = "mlstm"
@@ -50,8 +50,8 @@ class Mlstm(Rule):
         conv_size: int = 4,
         eps: float = 1e-6,
     ) -> None:
-        check_whole(expand=expand, block_size=block_size)
-        check_amount(eps=eps)
+        check_integers(expand=expand, block_size=block_size)
+        check_nonnegative(eps=eps)
         inner = expand * width
         if inner % heads or inner % block_size:
             raise ValueError(f"heads = {heads} and block_size = {block_size} must divide expand · width = {inner}")
@@ -81,7 +81,7 @@ class Mlstm(Rule):
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], tuple[Tensor, ...]]:
         branch, z = self.up(x).chunk(2, -1)
-        mixed, window = self.conv(branch, carry.get("conv"), span)
+        mixed, conv_state = self.conv(branch, carry.get("conv"), span)
         qkv = self.query(mixed), self.key(mixed), self.value(branch)
         gates = torch.cat(qkv, -1)
         write, forget = (at_least_float32(gate(gates)) for gate in (self.input_gate, self.forget_gate))  # [B, T, H]
@@ -89,8 +89,8 @@ class Mlstm(Rule):
         before, m, last = stabiliser(log_f.detach(), write.detach(), carry.get("stabiliser"), span)
         q, k, v = (split_heads(part, self.heads) for part in qkv)
         log_decay = log_f + before - m
-        log_decay = log_decay - log_decay.detach().clamp(min=0.0)  # rounding may lift it above 0; its slope stays 1
-        # The answer is divided by its last column, which float32 carries and half precision would not.
+        log_decay = log_decay - log_decay.detach().clamp(min=0.0)  # rounding may make it positive; its slope stays 1
+        # The output is divided by its last column, for which half precision is not enough.
         w = (write - m).exp().unsqueeze(-1) * with_normaliser(at_least_float32(v))
         update = Update(
             q,
@@ -100,7 +100,7 @@ class Mlstm(Rule):
             reset=span.reset,
             mask=span.mask,
         )
-        return update, {"conv": window, "stabiliser": last}, (m, mixed, z)
+        return update, {"conv": conv_state, "stabiliser": last}, (m, mixed, z)
 
     def output(self, o: Tensor, x: Tensor, extra: tuple[Tensor, ...]) -> Tensor:
         m, mixed, z = extra
@@ -112,11 +112,11 @@ class Mlstm(Rule):
 def stabiliser(log_f: Tensor, write: Tensor, start: Tensor | None, span: Span) -> tuple[Tensor, Tensor, Tensor]:
     """m_{t-1} and m_t, `[B, T, H]`, and m after the last real token, `[B, H]`; a document starts from m = 0.
 
-    m_t = max(a_t + m_{t-1}, b_t) composes like a sum: log₂ T rounds, each joining neighbours twice as far apart.
+    m_t = max(a_t + m_{t-1}, b_t) is an associative scan: log₂ T rounds, each joining neighbours twice as far apart.
     """
     first = torch.zeros_like(write[:, 0]) if start is None else start.to(write.dtype)
     a, b = log_f, write
-    if span.reset is not None:  # from m = 0, whatever m was
+    if span.reset is not None:  # start from m = 0
         fresh = span.reset.unsqueeze(-1)
         a, b = torch.where(fresh, -torch.inf, a), torch.where(fresh, torch.maximum(log_f, write), b)
     reach = 1
@@ -125,8 +125,8 @@ def stabiliser(log_f: Tensor, write: Tensor, start: Tensor | None, span: Span) -
         a = torch.cat([a[:, :reach], a[:, reach:] + a[:, :-reach]], 1)
         reach *= 2
     m = torch.maximum(a + first.unsqueeze(1), b)
-    all_of_it = torch.cat([first.unsqueeze(1), m], 1)
-    before = all_of_it[:, :-1]
+    m_with_start = torch.cat([first.unsqueeze(1), m], 1)
+    before = m_with_start[:, :-1]
     if span.reset is not None:
         before = torch.where(span.reset.unsqueeze(-1), 0.0, before)
-    return before, m, span.last(all_of_it, 1)[:, 0]
+    return before, m, span.last(m_with_start, 1)[:, 0]

@@ -1,18 +1,21 @@
-"""Mixture of memories: a router sends every token to a few of several memories, each of which is another rule's.
+"""Mixture of memories: a router sends every token to a few of several memories, all of one inner rule.
 
     o_t = Σ_{m routed} g_{t,m} S^m_t q_t  (+ S^shared_t q_t)      g = top-k of softmax(W_r x), renormalised    (Du et al., 2025)
 
-A memory that a token is not sent to stands still: it is neither written nor decayed, and its convolution sees the neighbours
-that were sent there, not those in the text. Memories share what asks and answers (q, output norm, gate and projection, the
-convolution, the constants of the decay); each has its own maps to what it writes and forgets, and to both where one map
-does both (Mamba-1's). Where a rule's answer is more than a read of the memory (Mamba's skip, mLSTM's divisor, RWKV's bonus),
-whole answers are mixed instead of reads. What a rule takes from the layer below (RWKV-7's first value) it does not get here.
+A memory is left unchanged by a token that is not sent to it: it is neither written nor decayed, and its convolution sees
+the neighbours that were sent to it, not those in the text. Memories share everything for queries and outputs (q, output
+norm, gate and projection, the convolution, the constants of the decay). Each has its own maps for what it writes and
+forgets; a map that serves both purposes (Mamba-1's) is each memory's own. Where a rule's output is more than a read of the
+memory (Mamba's skip, mLSTM's divisor, RWKV's bonus), whole outputs are mixed instead of reads. Values from the layer below
+(RWKV-7's first value) are not passed to the inner rule.
 
-Memories lie side by side in the batch: row b·M + m holds the tokens of sequence b that were sent to memory m, in order and
-then padding, so that every rule, form and backend serves a mixture without knowing of it.
+The memories are extra rows of the batch: row b·M + m holds the tokens of sequence b that were sent to memory m, in order,
+followed by padding. So every rule, form and backend works in a mixture unchanged.
 
-The load-balance loss (`balance` · M Σ_m share_m · probability_m) is added to `shared["balance_loss"]`, the dict a pass hands
-from layer to layer; the language model has it as `balance_loss` and, in training, in its loss.
+The load-balance loss (`balance` · M Σ_m fraction_m · probability_m) is added to `shared["balance_loss"]`, in the dict that is
+passed from layer to layer. The language model returns it as `balance_loss` and, in training, includes it in its loss.
+
+In this file: the inner rule's maps for M memories, routing of tokens, and the rule `Mom`.
 """
 
 from __future__ import annotations
@@ -27,17 +30,15 @@ from torch import Tensor, nn
 from prism.engine.autocast import without_autocast
 from prism.engine.memories.folded import Folded, fold, unfold
 from prism.rules.parts import BlockLinear, Carry, at_least_float32
-from prism.rules.rule import Objective, Paper, Rule, Span, check_amount, check_whole, depth, rule_named
-
-# One rule made into several memories: what it writes and forgets by is multiplied, what it asks and answers with is
-# not.
+from prism.rules.rule import Objective, Paper, Rule, Span, check_integers, check_nonnegative, depth, rule_named
 
 
 class MemoryMaps(nn.Module):
     """A linear map for each of M memories: `[B·M, T, width]` → `[B·M, T, out]`, row b·M + m by map m.
 
-    `first` is a map that all have in common; its outputs come before the others. A plain map is one block of a
-    block-diagonal one.
+    Args:
+        maps: one `nn.Linear` or `BlockLinear` per memory. A plain map is treated as a single block.
+        first: a map that all memories share; its outputs come before the others.
     """
 
     def __init__(self, maps: Sequence[nn.Module], first: nn.Linear | None = None) -> None:
@@ -47,17 +48,20 @@ class MemoryMaps(nn.Module):
         self.blocks = maps[0].blocks if isinstance(maps[0], BlockLinear) else 1
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = torch.stack([one.weight for one in self.maps]).unflatten(1, (self.blocks, -1))  # type: ignore[misc]  # a ModuleList forgets what it holds
+        weight = torch.stack([one.weight for one in self.maps]).unflatten(1, (self.blocks, -1))  # type: ignore[misc]  # a ModuleList has no element type
         rows = x.unflatten(-1, (self.blocks, -1)).unflatten(0, (-1, len(weight)))
         y = torch.einsum("bmtni,mnoi->bmtno", rows, weight).flatten(-2)
         if self.maps[0].bias is not None:
-            y = y + torch.stack([one.bias for one in self.maps]).unsqueeze(1)  # type: ignore[misc]  # a ModuleList forgets what it holds
+            y = y + torch.stack([one.bias for one in self.maps]).unsqueeze(1)  # type: ignore[misc]  # a ModuleList has no element type
         y = y.flatten(0, 1)
         return y if self.first is None else torch.cat([self.first(x), y], -1)
 
 
-def give_each_memory_its_maps(rules: list[Rule]) -> Rule:
-    """The first rule, with the maps of all of them in place of its own; it then expects its batch to be B·M rows."""
+def replicate_write_projections(rules: list[Rule]) -> Rule:
+    """Merge M copies of a rule into the first one, for batches of B·M rows.
+
+    Each of its maps that write or forget becomes a `MemoryMaps` of the M copies. The maps in `shared_maps` stay single.
+    """
     rule = rules[0]
     names = [name for name, part in rule.named_modules() if isinstance(part, (nn.Linear, BlockLinear))]
     shared = _shared_maps(rule, names)
@@ -66,17 +70,17 @@ def give_each_memory_its_maps(rules: list[Rule]) -> Rule:
             continue
         maps = [one.get_submodule(name) for one in rules]
         place, _, leaf = name.rpartition(".")
-        own = _split(maps[0], rule.query_size, len(maps)) if name in rule.query_first_maps else MemoryMaps(maps)
+        own = _split_query(maps[0], rule.query_size, len(maps)) if name in rule.query_first_maps else MemoryMaps(maps)
         setattr(rule.get_submodule(place), leaf, own)
     return rule
 
 
 def _shared_maps(rule: Rule, maps: list[str]) -> tuple[str, ...]:
-    """The maps that the rule declares as shared. Names that it does not have, and a missing declaration, are refused."""
+    """The maps that the rule declares as shared. Raises a ValueError if it declares none, or one that it does not have."""
     if rule.shared_maps is None and maps:
         raise ValueError(
             f"rule {rule.name!r} cannot be mixed: it has the linear maps {', '.join(maps)} and does not say which of them the "
-            "memories share; set shared_maps on its class to those that ask and answer, such as ('query', 'out')"
+            "memories share; set shared_maps on its class to those for queries and outputs, such as ('query', 'out')"
         )
     shared = rule.shared_maps or ()
     unknown = [name for name in (*shared, *rule.query_first_maps) if not hasattr(rule, name)]
@@ -87,53 +91,50 @@ def _shared_maps(rule: Rule, maps: list[str]) -> tuple[str, ...]:
     return shared
 
 
-def _split(whole: nn.Module, asked: int, memories: int) -> MemoryMaps:
-    """A map to q and more in one: q becomes the memories' common one."""
+def _split_query(whole: nn.Module, query_size: int, memories: int) -> MemoryMaps:
+    """Split a joint map to q and more: one shared map to q, and one map per memory to the rest."""
     assert isinstance(whole, nn.Linear)
-    rest = whole.out_features - asked
-    first, *own = (nn.Linear(whole.in_features, n, bias=False) for n in (asked, *[rest] * memories))
+    rest = whole.out_features - query_size
+    first, *own = (nn.Linear(whole.in_features, n, bias=False) for n in (query_size, *[rest] * memories))
     return MemoryMaps(own, first)
 
 
-# Tokens sent to memories: where they went, where documents begin in each memory, and how evenly they were spread.
-
-
 class Routing(NamedTuple):
-    """Where tokens went, for `output`."""
+    """Which tokens were sent to which memory, for `output`."""
 
     weights: Tensor  # [B, M, T], zero where a token was not sent
-    order: Tensor  # [B, M, T], the token in each place
+    order: Tensor  # [B, M, T], the index of the token in each position
     x: Tensor  # [B·M, T, width]
     extra: Any  # the inner rule's
 
 
-def take(x: Tensor, order: Tensor) -> Tensor:
-    """`[B, M, T, D]`: place i of memory m takes token order[b, m, i]."""
+def gather_tokens(x: Tensor, order: Tensor) -> Tensor:
+    """Reorder the tokens of each memory, `[B, M, T, D]`: position i of memory m gets token order[b, m, i]."""
     return x.gather(2, order.unsqueeze(-1).expand_as(x))
 
 
-def borders(order: Tensor, mask: Tensor, stale: Tensor | None, span: Span) -> tuple[Tensor | None, Tensor]:
+def memory_resets(order: Tensor, mask: Tensor, stale: Tensor | None, span: Span) -> tuple[Tensor | None, Tensor]:
     """Where documents start in each memory `[B, M, T]`, and which memories `[B, M]` still hold an earlier document.
 
-    A document need not send its first token to a memory, nor any: then the memory starts afresh when it is next written.
+    A document may send its first token, or all of them, to other memories. A memory is then reset when it is next written.
     """
     if span.reset is None and stale is None:
         return None, torch.zeros(order.shape[:2], dtype=torch.bool, device=order.device)
     document = torch.zeros_like(order[:, 0]) if span.documents is None else span.documents
-    own = document.unsqueeze(1).expand_as(order).gather(-1, order)
-    before = torch.zeros_like(own[..., :1]) if stale is None else -stale.long().unsqueeze(-1)
-    own = torch.cat([before, own], -1)
-    last = own.gather(-1, mask.sum(-1, keepdim=True)).squeeze(-1)
+    documents = document.unsqueeze(1).expand_as(order).gather(-1, order)
+    before = torch.zeros_like(documents[..., :1]) if stale is None else -stale.long().unsqueeze(-1)
+    documents = torch.cat([before, documents], -1)
+    last = documents.gather(-1, mask.sum(-1, keepdim=True)).squeeze(-1)
     current = span.last(torch.cat([torch.zeros_like(document[:, :1]), document], 1), 1)
-    return (own[..., 1:] != own[..., :-1]) & mask, last != current
+    return (documents[..., 1:] != documents[..., :-1]) & mask, last != current
 
 
 def imbalance(scores: Tensor, chosen: Tensor, mask: Tensor | None) -> Tensor:
-    """M Σ_m (share of tokens sent to m) · (mean probability of m), over real tokens; top_k if all are alike."""
+    """M Σ_m (fraction of tokens sent to m) · (mean probability of m), over real tokens; top_k if perfectly balanced."""
     real = torch.ones_like(scores[..., :1]) if mask is None else mask.unsqueeze(-1).to(scores.dtype)
     count = real.sum().clamp(min=1)
-    share, probability = ((z * real).sum((0, 1)) / count for z in (chosen.to(scores.dtype), scores))
-    return scores.shape[-1] * (share * probability).sum()
+    fraction, probability = ((z * real).sum((0, 1)) / count for z in (chosen.to(scores.dtype), scores))
+    return scores.shape[-1] * (fraction * probability).sum()
 
 
 class Mom(Rule):
@@ -144,8 +145,8 @@ class Mom(Rule):
     Args:
         inner: the rule of every memory; any whose state has a constant size.
         memories: number of memories that the router chooses from.
-        top_k: number of memories for each token. With 1 their weight is always 1, and only the balance loss trains the router.
-        shared: whether there is one more memory, which every token goes to.
+        top_k: number of memories for each token. With 1 the weight is always 1, and only the balance loss trains the router.
+        shared: whether there is one more memory, which receives every token.
         balance: weight of the load-balance loss.
         inner_options: options of the inner rule.
     """
@@ -170,20 +171,20 @@ class Mom(Rule):
         layer_index: int = 0,
         layer_count: int = 1,
     ) -> None:
-        check_whole(memories=memories)
-        check_amount(balance=balance)
+        check_integers(memories=memories)
+        check_nonnegative(balance=balance)
         depth(layer_index, layer_count)  # checks them
         if not isinstance(top_k, int) or not 1 <= top_k <= memories:
             raise ValueError(f"top_k must be one of 1 … memories = {memories}, got {top_k!r}")
         kind = rule_named(inner)
         if kind is Mom or not kind.constant_state:
             raise ValueError(f"inner must be a rule whose state has a constant size, other than mom: got {inner!r}")
-        place = {"layer_index": layer_index, "layer_count": layer_count}
+        position = {"layer_index": layer_index, "layer_count": layer_count}
         accepted = kind.option_names()
-        options = {**{n: v for n, v in place.items() if n in accepted}, **(inner_options or {})}
+        options = {**{n: v for n, v in position.items() if n in accepted}, **(inner_options or {})}
         super().__init__(width, heads, 1, 1)
         count = memories + shared
-        self.inner = give_each_memory_its_maps([kind.build(width, heads, **options) for _ in range(count)])
+        self.inner = replicate_write_projections([kind.build(width, heads, **options) for _ in range(count)])
         self.router = nn.Linear(width, memories, bias=False)
         self.top_k, self.shared, self.balance, self.count = top_k, shared, balance, count
         self.key_dim, self.value_dim, self.forms = self.inner.key_dim, self.inner.value_dim, self.inner.forms
@@ -191,8 +192,8 @@ class Mom(Rule):
         self.write_rank = (top_k + shared) * self.inner.write_rank
 
     def route(self, x: Tensor, span: Span) -> tuple[Tensor, Tensor]:
-        """Weights `[B, T, M]`, and where a token goes, bool; the shared memory comes last."""
-        # In float32 however the model is: what is nearly a tie must not be decided by rounding.
+        """Weights `[B, T, M]`, and bool `[B, T, M]`, which memories a token is sent to; the shared memory comes last."""
+        # In float32 even in half-precision models: rounding must not decide near-ties.
         logits = without_autocast(F.linear, at_least_float32(x), at_least_float32(self.router.weight))
         scores = logits.softmax(-1)
         best = scores.topk(self.top_k, -1)
@@ -208,10 +209,10 @@ class Mom(Rule):
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Folded, dict[str, Tensor], Routing]:
         weights, chosen = self.route(x, span)
-        order = torch.argsort(~chosen.mT, dim=-1, stable=True)  # [B, M, T]: the routed first
+        order = torch.argsort(~chosen.mT, dim=-1, stable=True)  # [B, M, T]: routed tokens first
         mask = chosen.mT.gather(-1, order)
-        reset, stale = borders(order, mask, carry.get("stale"), span)
-        tokens = fold(take(x.unsqueeze(1).expand(-1, self.count, -1, -1), order))
+        reset, stale = memory_resets(order, mask, carry.get("stale"), span)
+        tokens = fold(gather_tokens(x.unsqueeze(1).expand(-1, self.count, -1, -1), order))
         old = {name.removeprefix("inner."): fold(z) for name, z in carry.items() if name.startswith("inner.")}
         update, new, extra = self.inner.update(tokens, old, Span(fold(mask), None if reset is None else fold(reset)))
         following = {f"inner.{name}": unfold(z, self.count) for name, z in new.items()}
@@ -219,7 +220,7 @@ class Mom(Rule):
 
     def output(self, o: Tensor, x: Tensor, extra: Routing) -> Tensor:
         linear = extra.extra is None
-        answers = unfold(o if linear else self.inner.output(o, extra.x, extra.extra), self.count).flatten(3)
-        answers = take(answers, extra.order.argsort(-1))  # back into the text's order
-        mixed = (extra.weights.to(answers.dtype).unsqueeze(-1) * answers).sum(1)
+        outputs = unfold(o if linear else self.inner.output(o, extra.x, extra.extra), self.count).flatten(3)
+        outputs = gather_tokens(outputs, extra.order.argsort(-1))  # back into the order of the text
+        mixed = (extra.weights.to(outputs.dtype).unsqueeze(-1) * outputs).sum(1)
         return self.inner.output(mixed.view(*mixed.shape[:2], *o.shape[2:]), x, None) if linear else mixed

@@ -1,4 +1,13 @@
-"""What Titans and ATLAS share: an MLP M without biases as memory, its gates, and what is around it."""
+"""Titans and ATLAS: the memory is an MLP M, trained at test time with momentum and weight decay.
+
+    Titans   U_t = η_t U_{t-1} - θ_t ∇‖M_{t-1}(k_t) - v_t‖²
+             M_t = (1 - α_t) M_{t-1} + U_t                                   o_t = M_t(q_t)          (Behrouz et al., 2024)
+    ATLAS    U_t = μ_t U_{t-1} + ∇ Σ_{t-c < i ≤ t} γ_i ‖M(φ(k_i)) - v_i‖²
+             M_t = α_t M_{t-1} - η_t NewtonSchulz(U_t)                       o_t = M_t(φ(q_t))       (Behrouz et al., 2025)
+
+No code was published for either. Our choices for both: a GELU between layers, no biases, learned initial weights of M.
+As published, gradients of a mini-batch are taken at the weights it started with.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +21,23 @@ from torch import Tensor, nn
 from prism.engine.networks import InnerUpdate, Momentum
 from prism.rules.parts import Carry, ShortConv, at_least_float32, l2_normalize, split_heads
 from prism.rules.parts.norms import HeadNorm
-from prism.rules.rule import Objective, Paper, Rule, Span, check_amount, check_whole, per_head, set_initial_weights
+from prism.rules.rule import (
+    Objective,
+    Paper,
+    Rule,
+    Span,
+    check_integers,
+    check_nonnegative,
+    per_head,
+    set_initial_weights,
+)
 from prism.rules.ttt import FastWeights
 
 
 class NeuralMemory(Rule):
-    """Subclasses say what goes into M (`features`) and how it learns (`learner`).
+    """Base of Titans and ATLAS: M, its gates, and the projections around it.
+
+    Subclasses define the inputs of M (`features`) and the optimiser (`learner`).
 
     Args:
         features: number of inputs of M for a key.
@@ -27,7 +47,7 @@ class NeuralMemory(Rule):
         momentum: whether gradients are accumulated with momentum.
         base_lr: the largest step of the inner loop; 1 / mini_batch by default.
         conv_size: number of tokens that the convolution before SiLU and L2 norm sees; 1 means no convolution.
-        gate: whether the answer is multiplied by SiLU(W x).
+        gate: whether the output is multiplied by SiLU(W x).
     """
 
     transition = "nonlinear"
@@ -53,10 +73,10 @@ class NeuralMemory(Rule):
         gate: bool,
     ) -> None:
         super().__init__(width, heads, key_dim, value_dim, write_rank=mini_batch)
-        check_whole(depth=depth, expand=expand, mini_batch=mini_batch)
+        check_integers(depth=depth, expand=expand, mini_batch=mini_batch)
         self.mini_batch = mini_batch
         self.base_lr = 1 / mini_batch if base_lr is None else base_lr
-        check_amount(base_lr=self.base_lr)
+        check_nonnegative(base_lr=self.base_lr)
         self.largest_rate = self.base_lr
         keys, values = heads * key_dim, heads * value_dim
         self.sizes = [keys, keys, values]
@@ -80,41 +100,33 @@ class NeuralMemory(Rule):
         return x
 
     def learner(self, x: Tensor) -> tuple[Tensor, Momentum]:
-        """How much each example weighs, `[B, T, H]`, and what becomes of its gradient."""
+        """The weight of each example `[B, T, H]`, and the optimiser that is applied to its gradient."""
         log_decay = F.logsigmoid(at_least_float32(self.decay(x)))
         log_momentum = None if self.momentum is None else F.logsigmoid(at_least_float32(self.momentum(x)))
         return self.largest_rate * at_least_float32(self.rate(x)).sigmoid(), Momentum(log_decay, log_momentum)
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[InnerUpdate, dict[str, Tensor], None]:
-        mixed, window = self.conv(self.qkv(x), carry.get("conv"), span)
+        mixed, conv_state = self.conv(self.qkv(x), carry.get("conv"), span)
         q, k, v = (split_heads(z, self.heads) for z in mixed.split(self.sizes, -1))
         q, k = (self.features(l2_normalize(z)) for z in (q, k))
         rate, learner = self.learner(x)
         network = self.fast.network(loss_scale=1.0)
         update = InnerUpdate(q, k, v, rate, network, learner, self.mini_batch, span.reset, span.mask)
-        return update, {"conv": window}, None
+        return update, {"conv": conv_state}, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o, None if self.gate is None else F.silu(self.gate(x))))
 
 
-# Titans: a deep memory that learns with momentum and forgets by weight decay.
-#
-#     U_t = η_t U_{t-1} - θ_t ∇‖M_{t-1}(k_t) - v_t‖²   M_t = (1 - α_t) M_{t-1} + U_t   o_t = M_t(q_t)   (Behrouz 2024)
-#
-# M is an MLP, linear if `depth` is 1; η, θ, α come from the token, one per head. As published, gradients of a mini-
-# batch are
-# taken at its first weights. No code was published; ours are: a GELU between layers, no biases, learned first weights,
-# and
-# θ = base_lr · σ(·) with base_lr = 1 / b: the b steps of a mini-batch do not see one another, and at the start (σ = ½)
-# all of
-# them together make one full step along a unit key (a step is 2θ). Linear, without momentum and with b = 1, M_t is the
-# gated
-# delta rule's but for what the erase sees: the undecayed memory.
-
-
 class Titans(NeuralMemory):
-    """Titans: a deep memory with momentum and weight decay."""
+    """Titans: a deep memory with momentum and weight decay.
+
+    M is linear if `depth` is 1. η, θ and α come from the token, one per head. Our choice is θ = base_lr · σ(·) with
+    base_lr = 1 / b: the b steps of a mini-batch do not see one another, and with initial weights (σ = ½) all of them together
+    make one full step along a unit key (a step is 2θ).
+
+    With depth 1, no momentum and b = 1, M_t is Gated DeltaNet's memory, except that the erase sees the undecayed memory.
+    """
 
     name = "titans"
     paper = Paper("Titans", "Behrouz et al. 2024", "https://arxiv.org/abs/2501.00663")
@@ -152,27 +164,11 @@ class Titans(NeuralMemory):
         )
 
 
-# ATLAS: at every step the memory looks at a window of tokens again, with richer keys and a better optimiser than
-# Titans.
-#
-#     U_t = μ_t U_{t-1} + ∇ Σ_{t-c < i ≤ t} γ_i ‖M(φ(k_i)) - v_i‖²   M_t = α_t M_{t-1} - η_t NewtonSchulz(U_t)   (Behrouz 2025)
-#
-# φ(x) holds the products of up to `degree` channels of x, each degree times a learned number: 152 numbers for 16
-# channels
-# and degree 2, so keys are short. No code was published; ours are: γ = σ(·)/c, so that a window weighs as much as a
-# token,
-# η = base_lr · σ(·), 0.01 at the start, first coefficients 1/√(i!), and what Titans leaves open. With c = 1, degree 1,
-# no
-# Newton-Schulz and η = 1 it is Titans with θ = γ.
-#
-# Steps whose size does not shrink with the gradient make a deep M chaotic: rounding grows about tenfold in 250 tokens,
-# and two
-# forms that are one in float64 are percents apart in float32 after a thousand. Neither `depth=1` nor `newton_schulz=0`
-# does that.
-
-
 class Polynomial(nn.Module):
-    """All products of 1 … `degree` channels, `[…, K]` → `[…, size]`, those of degree i times a learned a_i."""
+    """φ: all products of 1 … `degree` channels, `[…, K]` → `[…, size]`, those of degree i times a learned a_i.
+
+    152 features for 16 channels and degree 2, so keys are short. a_i starts at 1/√(i!).
+    """
 
     def __init__(self, channels: int, degree: int) -> None:
         super().__init__()
@@ -188,7 +184,7 @@ class Polynomial(nn.Module):
         K = x.shape[-1]
         products, powers = x, [x]
         for degree in range(2, len(self.coefficients) + 1):
-            # Sorted by their first channel: the products whose channels are all ≥ c are the last so many.
+            # Products are sorted by their first channel: those whose channels are all ≥ c are the last ones.
             tails = [math.comb(K - c + degree - 2, degree - 1) for c in range(K)]
             products = torch.cat([x[..., c : c + 1] * products[..., -n:] for c, n in enumerate(tails)], -1)
             powers.append(products)
@@ -198,11 +194,18 @@ class Polynomial(nn.Module):
 class Atlas(NeuralMemory):
     """ATLAS: Titans with a window of tokens, polynomial keys and orthogonalised steps.
 
+    At every step the memory fits the last c tokens again. Our choices: γ = σ(·)/c, so that a window weighs as much as a token,
+    and η = base_lr · σ(·), initially 0.01. With c = 1, degree 1, no Newton-Schulz and η = 1 it is Titans with θ = γ.
+
+    Steps whose size does not shrink with the gradient make a deep M chaotic: rounding errors grow about tenfold in 250
+    tokens, and two forms that agree in float64 differ by percents in float32 after a thousand. `depth=1` and
+    `newton_schulz=0` avoid that.
+
     Args:
         key_dim: size of a head's queries and keys before φ; by default 16, or width / heads if that is less.
-        window: c, the number of tokens that a step looks at.
-        degree: degree of φ; 1 leaves the key as it is, but for a learned factor.
-        newton_schulz: iterations that orthogonalise U; 0 takes U itself.
+        window: c, the number of tokens that a step fits.
+        degree: degree of φ; 1 leaves the key as it is, except for a learned factor.
+        newton_schulz: number of iterations that orthogonalise U; 0 uses U itself.
         base_lr: the largest step of the inner loop.
     """
 
@@ -229,8 +232,8 @@ class Atlas(NeuralMemory):
         gate: bool = True,
     ) -> None:
         K, V = min(16, per_head(width, heads, None)) if key_dim is None else key_dim, per_head(width, heads, value_dim)
-        check_whole(key_dim=K, window=window, degree=degree)
-        check_whole(0, newton_schulz=newton_schulz)
+        check_integers(key_dim=K, window=window, degree=degree)
+        check_integers(0, newton_schulz=newton_schulz)
         polynomial = Polynomial(K, degree)
         super().__init__(
             width,

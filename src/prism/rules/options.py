@@ -1,6 +1,6 @@
-"""Read a rule's options, with type, default and meaning, from its signature and its docstrings.
+"""Read a rule's options (type, default, meaning) from its signature and its docstrings.
 
-The meaning of an option stands under `Args:` in the docstring of the rule's class or of one of its bases. Options that many
+The meaning of an option is under `Args:` in the docstring of the rule's class or of one of its bases. Options that many
 rules share (`key_dim`, `conv_size` …) are described once, in `Rule`.
 """
 
@@ -40,7 +40,7 @@ def options_of(rule: type[Rule]) -> tuple[Option, ...]:
 
 
 def documented(docstring: str | None) -> dict[str, str]:
-    """What the `Args:` section of a docstring says, by argument. `a, b: text` describes both."""
+    """The `Args:` section of a docstring as {argument: description}. `a, b: text` describes both."""
     _, found, section = inspect.cleandoc(docstring or "").partition("Args:\n")
     if not found:
         return {}

@@ -1,18 +1,18 @@
-"""PRISM: forget like Gated DeltaNet, write a rank-L correction found by an unrolled residual solver.
+"""PRISM: forgets like Gated DeltaNet, and writes a rank-L correction computed by an unrolled residual solver.
 
     S_t = α_t S_{t-1}(I - β₁ k₁ k₁ᵀ) + Σ_l β_l δ_l k_lᵀ
 
-The solver imitates L steps of test-time descent on ½‖σ(Sk) - v‖² without looking at S: a short convolution u of the input
-(the *anchor*) stands in for Sk, a linear map p_l of u for σ', and the residual is taken down step by step:
+The solver imitates L steps of test-time gradient descent on ½‖σ(Sk) - v‖² without reading S: a short convolution u of the
+input (the *anchor*) stands in for Sk, a linear map p_l of u for σ', and the residual is reduced step by step:
 
     gelu     δ_l = GELU(p_l ⊙ r_l),             r_{l+1} = r_l - δ_l                        (the paper's loop, Eqs. 9-18)
     closed   δ_l = P_l ⊙ Π_{j<l}(1 - P_j) ⊙ r,  P = σ(p)                                   (the same loop without GELU)
 
-Presets. `paper` is the paper's layer: everything is a full linear map of u, r₁ = v - u, all L writes come from the solver.
-`lm` (default) is Gated DeltaNet (same modules, same state-dict names, so that L = 1 *is* Gated DeltaNet) plus L - 1 solver
-writes through low-rank maps.
+Presets. `paper` (`PaperPrism`) is the paper's layer: every map is a full linear map of u, r₁ = v - u, and all L writes come
+from the solver. `lm` (`Prism`, the default) is Gated DeltaNet plus L - 1 solver writes through low-rank maps. It has the
+same modules and state-dict names, so that L = 1 *is* Gated DeltaNet.
 
-Choices the paper leaves open, as this library makes them: SiLU on the anchor (Algorithm 1 has it, Eq. 9 not); β = σ(·),
+Our choices where the paper leaves them open: SiLU on the anchor (Algorithm 1 has it, Eq. 9 not); β = σ(·),
 so that the transition never grows; q and every k_l L2-normalised and q scaled by K^-½; α per head, its bias spread so that
 α runs from .9 to .999 over the heads; RMSNorm per head before the output projection; u split over heads, which needs
 H·V = width (`paper`), or mapped to them by a low-rank W_u (`lm`).
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from prism.engine import Update
 from prism.engine.fused import SOLVERS, Corrections, solved_writes
 from prism.rules.delta import GatedDelta
-from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, linears, split_heads
+from prism.rules.parts import Carry, LowRank, ShortConv, fused_linears, l2_normalize, split_heads
 from prism.rules.parts.norms import HeadNorm
-from prism.rules.rule import RESIDUAL_PROXY, Paper, Rule, Span, construct, per_head, set_initial_weights
+from prism.rules.rule import RESIDUAL_PROXY, Paper, Rule, Span, check_integers, construct, per_head, set_initial_weights
 
 RESIDUALS = ("anchored", "value")
 
@@ -48,14 +48,14 @@ class Prism(GatedDelta):
 
     Args:
         preset: `"lm"` for this layer or `"paper"` for `PaperPrism`, which has no `rank`, `step_scale` and `gate`.
-        steps: L, the number of writes of a token; 1 is Gated DeltaNet itself.
+        steps: L, the number of writes per token; 1 is Gated DeltaNet itself.
         solver: `"closed"` or `"gelu"`; the default of `paper` is `"gelu"`.
         residual: `"anchored"` starts from v - W_u u, `"value"` from v.
         gain: whether the solver has a learned gain; False sets every p_l to 1 (`closed`: every P to ½).
         nonlinearity: whether the solver has its non-linearity, GELU (`closed`: the sigmoid).
         shared_key: whether all L corrections are written along k₁.
-        rank: rank of the low-rank maps; by default max(8, width / 32), which keeps the extra under 10 % of the mixer.
-        step_scale: initial value of γ; with 0 a model starts exactly as Gated DeltaNet (adapters).
+        rank: rank of the low-rank maps; by default max(8, width / 32), which adds less than 10 % to the mixer's parameters.
+        step_scale: initial value of γ; with 0 a model starts exactly as Gated DeltaNet (for adapters).
     """
 
     name = "prism"
@@ -128,12 +128,12 @@ class Prism(GatedDelta):
     def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
         if self.writes is None:
             return None, {}
-        corrections, window = self.writes(x, carry.get("anchor"), span)
-        return corrections, {"anchor": window}
+        corrections, conv_state = self.writes(x, carry.get("anchor"), span)
+        return corrections, {"anchor": conv_state}
 
 
 class ResidualWrites(nn.Module):
-    """Writes 2 … L of the `lm` preset: low-rank maps of an own anchor, and a learned scale γ that can start at zero."""
+    """Writes 2 … L of the `lm` preset: low-rank maps of a separate anchor, and a learned scale γ that can start at zero."""
 
     def __init__(
         self,
@@ -168,13 +168,13 @@ class ResidualWrites(nn.Module):
     def initial_weights(self) -> dict[str, Tensor]:
         return {"scale": torch.full(self.scale.shape, float(self.step_scale))}
 
-    def forward(self, x: Tensor, window: Tensor | None, span: Span) -> tuple[Corrections, Tensor]:
-        """`[B, T, width]` → the corrections, and the anchor's window."""
-        u, window = self.conv(x, window, span)
+    def forward(self, x: Tensor, conv_state: Tensor | None, span: Span) -> tuple[Corrections, Tensor]:
+        """x `[B, T, width]` → the corrections, and the conv state of the anchor."""
+        u, conv_state = self.conv(x, conv_state, span)
         H, n = self.heads, self.count
         maps = (self.key, self.gain, self.expected)
-        *answers, beta = linears(u, *[m for m in maps if m is not None], self.beta)
-        keys, gains, expected = (None if m is None else answers.pop(0) for m in maps)
+        *outputs, beta = fused_linears(u, *[m for m in maps if m is not None], self.beta)
+        keys, gains, expected = (None if m is None else outputs.pop(0) for m in maps)
         corrections = Corrections(
             keys=None if keys is None else keys.unflatten(-1, (H, n, -1)),
             expected=None if expected is None else split_heads(expected, H),
@@ -184,14 +184,14 @@ class ResidualWrites(nn.Module):
             solver=self.solver,
             nonlinearity=self.nonlinearity,
         )
-        return corrections, window
+        return corrections, conv_state
 
 
 class PaperPrism(Rule):
     """PRISM's `paper` layer: Eqs. 9-18 and Algorithm 1 as written, every map a full linear map of the anchor.
 
     Args:
-        steps: L, the number of writes of a token.
+        steps: L, the number of writes per token.
         solver: `"gelu"` or `"closed"`.
         residual: `"anchored"` starts from v - u, `"value"` from v (the ablation without anchor).
         gain: whether the solver has a learned gain; False sets every p_l to 1 (`closed`: every P to ½).
@@ -245,12 +245,12 @@ class PaperPrism(Rule):
         set_initial_weights(self)
 
     def initial_weights(self) -> dict[str, Tensor]:
-        """α from .9 to .999 over the heads, evenly in log(1 - α); one head gets the middle, .99."""
+        """α from .9 to .999 over the heads, evenly in log(1 - α); a single head gets the middle, .99."""
         forgotten = torch.logspace(-1, -3, self.heads) if self.heads > 1 else torch.tensor([0.01])
         return {"alpha.bias": torch.logit(1 - forgotten)}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
-        u, window = self.conv(x, carry.get("conv"), span)
+        u, conv_state = self.conv(x, carry.get("conv"), span)
         H, L = self.heads, self.steps
         q = l2_normalize(split_heads(self.query(u), H)) * self.key_dim**-0.5
         k = l2_normalize(self.key(u).unflatten(-1, (H, -1, self.key_dim)))  # [B, T, H, L or 1, K]
@@ -269,7 +269,7 @@ class PaperPrism(Rule):
             reset=span.reset,
             mask=span.mask,
         )
-        return update, {"conv": window}, None
+        return update, {"conv": conv_state}, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o))
@@ -279,8 +279,8 @@ PRESETS: dict[str, type[Rule]] = {"lm": Prism, "paper": PaperPrism}
 
 
 def check_solver(steps: int, solver: str, residual: str) -> None:
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a whole number ≥ 1, got {steps!r}")
+    """Raise a ValueError for options of the solver that do not exist."""
+    check_integers(steps=steps)
     if solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
     if residual not in RESIDUALS:

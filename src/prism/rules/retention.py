@@ -1,4 +1,4 @@
-"""Retention: linear attention that forgets at a rate of its own per head.
+"""Retention: linear attention with a separate decay rate for each head.
 
     S_t = γ_t S_{t-1} + k_t v_tᵀ
 
@@ -6,8 +6,8 @@
     Gated Retention   γ_t = σ(w·x_t)^{1/16}, from the data                                     (Sun et al., 2024)
 
 RetNet and Gated Retention rotate q and k by position (interleaved pairs; positions restart at documents), scale k by K^-½
-and normalise each head without weights. RetNet's reference code also rescales rows by running sums: invisible behind that
-norm, and left out here.
+and normalise each head without weights. RetNet's reference code also rescales rows by running sums: that norm cancels it, so
+it is left out here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from prism.rules.hebbian import HebbianFamily, Projections
-from prism.rules.parts import Carry, Rotary, place
+from prism.rules.parts import Carry, Rotary, token_positions
 from prism.rules.parts.decays import constant_decay, head_numbers, log_sigmoid_decay
 from prism.rules.parts.norms import HeadNorm
 from prism.rules.rule import DECAYED_CORRELATION, Paper, Span, per_head
 
 
 class Retention(HebbianFamily):
-    """What RetNet and Gated Retention share."""
+    """Base of RetNet and Gated Retention: rotary positions, the norm and the gate."""
 
     objective = DECAYED_CORRELATION
     transition = "scalar"
@@ -37,12 +37,12 @@ class Retention(HebbianFamily):
         self.gate = nn.Linear(width, heads * value_dim, bias=False)
 
     def log_decay(self, x: Tensor) -> Tensor:
-        """`[B, T, H]`."""
+        """The log-decay `[B, T, H]` for x `[B, T, width]`."""
         raise NotImplementedError
 
     def project(self, x: Tensor, carry: Carry, span: Span) -> Projections:
         p = super().project(x, carry, span)
-        positions, following = place(x, carry, span)
+        positions, following = token_positions(x, carry, span)
         return p._replace(
             q=self.rotary(p.q, positions),
             k=self.rotary(p.k, positions) * self.key_dim**-0.5,
@@ -79,7 +79,7 @@ class RetNet(Retention):
 
 
 class GatedRetention(Retention):
-    """Gated Retention: decays from the data."""
+    """Gated Retention: decays that depend on the data."""
 
     name = "gated_retention"
     paper = Paper("You Only Cache Once", "Sun et al. 2024", "https://arxiv.org/abs/2405.05254")

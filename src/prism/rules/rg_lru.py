@@ -1,10 +1,10 @@
-"""RG-LRU, the recurrence of Griffin and RecurrentGemma: a vector whose channels forget by how much they take in.
+"""RG-LRU, the recurrence of Griffin and RecurrentGemma: a vector state in which each channel has its own forget gate.
 
     h_t = a_t ⊙ h_{t-1} + √(1 - a_t²) ⊙ (i_t ⊙ x_t)          a = exp(-8 r softplus(Λ))          (De et al., 2024)
 
-r and i are sigmoids of block-diagonal maps of x, one block a head. √(1 - a²) keeps the size of h whatever a is; at the start
-of a document, where there is nothing to keep, it is 1. Before it a short convolution (with bias, no activation), after it a
-GELU branch that multiplies. Λ starts such that exp(-softplus Λ)² is uniform on [.9², .999²], as in the released code.
+r and i are sigmoids of block-diagonal maps of x, one block per head. √(1 - a²) keeps the size of h independent of a; at the
+start of a document, where h is zero, it is replaced by 1. x comes from a short convolution (with bias, no activation), and h
+is multiplied by a GELU branch. Λ starts such that exp(-softplus Λ)² is uniform on [.9², .999²], as in the released code.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.memories.diagonal import Diagonal
-from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, place
+from prism.rules.parts import BlockLinear, Carry, ShortConv, at_least_float32, token_positions
 from prism.rules.rule import Objective, Paper, Rule, Span, set_initial_weights
 
-_STEEPEST = 1000.0
+_MAX_SLOPE = 1000.0
 
 
 class RgLru(Rule):
     """RG-LRU, the gated linear recurrence of Griffin.
 
-    Defaults as published: as many channels as the layer is wide.
+    As published, the state has `width` channels.
     """
 
     name = "rg_lru"
@@ -55,20 +55,20 @@ class RgLru(Rule):
         return {"rate": torch.log(torch.expm1(-kept.log()))}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], None]:
-        u, window = self.conv(self.into(x), carry.get("conv"), span)
-        positions, counted = place(x, carry, span)
+        u, conv_state = self.conv(self.into(x), carry.get("conv"), span)
+        positions, counted = token_positions(x, carry, span)
         log_decay = -8 * at_least_float32(self.forget_gate(u)).sigmoid() * F.softplus(self.rate)
         room = _ClippedRoot.apply(-torch.expm1(2 * log_decay))
         room = torch.where((positions == 0).unsqueeze(-1), 1.0, room)
         write = (u * self.input_gate(u).sigmoid(), room)
-        return Diagonal(write, log_decay, reset=span.reset, mask=span.mask), {"conv": window, **counted}, None
+        return Diagonal(write, log_decay, reset=span.reset, mask=span.mask), {"conv": conv_state, **counted}, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(o * F.gelu(self.branch(x), approximate="tanh"))
 
 
 class _ClippedRoot(torch.autograd.Function):
-    """√x with a slope of at most 1000: where a is nearly 1 the true one is unbounded."""
+    """√x with a gradient of at most `_MAX_SLOPE`: where a is nearly 1 the exact one is unbounded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -78,4 +78,4 @@ class _ClippedRoot(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return gradients[0] / (4 * x).clamp(min=_STEEPEST**-2).sqrt()
+        return gradients[0] / (4 * x).clamp(min=_MAX_SLOPE**-2).sqrt()

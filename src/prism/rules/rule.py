@@ -1,10 +1,19 @@
-"""What a rule is: two functions around a memory.
+"""The base class of rules, and the types that every rule uses.
 
-    update(x, carry, span) -> (update, carry, extra)     what is forgotten, erased, written and asked, from the input alone
+A rule is two functions around a memory:
+
+    update(x, carry, span) -> (update, carry, extra)     what is forgotten, erased, written and queried, from the input alone
     output(o, x, extra)    -> y                          bonus, skip, norm, gate, projection
 
-A rule has no loop over time and knows no form: the engine computes its update. `extra` is whatever `output` needs that
-`update` already has. Windows and positions travel in `carry`, a dict of tensors whose first dimension is the batch.
+A rule has no loop over time and knows no form: the engine computes its update. `extra` passes on tensors that `update` has
+computed and `output` also needs. Conv states and positions travel in `carry`, a dict of tensors whose first dimension is
+the batch.
+
+In this file, in order: `Rule`'s descriptions (`Objective`, `Paper`), its inputs (`Carry`, `Span`), initial weights, `Rule`
+itself, and checks of options.
+
+Many rules repeat a block of class attributes and a constructor signature. That is on purpose: the signature is the list of
+options with their types and defaults (`Rule.option_parameters` reads it), and a rule's file says all of it in one place.
 """
 
 from __future__ import annotations
@@ -13,38 +22,38 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from prism.engine import FORMS
 
-# The test-time regression view: a memory learns, at every token, to answer the key with the value.
-#
-# A rule of this view is one (or several) steps of gradient descent on an objective, after a weight decay `keep`:
-#
-#     S ← keep ⊙ S;   S ← S - rate · ∂loss/∂S
-#
-# Memories are key-first, `[K, V]`: the answer to k is Sᵀk. `tests/rules/test_objectives.py` shows by autograd that
-# each rule's
-# update is exactly that.
-
 Carry = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss of the memory `[…, K, V]` at one key `[…, K]` and value `[…, V]`, and how people write it."""
+    """The loss that a memory minimises at test time, and how it is written in tables.
+
+    In the test-time regression view a memory learns, at every token, to map the key to the value. A rule is one
+    step (or several) of gradient descent on an objective, after a weight decay `keep`:
+
+        S ← keep ⊙ S;   S ← S - rate · ∂loss/∂S
+
+    Memories are key-first, `[K, V]`: reading with k gives Sᵀk. `tests/rules/test_objectives.py` shows by autograd that each
+    rule's update is exactly that.
+    """
 
     text: str
     loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """None where the rule imitates an objective without being a gradient step on it (PRISM's proxy)."""
+    """(memory `[…, K, V]`, key `[…, K]`, value `[…, V]`) → `[…]`. None where the rule imitates an objective without being a
+    gradient step on it (PRISM's proxy)."""
 
     def descend(
         self, S: Tensor, k: Tensor, v: Tensor, rate: float | Tensor = 1.0, keep: float | Tensor = 1.0
     ) -> Tensor:
-        """One decayed SGD step, by autograd."""
+        """The memory after one SGD step with weight decay, by autograd."""
         if self.loss is None:
             raise ValueError(f"the objective {self.text!r} is a proxy: no gradient step on it gives the update")
         S = (keep * S).detach().requires_grad_()
@@ -52,17 +61,17 @@ class Objective:
         return (S - rate * gradient).detach()
 
 
-def answer(S: Tensor, k: Tensor) -> Tensor:
+def read(S: Tensor, k: Tensor) -> Tensor:
     """Sᵀk: `[…, K, V]`, `[…, K]` → `[…, V]`."""
     return (k.unsqueeze(-2) @ S).squeeze(-2)
 
 
 def _correlation(S: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return -(answer(S, k) * v).sum(-1)
+    return -(read(S, k) * v).sum(-1)
 
 
 def _squared_error(S: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return 0.5 * (answer(S, k) - v).square().sum(-1)
+    return 0.5 * (read(S, k) - v).square().sum(-1)
 
 
 CORRELATION = Objective("-⟨Sk, v⟩", _correlation)
@@ -74,18 +83,27 @@ GENERALISED_REGRESSION = Objective("generalised ½‖Sk - v‖²")
 RESIDUAL_PROXY = Objective("proxy of ½‖σ(Sk) - v‖²")
 
 
-# Where a stretch of tokens begins and ends: padding, documents, and what must be remembered for the next stretch.
-#
-# Rules never meet padding between tokens: the mixer moves real tokens to the front first, so row b has `lengths[b]`
-# real
-# tokens followed by padding. A causal rule needs no more than that, except where it keeps the *last real* tokens.
+class Paper(NamedTuple):
+    """Where a rule was published."""
+
+    title: str
+    authors: str
+    """Authors and year, as in "Yang et al. 2024"."""
+    url: str
 
 
 @dataclass(frozen=True)
 class Span:
-    """T tokens of B rows. `mask` `[B, T]`: real tokens first, then padding. `reset` `[B, T]`: a document starts here.
+    """One call's T tokens of B rows: which are padding, and where documents start.
 
-    `shared` is a dict that one pass hands from layer to layer (RWKV-7's first value); None outside a stack.
+    Rules never see padding between tokens: the mixer moves real tokens to the front first, so row b has `lengths[b]` real
+    tokens followed by padding. A causal rule needs no more than that, except where it keeps the *last real* tokens.
+
+    Args:
+        mask: `[B, T]` bool, False is padding; real tokens first. None: all tokens are real.
+        reset: `[B, T]` bool, True where a document starts. None: nowhere.
+        shared: a dict that is passed from layer to layer within one forward pass (RWKV-7's first value); None outside a
+            stack.
     """
 
     mask: Tensor | None = None
@@ -94,45 +112,46 @@ class Span:
 
     @property
     def lengths(self) -> Tensor | None:
-        """`[B]`, the number of real tokens, or None if all are."""
+        """`[B]`, the number of real tokens of each row; None if all are real."""
         return None if self.mask is None else self.mask.sum(1)
 
     @property
     def documents(self) -> Tensor | None:
-        """`[B, T]`, 0 for the document that began before this span, then 1, 2, …; None if there is only that one."""
+        """`[B, T]`, each token's document: 0 if it began before this span, then 1, 2, …; None if there is only that one."""
         return None if self.reset is None else self.reset.long().cumsum(1)
 
     def last(self, rows: Tensor, count: int) -> Tensor:
-        """The `count` rows up to the last real token. `rows` `[B, count + T, …]` begins with what came before the span."""
+        """The `count` rows up to the last real token, `[B, count, …]`.
+
+        `rows` `[B, count + T, …]` starts with the `count` rows before the span.
+        """
         if self.lengths is None:
             return rows[:, rows.shape[1] - count :]
         index = self.lengths[:, None] + torch.arange(count, device=rows.device)
         return rows.gather(1, index.reshape(*index.shape, *[1] * (rows.ndim - 2)).expand(-1, -1, *rows.shape[2:]))
 
     def positions(self, tokens: int, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's place in its document `[B, T]`, and the place `[B]` of the token after the last real one.
+        """Each token's position in its document `[B, T]`, and the position `[B]` of the token after the last real one.
 
-        `start` `[B]` is the place of the first token if no document starts in this span.
+        `start` `[B]` is the position of the first token if no document starts there.
         """
         index = torch.arange(tokens, device=start.device).expand(start.shape[0], tokens)
-        place = start[:, None] + index
+        position = start[:, None] + index
         if self.reset is not None:
             began = torch.where(self.reset, index, -1).cummax(1).values
-            place = torch.where(began >= 0, index - began, place)
-        following = torch.cat([start[:, None], place + 1], 1)
-        return place, self.last(following, 1)[:, 0]
+            position = torch.where(began >= 0, index - began, position)
+        following = torch.cat([start[:, None], position + 1], 1)
+        return position, self.last(following, 1)[:, 0]
 
 
-# Initial weights: a rule or a part that sets weights itself returns them from `initial_weights`.
-#
-# All other weights of linear maps are left to torch in a `Mixer`, and to the configuration (`initializer_range`) in a
-# model. A
-# model draws its weights after it was built, perhaps on the meta device or sharded: so values are returned, not
-# written.
-
-
+@runtime_checkable
 class SetsWeights(Protocol):
-    """A module with weights of its own."""
+    """A module, a rule or a part of one, that initialises some of its weights itself.
+
+    All other weights of linear maps are initialised by torch in a `Mixer`, and by the configuration (`initializer_range`) in
+    a model. A model draws its weights after it was built, perhaps on the meta device or sharded: therefore
+    `initial_weights` returns values instead of writing them.
+    """
 
     def initial_weights(self) -> dict[str, Tensor]:
         """Newly drawn values by parameter name, on the current default device."""
@@ -143,65 +162,59 @@ class SetsWeights(Protocol):
 
 @torch.no_grad()
 def set_initial_weights(part: SetsWeights) -> None:
-    """Give a part the weights that it sets itself. Constructors call this once those parameters exist."""
+    """Write the values of `part.initial_weights()` into its parameters. Constructors call this once those exist."""
     for name, value in part.initial_weights().items():
         part.get_parameter(name).copy_(value)
 
 
 def uniform(shape: tuple[int, ...], bound: float) -> Tensor:
-    """Drawn from U(-bound, bound)."""
+    """A tensor drawn from U(-bound, bound)."""
     return torch.empty(shape).uniform_(-bound, bound)
 
 
-class Paper(NamedTuple):
-    """Where a rule was published."""
-
-    title: str
-    authors: str
-    """And the year, as in "Yang et al. 2024"."""
-    url: str
-
-
 class Rule(nn.Module):
-    """Base of every rule. Class attributes describe it (`prism rules` prints them); instances know their sizes.
+    """Base class of every rule. Class attributes describe it (`prism rules` prints them); instances know their sizes.
 
-    Options that many rules share:
+    Options that many rules share are described here:
 
     Args:
         key_dim: size of a head's queries and keys; width / heads by default.
         value_dim: size of a head's values; width / heads by default.
-        conv_size: number of tokens a short causal convolution sees, this one included; 1 means no convolution.
-        gate: whether the answer is multiplied by an activated linear map of the input.
+        conv_size: size of the short causal convolution, in tokens; 1 means no convolution.
+        gate: whether the output is multiplied by an activated linear map of the input.
         negative_eigenvalues: whether β is 2σ(·) instead of σ(·), so that the eigenvalue along the key can be negative.
         layer_index: position of the layer in its stack, from 0. A model sets it.
         layer_count: number of layers in the stack. A model sets it.
-        eps: added to what the answer is divided by.
+        eps: added to the divisor of the output.
     """
 
     name: ClassVar[str]
-    """The name to use in patterns and configurations; the name of the class if a class sets none."""
+    """Name in patterns and configurations; by default the name of the class."""
     paper: ClassVar[Paper | None] = None
     """Where the rule was published."""
     objective: ClassVar[Objective] = Objective("–")
+    """What a write minimises."""
     forgetting: ClassVar[str] = "–"
+    """What decides how much is forgotten: nothing, a number per head, per channel …"""
     transition: ClassVar[str] = "–"
     """The class of matrices that carry the state from token to token."""
     forms: tuple[str, ...] = FORMS
+    """The forms in which the engine can compute the update."""
     constant_state: ClassVar[bool] = True
     """False for caches, which grow with the context."""
     shared_maps: ClassVar[tuple[str, ...] | None] = None
-    """The linear maps, by attribute, that ask or answer: in a mixture of memories there is one for all. The others, which
-    write and forget, are each memory's own. None: the rule cannot be mixed (unless it has no linear maps)."""
+    """Attributes of the linear maps for queries and outputs, which all memories of a mixture share. Each memory has its own
+    copy of the other maps, which write and forget. None: the rule cannot be mixed (unless it has no linear maps)."""
     query_first_maps: ClassVar[tuple[str, ...]] = ()
-    """Maps whose first `query_size` outputs ask: those rows are shared in a mixture, the rest is each memory's own."""
+    """Maps whose first `query_size` outputs are queries: a mixture shares those rows, and each memory has its own rest."""
 
     def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, write_rank: int = 1) -> None:
         super().__init__()
-        check_whole(width=width, heads=heads, key_dim=key_dim, value_dim=value_dim)
+        check_integers(width=width, heads=heads, key_dim=key_dim, value_dim=value_dim)
         self.width, self.heads, self.key_dim, self.value_dim = width, heads, key_dim, value_dim
         self.write_rank = write_rank
         self.state_size = heads * key_dim * value_dim
-        """Numbers in the memory of one sequence (carries and open mini-batches not counted)."""
+        """Numbers in the memory of one sequence (without the carry and a partial mini-batch)."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -215,17 +228,17 @@ class Rule(nn.Module):
 
     @classmethod
     def build(cls, width: int, heads: int, **options: Any) -> Rule:
-        """Construct the rule; an option it does not have is named, with those it has."""
+        """Construct the rule. An unknown option is a ValueError that lists the known ones."""
         return construct(cls, width, heads, options)
 
     @classmethod
     def option_names(cls) -> tuple[str, ...]:
-        """The options that `build` takes besides width and heads."""
+        """Names of the options that `build` takes in addition to width and heads."""
         return tuple(cls.option_parameters())
 
     @classmethod
     def option_parameters(cls) -> dict[str, inspect.Parameter]:
-        """The options with their annotations and defaults. A class whose `build` takes more than its constructor adds them."""
+        """Options with their annotations and defaults. Override it where `build` takes more than the constructor."""
         parameters = inspect.signature(cls.__init__).parameters
         return {
             name: parameter
@@ -237,14 +250,14 @@ class Rule(nn.Module):
     def initial_weights(self) -> dict[str, Tensor]:
         """Initial values of the weights that the rule sets itself, by parameter name, newly drawn at every call.
 
-        A rule with parameters of its own (`nn.Parameter`), or with a map that must not start as the model's configuration
-        says (`"key.weight"`), overrides this, and calls `set_initial_weights(self)` in its constructor. Parts of a rule may
-        have this method too; the rule's values override theirs.
+        Override it in a rule that has an `nn.Parameter`, or a linear map that must not be initialised as the model's
+        configuration says (`"key.weight"`), and call `set_initial_weights(self)` in the constructor. Parts of a rule may have
+        this method too; the rule's values override theirs.
         """
         return {}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
-        """x `[B, T, width]` → the engine's update, the carry for the next segment, and `extra` for `output`."""
+        """x `[B, T, width]` → the engine's update, the carry for the next call, and `extra` for `output`."""
         raise NotImplementedError
 
     def output(self, o: Tensor, x: Tensor, extra: Any) -> Tensor:
@@ -255,50 +268,55 @@ class Rule(nn.Module):
 _lookups: list[Callable[[str], type[Rule]]] = []
 
 
-def look_up_with(lookup: Callable[[str], type[Rule]]) -> None:
-    """Give rules that contain other rules the registry's `get`, without their importing the registry that lists them."""
+def set_rule_lookup(lookup: Callable[[str], type[Rule]]) -> None:
+    """Set the function behind `rule_named`: the registry's `get`.
+
+    The registry calls this, because rules that contain other rules cannot import the registry that lists them.
+    """
     _lookups[:] = [lookup]
 
 
 def rule_named(name: str) -> type[Rule]:
-    """The class of another rule, for rules that contain one."""
+    """The class of a registered rule, for rules that contain another one."""
     return _lookups[0](name)
 
 
 def check_options(cls: type[Rule], options: Iterable[str]) -> None:
+    """Raise a ValueError for the first option that the rule does not have."""
     for name in options:
         if name not in cls.option_names():
             raise ValueError(f"rule {cls.name!r} has no option {name!r}; it takes {', '.join(cls.option_names())}")
 
 
 def construct(cls: type[Rule], width: int, heads: int, options: dict[str, Any]) -> Rule:
+    """Build the rule after checking the names of its options, and width and heads."""
     check_options(cls, options)
-    check_whole(width=width, heads=heads)  # before a rule divides one by the other
+    check_integers(width=width, heads=heads)  # before a rule divides one by the other
     return cls(width, heads, **options)
 
 
-def check_whole(least: int = 1, **options: int) -> None:
-    """Options that count something."""
+def check_integers(least: int = 1, **options: int) -> None:
+    """Raise a ValueError for an option that is not an integer ≥ `least`."""
     for name, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} must be a whole number ≥ {least}, got {value!r}")
+            raise ValueError(f"{name} must be an integer ≥ {least}, got {value!r}")
 
 
-def check_amount(**options: float) -> None:
-    """Options that weigh something: rates, shares of a loss, epsilons."""
+def check_nonnegative(**options: float) -> None:
+    """Raise a ValueError for an option that is not a finite number ≥ 0: rates, loss weights, epsilons."""
     for name, value in options.items():
         if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ValueError(f"{name} must be a number ≥ 0, got {value!r}")
 
 
 def per_head(width: int, heads: int, given: int | None, ratio: float = 1.0) -> int:
-    """A head's size: what was asked for, or its share of `ratio · width`."""
+    """Size of a head: `given`, or by default `ratio · width / heads`, rounded down."""
     return max(1, int(width * ratio) // heads) if given is None else given
 
 
 def depth(layer_index: int, layer_count: int) -> float:
-    """Where a layer stands in its stack: 0 is the first, 1 the last, 0 if it is alone."""
-    check_whole(layer_count=layer_count)
+    """Relative depth of a layer in its stack: 0 is the first layer, 1 the last; 0 for a single layer. Checks both numbers."""
+    check_integers(layer_count=layer_count)
     if not isinstance(layer_index, int) or not 0 <= layer_index < layer_count:
         raise ValueError(f"layer_index must be one of 0 … layer_count - 1 = {layer_count - 1}, got {layer_index!r}")
     return layer_index / max(1, layer_count - 1)

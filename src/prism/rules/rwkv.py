@@ -1,5 +1,17 @@
-"""What RWKV-6 and RWKV-7 share: token shift instead of a short convolution, a bonus for the token itself, a LayerNorm per
-head and a gate on the answer, and starting values that depend on where in the stack a layer stands.
+"""RWKV-6 and RWKV-7: linear memories with a decay per key channel and token shift.
+
+    RWKV-6   S_t = Diag(w_t) S_{t-1} + k_t v_tᵀ          o_t = (S_{t-1} + (u ⊙ k_t) v_tᵀ)ᵀ r_t      (Peng et al., 2024)
+    RWKV-7   S_t = (Diag(w_t) - (a ⊙ κ̂) κ̂ᵀ) S_{t-1} + k̃ ṽᵀ          o_t = S_tᵀ r_t                  (Peng et al., 2025)
+
+Both use token shift instead of a short convolution, add a bonus for the current token, put a LayerNorm per head and a gate
+on the output, and have initial values that depend on the layer's position in the stack.
+
+Token shift: every projection i sees its own mixture of a token and the one before it,
+
+    x_i = x_t + (x_{t-1} - x_t) ⊙ μ_i
+
+RWKV-7 learns the μ_i; RWKV-6 adds to each a low-rank function of the input. Both start from a ramp over the channels,
+1 - (c/D)^{p (1 - ℓ/Λ)}: early channels look back most, late layers less than early ones.
 """
 
 from __future__ import annotations
@@ -13,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.rules.parts import Carry, LowRank, at_least_float32, l2_normalize, shift, split_heads
+from prism.rules.parts import Carry, LowRank, at_least_float32, l2_normalize, split_heads, token_shift
 from prism.rules.parts.norms import HeadLayerNorm
 from prism.rules.rule import (
     DECAYED_CORRELATION,
@@ -27,24 +39,16 @@ from prism.rules.rule import (
     uniform,
 )
 
-# RWKV's way to look one token back: every projection sees its own mixture of a token and the one before it.
-#
-#     x_i = x_t + (x_{t-1} - x_t) ⊙ μ_i
-#
-# RWKV-7 learns the μ_i; RWKV-6 adds to each a low-rank function of the input. Both start from a ramp over the
-# channels,
-# 1 - (c/D)^{p (1 - ℓ/Λ)}: early channels look back most, late layers less than early ones.
-
 
 def ramp(size: int) -> Tensor:
-    """0 … 1 over `size` channels."""
+    """`[size]`, rising evenly from 0 to 1."""
     return torch.arange(size) / max(1, size - 1)
 
 
 def mixtures(width: int, powers: list[float], layer_index: int, layer_count: int) -> Tensor:
-    """The starting μ, one row for each power, `[n, D]`."""
-    share = torch.arange(width) / width
-    return torch.stack([1 - share ** (p * (1 - layer_index / layer_count)) for p in powers])
+    """The initial μ, one row for each power, `[n, D]`."""
+    fraction = torch.arange(width) / width
+    return torch.stack([1 - fraction ** (p * (1 - layer_index / layer_count)) for p in powers])
 
 
 class TokenMix(nn.Module):
@@ -55,7 +59,7 @@ class TokenMix(nn.Module):
         self.mu = nn.Parameter(torch.empty(count, width))  # the rule initialises it
 
     def forward(self, x: Tensor, previous: Tensor) -> tuple[Tensor, ...]:
-        """x and the tokens before `[B, T, D]` → n tensors of the same shape."""
+        """Tokens x and their predecessors, each `[B, T, D]` → n tensors `[B, T, D]`."""
         return _mix(x, previous - x, self.mu)
 
 
@@ -64,7 +68,7 @@ class DynamicTokenMix(TokenMix):
 
     def __init__(self, count: int, width: int, rank: int) -> None:
         super().__init__(count, width)
-        self.first = nn.Parameter(torch.empty(width))  # the mixture that is x_0; the rule initialises it
+        self.first = nn.Parameter(torch.empty(width))  # the μ of x_0; the rule initialises it
         self.down = nn.Linear(width, count * rank, bias=False)
         self.up = nn.Parameter(torch.empty(count, rank, width))
         set_initial_weights(self)
@@ -74,19 +78,19 @@ class DynamicTokenMix(TokenMix):
         return {"down.weight": torch.zeros(count * rank, width), "up": uniform((count, rank, width), 0.01)}
 
     def forward(self, x: Tensor, previous: Tensor) -> tuple[Tensor, ...]:
-        back = previous - x
-        (own,) = _mix(x, back, self.first.unsqueeze(0))
-        hidden = self.down(own).tanh().unflatten(-1, (len(self.mu), -1))
-        return _mix(x, back, self.mu + torch.einsum("btnr,nrd->btnd", hidden, self.up.to(x.dtype)))
+        difference = previous - x
+        (x_0,) = _mix(x, difference, self.first.unsqueeze(0))
+        hidden = self.down(x_0).tanh().unflatten(-1, (len(self.mu), -1))
+        return _mix(x, difference, self.mu + torch.einsum("btnr,nrd->btnd", hidden, self.up.to(x.dtype)))
 
 
-def _mix(x: Tensor, back: Tensor, mu: Tensor) -> tuple[Tensor, ...]:
-    """x and the way back to its predecessor `[B, T, D]`, μ `[…, n, D]` → n tensors `[B, T, D]`, in x's precision."""
-    return (x.unsqueeze(2) + back.unsqueeze(2) * mu.to(x.dtype)).unbind(2)
+def _mix(x: Tensor, difference: Tensor, mu: Tensor) -> tuple[Tensor, ...]:
+    """x and predecessor minus x, each `[B, T, D]`, μ `[…, n, D]` → n tensors `[B, T, D]` in x's dtype."""
+    return (x.unsqueeze(2) + difference.unsqueeze(2) * mu.to(x.dtype)).unbind(2)
 
 
-class Own(NamedTuple):
-    """What `output` needs of the token itself."""
+class CurrentToken(NamedTuple):
+    """What `output` needs from `update`, for the bonus of the current token and the gate."""
 
     r: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, H, K]
@@ -99,7 +103,8 @@ class Own(NamedTuple):
 
 
 class RwkvFamily(Rule):
-    """Shared: the four projections, a norm whose weight starts small in early layers, and `layer_index`, `layer_count`."""
+    """Base of RWKV-6 and RWKV-7: receptance, key, value and output maps, and a norm whose weight starts small in early
+    layers."""
 
     shared_maps = ("receptance", "gate", "out")
 
@@ -123,15 +128,16 @@ class RwkvFamily(Rule):
         self.layer_index, self.layer_count = layer_index, layer_count
 
     def initial_weights(self) -> dict[str, Tensor]:
-        share = ((1 + self.layer_index) / self.layer_count) ** 0.7
-        return {"norm.norm.weight": torch.full((self.heads * self.value_dim,), share)}
+        scale = ((1 + self.layer_index) / self.layer_count) ** 0.7
+        return {"norm.norm.weight": torch.full((self.heads * self.value_dim,), scale)}
 
     def heads_of(self, *flat: Tensor) -> tuple[Tensor, ...]:
+        """Each `[B, T, H·K]` → `[B, T, H, K]`."""
         return tuple(split_heads(z, self.heads) for z in flat)
 
 
 class ConstantStart(LowRank):
-    """A low-rank map that starts as a constant: the first map is zero, the second a tenth of an orthogonal one."""
+    """A low-rank map whose initial output is constant: `down` starts at zero, `up` as 0.1 times an orthogonal matrix."""
 
     def __init__(
         self, width: int, out: int, rank: int, activation: Callable[[Tensor], Tensor] | None = None, bias: bool = True
@@ -146,17 +152,11 @@ class ConstantStart(LowRank):
         return {"down.weight": torch.zeros(rank, width), "up.weight": up}
 
 
-# RWKV-6: linear attention with a decay per key channel that reads before it writes.
-#
-#     S_t = Diag(w_t) S_{t-1} + k_t v_tᵀ          o_t = (S_{t-1} + (u ⊙ k_t) v_tᵀ)ᵀ r_t          (Peng et al., 2024)
-#
-# The token itself enters the answer with a learned weight u instead of the 1 it is written with. w = exp(-exp(w₀ +
-# low-rank));
-# which part of the previous token each projection sees depends on the data.
-
-
 class Rwkv6(RwkvFamily):
-    """RWKV-6 (Finch), with its own token shift.
+    """RWKV-6 (Finch): linear attention with a decay per key channel, read before it is written.
+
+    The current token enters the output with a learned weight u instead of the 1 it is written with. The decay is
+    w = exp(-exp(w₀ + low-rank)). How much of the previous token each projection sees depends on the data.
 
     Args:
         mix_rank: rank of the maps that decide how much each projection sees of the previous token.
@@ -190,7 +190,7 @@ class Rwkv6(RwkvFamily):
 
     def initial_weights(self) -> dict[str, Tensor]:
         keys, channels = self.heads * self.key_dim, ramp(self.heads * self.key_dim)
-        powers = [0.5, 1, 1, 1, 0.5, 1]  # r, w, k, v, g and their own input
+        powers = [0.5, 1, 1, 1, 0.5, 1]  # r, w, k, v, g and x_0
         mix = mixtures(self.width, powers, self.layer_index, self.layer_count)
         mix[3] -= 0.3 * self.depth
         zigzag = ((torch.arange(keys) + 1) % 3 - 1) * 0.1
@@ -203,35 +203,28 @@ class Rwkv6(RwkvFamily):
             "bonus": (self.depth * (1 - channels) + zigzag).view(self.heads, -1),
         }
 
-    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Own]:
-        previous, last = shift(x, carry.get("shift"), span)
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], CurrentToken]:
+        previous, last = token_shift(x, carry.get("shift"), span)
         xr, xw, xk, xv, xg = self.mix(x, previous)
         r, k, v = self.heads_of(self.receptance(xr), self.key(xk), self.value(xv))
         (log_decay,) = self.heads_of(-at_least_float32(self.decay_in(xw)).exp())
         update = Update(r, k.unsqueeze(3), v.unsqueeze(3), log_decay, read="before", reset=span.reset, mask=span.mask)
-        return update, {"shift": last}, Own(r, k, v, F.silu(self.gate(xg)))
+        return update, {"shift": last}, CurrentToken(r, k, v, F.silu(self.gate(xg)))
 
-    def output(self, o: Tensor, x: Tensor, extra: Own) -> Tensor:
+    def output(self, o: Tensor, x: Tensor, extra: CurrentToken) -> Tensor:
         return self.out(self.norm(o + extra.bonus(self.bonus)) * extra.gate)
 
 
-# RWKV-7: a decay per key channel, and an erase along a key of its own from the *undecayed* state.
-#
-#     S_t = (Diag(w_t) - (a ⊙ κ̂) κ̂ᵀ) S_{t-1} + k̃ ṽᵀ          o_t = S_tᵀ r_t                    (Peng et al., 2025)
-#
-# κ̂ = nrm(k ⊙ k_k) is looked up, a ⊙ κ̂ taken away: a step size per channel. k̃ = k ⊙ (1 + (a - 1) ⊙ k_a) is written.
-# With
-# w = exp(-e^{-½} σ(·)) in (.545, 1) the eigenvalue along κ̂ is about w - a: mildly negative ones come for free. The
-# bonus
-# (r·(r_k ⊙ k̃)) v for the token itself is added after the norm.
-#
-# Layers above the first mix their value with the first layer's, which travels in `shared`. Without it (a mixer on its
-# own) a
-# layer uses its own value.
-
-
 class Rwkv7(RwkvFamily):
-    """RWKV-7 (Goose). The ranks of its low-rank maps follow from the width."""
+    """RWKV-7 (Goose): a decay per key channel, and an erase along a separate key from the *undecayed* state.
+
+    κ̂ = nrm(k ⊙ k_k) is the key that is looked up, a ⊙ κ̂ the key that is erased: a step size per channel.
+    k̃ = k ⊙ (1 + (a - 1) ⊙ k_a) is written. With w = exp(-e^{-½} σ(·)) in (.545, 1) the eigenvalue along κ̂ is about w - a,
+    which can be mildly negative. The bonus (r·(r_k ⊙ k̃)) v for the current token is added after the norm.
+
+    Layers above the first mix their value with the first layer's, which they receive through `Span.shared`. Without it (a
+    single mixer) a layer uses its own value. The ranks of the low-rank maps follow from the width.
+    """
 
     name = "rwkv7"
     paper = Paper("RWKV-7 Goose", "Peng et al. 2025", "https://arxiv.org/abs/2503.14456")
@@ -284,8 +277,8 @@ class Rwkv7(RwkvFamily):
             weights["value_mix.up.bias"] = 0.73 - 0.4 * (ramp(values) - 0.5)
         return weights
 
-    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Own]:
-        previous, last = shift(x, carry.get("shift"), span)
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], CurrentToken]:
+        previous, last = token_shift(x, carry.get("shift"), span)
         xr, xw, xk, xv, xa, xg = self.mix(x, previous)
         k, a = self.key(xk), self.rate(xa).sigmoid()
         log_decay = -math.exp(-0.5) * at_least_float32(self.decay_in(xw)).sigmoid()
@@ -305,10 +298,10 @@ class Rwkv7(RwkvFamily):
             reset=span.reset,
             mask=span.mask,
         )
-        return update, {"shift": last}, Own(r, k, v, self.gate(xg))
+        return update, {"shift": last}, CurrentToken(r, k, v, self.gate(xg))
 
     def _value(self, x: Tensor, shared: dict[str, Tensor] | None) -> Tensor:
-        """`[B, T, H·V]`; the first layer leaves its value for the others."""
+        """The value `[B, T, H·V]`. The first layer stores its value in `shared` for the layers above."""
         v = self.value(x)
         shared = {} if shared is None else shared
         if self.value_mix is None:
@@ -319,7 +312,7 @@ class Rwkv7(RwkvFamily):
             raise ValueError(f"shared['value'] has shape {list(first.shape)}, expected [B, T, H·V] = {list(v.shape)}")
         return torch.lerp(v, first, self.value_mix(x).sigmoid())
 
-    def output(self, o: Tensor, x: Tensor, extra: Own) -> Tensor:
+    def output(self, o: Tensor, x: Tensor, extra: CurrentToken) -> Tensor:
         bonus = extra.bonus(self.bonus).flatten(-2)
         return self.out((self.norm(o) + bonus) * extra.gate)
 

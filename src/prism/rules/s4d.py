@@ -1,11 +1,11 @@
-"""S4D, the ancestor of selective state spaces: a linear system with a constant, complex diagonal, per channel.
+"""S4D, the predecessor of selective state spaces: a linear system with a constant, complex diagonal per channel.
 
     h' = A h + u,  y = 2 Re(C h) + D u          discretised:  h_t = e^{ΔA} h_{t-1} + (e^{ΔA} - 1)/A · u_t      (Gu et al., 2022)
 
-Nothing depends on the data but u itself, so the whole layer is also one convolution (the form `"parallel"`). Complex numbers
-come in conjugate pairs, of which one is kept: N / 2 of them a channel. A starts as -½ + iπn, Δ log-uniform in [.001, .1]; the
-real part of A is kept as a logarithm. GELU, then a linear map with a gated linear unit. The authors train A and Δ with a
-smaller learning rate and no weight decay.
+Only u depends on the data, so the whole layer is also one convolution (the form `"parallel"`). Complex numbers come in
+conjugate pairs, of which one is stored: N / 2 per channel. A starts as -½ + iπn, Δ log-uniform in [.001, .1]; the real part
+of A is stored as a logarithm. GELU, then a linear map with a gated linear unit. The authors train A and Δ with a smaller
+learning rate and no weight decay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class S4d(Rule):
     Defaults as published: N = 64. Heads have no meaning here.
 
     Args:
-        key_dim: N, the numbers that a channel keeps; even.
+        key_dim: N, the state size of a channel; even.
     """
 
     name = "s4d"
@@ -45,7 +45,7 @@ class S4d(Rule):
     def __init__(self, width: int, heads: int, *, key_dim: int = 64) -> None:
         super().__init__(width, heads, key_dim, 1)
         if key_dim % 2:
-            raise ValueError(f"key_dim must be even, half as many complex numbers: got {key_dim}")
+            raise ValueError(f"key_dim must be even (it is stored as key_dim / 2 complex numbers), got {key_dim}")
         self.state_size = width * key_dim
         pairs = key_dim // 2
         self.log_step = nn.Parameter(torch.empty(width))

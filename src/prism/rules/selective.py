@@ -1,12 +1,13 @@
-"""Selective state spaces: every channel keeps N numbers, and the input decides how fast they change.
+"""Mamba-1 and Longhorn, selective state spaces: N numbers per channel, with decays that depend on the input.
 
     Mamba-1 (S6)   h_t[c,n] = exp(-Δ_t[c] e^{A[c,n]}) h_{t-1}[c,n] + Δ_t[c] B_t[n] x_t[c]              (Gu & Dao, 2023)
     Longhorn       h_t[c,n] = (1 - Δ_t[c] k_t[n]²) h_{t-1}[c,n] + Δ_t[c] k_t[n] x_t[c],  Δ = β/(1 + β kᵀk)  (Liu et al., 2024)
 
-Longhorn is the implicit step on ‖S - S_{t-1}‖² + ‖Sk - x‖²_β with the diagonal of kkᵀ in place of all of it: its decay
+Longhorn is the implicit step on ‖S - S_{t-1}‖² + ‖Sk - x‖²_β with the diagonal of kkᵀ in place of the full matrix: its decay
 follows from what is written, without a forget gate. Neither decay is an outer product, so there is a scan but no chunk form.
 
-Around both the same block: x through a short convolution with bias, y = Σ_n read_n h[c,n] + D x, times SiLU(z).
+Both have the same block around the memory: x comes from a short convolution with bias, y = Σ_n read_n h[c,n] + D x, and the
+output is y times SiLU(z).
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from torch import Tensor, nn
 from prism.engine.memories.diagonal import Diagonal
 from prism.rules.parts import Carry, ShortConv
 from prism.rules.parts.decays import timescale_bias
-from prism.rules.rule import Objective, Paper, Rule, Span, check_whole, set_initial_weights, uniform
+from prism.rules.rule import Objective, Paper, Rule, Span, check_integers, set_initial_weights, uniform
 
 
 class SelectiveFamily(Rule):
-    """Defaults as published: 2 · width channels of N = 16 numbers. Heads have no meaning here.
+    """Base of Mamba-1 and Longhorn: the block around the memory.
+
+    Defaults as published: 2 · width channels of N = 16 numbers. Heads have no meaning here.
 
     Args:
-        key_dim: N, the numbers that a channel keeps.
+        key_dim: N, the state size of a channel.
         expand: number of channels, as a multiple of the width.
         rank: rank of the map to Δ; width / 16, rounded up, by default.
     """
@@ -40,7 +43,7 @@ class SelectiveFamily(Rule):
         self, width: int, heads: int, *, key_dim: int = 16, expand: int = 2, rank: int | None = None, conv_size: int = 4
     ) -> None:
         rank = math.ceil(width / 16) if rank is None else rank
-        check_whole(expand=expand, rank=rank)
+        check_integers(expand=expand, rank=rank)
         inner = expand * width
         super().__init__(width, heads, key_dim, inner)
         self.state_size = inner * key_dim
@@ -56,20 +59,20 @@ class SelectiveFamily(Rule):
         set_initial_weights(self)
 
     def add_parameters(self) -> None:
-        """Parameters that a rule adds to the block."""
+        """Hook for subclasses: create further parameters."""
 
     def initial_weights(self) -> dict[str, Tensor]:
         return {"step_bias": torch.zeros(self.value_dim), "skip": torch.ones(self.value_dim)}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Diagonal, dict[str, Tensor], tuple[Tensor, Tensor]]:
         u, z = self.into(x).chunk(2, -1)
-        u, window = self.conv(u, carry.get("conv"), span)
+        u, conv_state = self.conv(u, carry.get("conv"), span)
         step, k, q = self.select(u).split(self.sizes, -1)
         step = self.step_in(step).to(self.step_bias.dtype) + self.step_bias
-        return self.diagonal(u, step, k, q, span), {"conv": window}, (u, z)
+        return self.diagonal(u, step, k, q, span), {"conv": conv_state}, (u, z)
 
     def diagonal(self, u: Tensor, step: Tensor, k: Tensor, q: Tensor, span: Span) -> Diagonal:
-        """u and the logits of Δ `[B, T, inner]`, what is written along and asked with `[B, T, N]`."""
+        """The memory's update from u and the logits of Δ, each `[B, T, inner]`, and key k and query q, each `[B, T, N]`."""
         raise NotImplementedError
 
     def output(self, o: Tensor, x: Tensor, extra: tuple[Tensor, Tensor]) -> Tensor:

@@ -2,9 +2,9 @@
 
     c_t = f c_{t-1} + i tanh(z̃)      n_t = f n_{t-1} + i      h_t = σ(õ) c_t / n_t          (Beck et al., 2024)
 
-ĩ, f̃, z̃ and õ also see h_{t-1} of their head, which makes this the one rule here that is sequential by nature: it has no form
-but the recurrent one (engine/scalar_cells.py says why). ĩ and f̃ come from a convolved branch, z̃ and õ from the input itself,
-all through block-diagonal maps, one block a head.
+ĩ, f̃, z̃ and õ also see h_{t-1} of their head. This makes it the only rule that is inherently sequential: it has just the
+recurrent form (engine/memories/scalar_cells.py says why). ĩ and f̃ come from a convolved branch, z̃ and õ from the input
+itself, all through block-diagonal maps, one block per head.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from prism.rules.rule import Objective, Paper, Rule, Span, depth, set_initial_we
 class Slstm(Rule):
     """sLSTM: LSTM cells with exponential gates, a normaliser and memory mixing.
 
-    Defaults as published: `width` cells; nothing is mixed back at the start, and forget biases run from 5 to -7 in a head,
-    steeper in deeper layers. The answer is normalised per head and projected.
+    Defaults as published: `width` cells; initially no memory mixing, and forget biases from 5 to -7 within a head, steeper in
+    deeper layers. The output is normalised per head and projected.
     """
 
     name = "slstm"
@@ -57,10 +57,10 @@ class Slstm(Rule):
         return {"recurrent": torch.zeros(4, self.heads, size, size), "bias": bias}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[ScalarCells, dict[str, Tensor], None]:
-        mixed, window = self.conv(x, carry.get("conv"), span)
+        mixed, conv_state = self.conv(x, carry.get("conv"), span)
         inputs = [gate(mixed if i < 2 else x) for i, gate in enumerate(self.gates)]
         added = split_heads(torch.stack(inputs, 2), self.heads) + self.bias.to(x.dtype)  # [B, T, 4, H, V]
-        return ScalarCells(added, self.recurrent, span.reset, span.mask), {"conv": window}, None
+        return ScalarCells(added, self.recurrent, span.reset, span.mask), {"conv": conv_state}, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o))

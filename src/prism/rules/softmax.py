@@ -1,10 +1,10 @@
-"""Softmax attention, over everything or over a window: the rules whose memory is a cache of tokens.
+"""Softmax attention over the whole document or over a window: the memory is a cache of tokens.
 
     o_t = Σ_j softmax_j(q_tᵀ k_j · K^-½) v_j                                                     (Vaswani et al., 2017)
 
-It answers a query with the weighted mean of all values: the minimiser o of Σ_j e^{qᵀk_j} ‖o - v_j‖², found anew for each
-query (Nadaraya-Watson regression), where a linear memory fits one map to all of them. Rotary positions count from the
-start of the document. Heads may share keys and values in groups (`kv_heads`).
+The output is a weighted mean of all values: the minimiser o of Σ_j e^{qᵀk_j} ‖o - v_j‖², computed separately for each query
+(Nadaraya-Watson regression), where a linear memory fits one map for all queries. Rotary positions count from the start of
+the document. Heads may share keys and values in groups (`kv_heads`).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from prism.engine.memories.attention import Attend
-from prism.rules.parts import Carry, Rotary, place, split_heads
-from prism.rules.rule import Objective, Paper, Rule, Span, check_whole, per_head
+from prism.rules.parts import Carry, Rotary, split_heads, token_positions
+from prism.rules.rule import Objective, Paper, Rule, Span, check_integers, per_head
 
 
 class Softmax(Rule):
     """Softmax attention over the whole document.
 
-    Sees the whole document; its state grows. `state_size` is what one token adds.
+    Sees the whole document, and its state grows: `state_size` is the number of values that one token adds.
 
     Args:
         key_dim: size of a head's queries, keys and values; width / heads by default.
@@ -64,7 +64,7 @@ class Softmax(Rule):
         q, k, v = split_heads(q, self.heads), split_heads(k, self.kv_heads), split_heads(v, self.kv_heads)
         following: dict[str, Tensor] = {}
         if self.rotary is not None:
-            positions, following = place(x, carry, span)
+            positions, following = token_positions(x, carry, span)
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         return Attend(q, k, v, self.window, span.reset, span.mask), following, None
 
@@ -75,10 +75,10 @@ class Softmax(Rule):
 class SlidingWindow(Softmax):
     """Softmax attention over the last `window` tokens.
 
-    Sees the last `window` tokens, itself included; its state is a ring of window - 1 tokens.
+    A token sees itself and the window - 1 tokens before it; the state is a ring buffer of window - 1 tokens.
 
     Args:
-        window: number of tokens that are seen.
+        window: number of tokens that a token sees, itself included.
     """
 
     name = "sliding_window"
@@ -98,6 +98,6 @@ class SlidingWindow(Softmax):
         rope_base: float | None = 10000.0,
     ) -> None:
         super().__init__(width, heads, key_dim=key_dim, kv_heads=kv_heads, rope_base=rope_base)
-        check_whole(window=window)
+        check_integers(window=window)
         self.window = window
         self.state_size *= window - 1

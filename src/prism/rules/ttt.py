@@ -1,11 +1,12 @@
-"""Test-time training: the memory is a network that learns, by gradient descent, to turn keys into values.
+"""Test-time training (TTT): the memory is a network that learns, by gradient descent, to map keys to values.
 
     W_i = W_start - τ_i Σ_{j≤i} η_j ∇½‖f(k_j; W_start) - v_j‖²          f(x) = x + LN(z(x))           (Sun et al., 2024)
 
 z is one linear layer (TTT-Linear) or two with a GELU between them (TTT-MLP). Gradients of a mini-batch of b tokens are
-taken at the weights it began with; η_j = base_lr · σ(w·x_j + b) / K belongs to the writer, τ_i = max(0, 1/i + learned) to
-the reader. The LayerNorm is the outer loop's, the same for loss and answer. Rotary positions count within a mini-batch.
-b = 1 is online descent, and then has the form `serial`; without LayerNorm, residual and bias it is DeltaNet with β = η.
+taken at the weights it started with; η_j = base_lr · σ(w·x_j + b) / K depends on the token that is written,
+τ_i = max(0, 1/i + learned) on the position that is read. The LayerNorm is trained by the outer loop, the same for loss and
+output. Rotary positions count within a mini-batch. b = 1 is online gradient descent and also has the form `serial`; without
+LayerNorm, residual and bias it is DeltaNet with β = η.
 """
 
 from __future__ import annotations
@@ -18,24 +19,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.networks import Averaged, InnerUpdate, Network
-from prism.rules.parts import Carry, Rotary, ShortConv, at_least_float32, place, split_heads
-from prism.rules.rule import Objective, Paper, Rule, Span, check_amount, check_whole, per_head, set_initial_weights
-
-# The weights a network memory starts every document with: parameters like any other, learned by the outer loop.
-#
-# They count as gates: kept in float32 and not decayed, because they are a memory's state at its first token.
+from prism.rules.parts import Carry, Rotary, ShortConv, at_least_float32, split_heads, token_positions
+from prism.rules.rule import (
+    Objective,
+    Paper,
+    Rule,
+    Span,
+    check_integers,
+    check_nonnegative,
+    per_head,
+    set_initial_weights,
+)
 
 
 class FastWeights(nn.Module):
-    """W₀ and b₀ of a network with layers `sizes[0]` → … → `sizes[-1]` in every head.
+    """W₀ and b₀, the weights with which a network memory starts every document: layers `sizes[0]` → … → `sizes[-1]` per head.
+
+    They are parameters, trained by the outer loop. They count as gates (kept in float32, no weight decay), because they are
+    a memory's state at its first token.
 
     Args:
-        heads: how many networks.
-        sizes: of keys, hidden layers and values.
+        heads: number of networks.
+        sizes: sizes of keys, hidden layers and values.
         bias: whether there are biases (they start at 0).
-        norm: whether the answer goes through a LayerNorm with a scale and a shift per head.
-        hidden_std: of W₀ in the layers before the last; 1/√(inputs) unless given. The last starts near zero, so that what a
-            memory answers is what it has been told.
+        norm: whether the output goes through a LayerNorm with a scale and a shift per head.
+        hidden_std: standard deviation of W₀ in the layers before the last; 1/√(inputs) by default. The last layer starts
+            near zero, so that the output of a memory comes from what was written to it.
     """
 
     def __init__(
@@ -49,7 +58,7 @@ class FastWeights(nn.Module):
         self.scale = nn.Parameter(torch.empty(heads, sizes[-1])) if norm else None
         self.shift = nn.Parameter(torch.empty(heads, sizes[-1])) if norm else None
         self.size = heads * sum(out * (fan_in + bias) for fan_in, out in layers)
-        """Numbers that the inner loop changes."""
+        """Number of weights that the inner loop changes."""
         set_initial_weights(self)
 
     def initial_weights(self) -> dict[str, Tensor]:
@@ -60,6 +69,7 @@ class FastWeights(nn.Module):
         return values
 
     def network(self, residual: bool = False, loss_scale: float = 0.5) -> Network:
+        """The network as the engine takes it."""
         return Network(
             tuple(self.weights),
             None if self.biases is None else tuple(self.biases),
@@ -81,7 +91,7 @@ class TttLinear(Rule):
             from 0.01).
         shared_qk: whether queries and keys share one projection, followed by a convolution each.
         conv_size: number of tokens that those convolutions see; only with `shared_qk`.
-        gate: whether the answer is multiplied by GELU(W x).
+        gate: whether the output is multiplied by GELU(W x).
         inner_norm: whether f has its LayerNorm.
         residual: whether f adds its input.
         bias: whether the layers of z have biases.
@@ -94,7 +104,7 @@ class TttLinear(Rule):
     transition = "nonlinear"
     forms: tuple[str, ...] = ("recurrent", "chunkwise")
     hidden: ClassVar[tuple[int, ...]] = ()
-    """Sizes of the hidden layers, in key_dims."""
+    """Sizes of the hidden layers, as multiples of key_dim."""
     default_lr: ClassVar[float] = 1.0
     shared_maps = ("gate", "out")
     query_first_maps = ("qkv",)
@@ -115,13 +125,13 @@ class TttLinear(Rule):
         bias: bool = True,
     ) -> None:
         key_dim = per_head(width, heads, key_dim)
-        check_whole(mini_batch=mini_batch)
+        check_integers(mini_batch=mini_batch)
         super().__init__(width, heads, key_dim, key_dim, write_rank=mini_batch if self.hidden else 1)
         if mini_batch == 1:
             self.forms = (*self.forms, "serial")
         self.mini_batch, self.residual = mini_batch, residual
         self.base_lr = self.default_lr if base_lr is None else base_lr
-        check_amount(base_lr=self.base_lr)
+        check_nonnegative(base_lr=self.base_lr)
         inner = heads * key_dim
         self.projected = [inner] * (2 if shared_qk else 3)
         self.qkv = nn.Linear(width, sum(self.projected), bias=False)
@@ -147,13 +157,13 @@ class TttLinear(Rule):
         }
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[InnerUpdate, dict[str, Tensor], None]:
-        positions, following = place(x, carry, span)
-        *asked, v = self.qkv(x).split(self.projected, -1)
+        positions, following = token_positions(x, carry, span)
+        *qk, v = self.qkv(x).split(self.projected, -1)  # one tensor for q and k if they share a projection
         if self.convs is not None:
-            mixed = [conv(asked[0], carry.get(f"conv{i}"), span) for i, conv in enumerate(self.convs)]
-            asked = [z for z, _ in mixed]
-            following |= {f"conv{i}": window for i, (_, window) in enumerate(mixed)}
-        q, k = (self.rotary(split_heads(z, self.heads), positions % self.mini_batch) for z in asked)
+            mixed = [conv(qk[0], carry.get(f"conv{i}"), span) for i, conv in enumerate(self.convs)]
+            qk = [z for z, _ in mixed]
+            following |= {f"conv{i}": conv_state for i, (_, conv_state) in enumerate(mixed)}
+        q, k = (self.rotary(split_heads(z, self.heads), positions % self.mini_batch) for z in qk)
         rate = at_least_float32(self.rate(x)).sigmoid() * (self.base_lr / self.key_dim)
         order = torch.arange(1, self.mini_batch + 1, device=x.device, dtype=self.reader_scale.dtype)
         update = InnerUpdate(
@@ -177,7 +187,7 @@ class TttLinear(Rule):
 class TttMlp(TttLinear):
     """TTT-MLP: a two-layer network that learns at test time, in mini-batches.
 
-    A hidden layer of four times the key's size.
+    The hidden layer is four times as wide as a key.
     """
 
     name = "ttt_mlp"

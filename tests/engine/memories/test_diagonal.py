@@ -17,7 +17,7 @@ from prism.engine.memories import diagonal
 from prism.engine.memories.diagonal import Diagonal
 from prism.engine.registry import LONGEST_KERNEL
 from tests.helpers import assert_close, examples
-from tests.rules.family_cases import stirred, tell, tokens
+from tests.rules.rule_cases import small_mixer, small_tokens, update_and_extra
 
 B, D, N = 2, 3, 4
 
@@ -130,10 +130,10 @@ def test_a_scan_saves_one_state_per_chunk() -> None:
 
 def test_a_convolution_keeps_its_phase() -> None:
     """After thousands of radians: powers of the decay are computed in float64 for a model of any precision."""
-    mixer = stirred("s4d", torch.float32)
-    exact = stirred("s4d", torch.float64)
+    mixer = small_mixer("s4d", torch.float32)
+    exact = small_mixer("s4d", torch.float64)
     exact.load_state_dict(mixer.state_dict())
-    x = tokens(1, 3000, dtype=torch.float32)
+    x = small_tokens(1, 3000, dtype=torch.float32)
     expected, end = exact(x.double(), form="recurrent")
     y, state = mixer(x, form="parallel")
     assert_close("outputs", y, expected, 1e-5)
@@ -141,10 +141,10 @@ def test_a_convolution_keeps_its_phase() -> None:
 
 
 def test_the_convolution_of_s4d_is_its_recurrence() -> None:
-    mixer = stirred("s4d")
-    x = tokens(2, 300)
+    mixer = small_mixer("s4d")
+    x = small_tokens(2, 300)
     reset = torch.rand(2, 300) < 0.02
-    _, state = mixer(tokens(2, 5))
+    _, state = mixer(small_tokens(2, 5))
     for flags in ({}, {"reset": reset}, {"mask": torch.rand(2, 300) < 0.7, "reset": reset}):
         expected, end = mixer(x, state, form="recurrent", **flags)
         y, got = mixer(x, state, form="parallel", **flags)
@@ -153,14 +153,14 @@ def test_the_convolution_of_s4d_is_its_recurrence() -> None:
 
 
 def test_a_steady_system_is_convolved_and_a_long_or_packed_one_scanned() -> None:
-    update, _ = tell(stirred("s4d").rule, tokens(1, 6))
+    update, _ = update_and_extra(small_mixer("s4d").rule, small_tokens(1, 6))
     choose = engine_of(Diagonal).choose
     assert choose(update) == "parallel"
     assert choose(Diagonal(update.write, update.log_decay, read=update.read, reset=torch.zeros(1, 6).bool())) == "scan"
     long = (torch.zeros(1, 1, 1, 1).expand(1, LONGEST_KERNEL + 1, 16, 1), update.write[1])
     assert choose(Diagonal(long, update.log_decay, read=update.read)) == "scan"
-    assert choose(tell(stirred("mamba1").rule, tokens(1, 6))[0]) == "scan"
-    assert choose(tell(stirred("mamba1").rule, tokens(1, 1))[0]) == "recurrent"
+    assert choose(update_and_extra(small_mixer("mamba1").rule, small_tokens(1, 6))[0]) == "scan"
+    assert choose(update_and_extra(small_mixer("mamba1").rule, small_tokens(1, 1))[0]) == "recurrent"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_positive_log_decay_is_refused() -> None:
 
 
 def test_an_update_that_cannot_be_convolved_is_refused() -> None:
-    update, _ = tell(stirred("hgrn").rule, tokens(1, 5))
+    update, _ = update_and_extra(small_mixer("hgrn").rule, small_tokens(1, 5))
     with pytest.raises(ValueError, match="same at every token: form 'parallel'"):
         prism.memory(update, form="parallel")
     with pytest.raises(ValueError, match=r"state has shape .*, expected \[B, \*S\] = \[1, 16\]"):

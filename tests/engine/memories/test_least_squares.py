@@ -12,7 +12,7 @@ import prism
 from prism import Update
 from prism.engine.memories.least_squares import LeastSquares, conjugate_gradients
 from tests.helpers import assert_close
-from tests.rules.family_cases import stirred, tell, tokens
+from tests.rules.rule_cases import small_mixer, small_tokens, update_and_extra
 
 FORMS = ("recurrent", "chunkwise")
 
@@ -105,13 +105,13 @@ def test_as_many_pairs_as_key_channels_are_recalled() -> None:
     ],
 )
 def test_wrong_arguments_are_named(changes: dict[str, Any], complaint: str) -> None:
-    update, _ = tell(stirred("mesa").rule, tokens(1, 3))
+    update, _ = update_and_extra(small_mixer("mesa").rule, small_tokens(1, 3))
     arguments = {"linear": update.linear, "ridge": update.ridge, "iterations": 30} | changes
     with pytest.raises(ValueError, match=complaint):
         LeastSquares(**arguments)
 
 
 def test_an_erasing_memory_is_refused() -> None:
-    update, _ = tell(stirred("delta").rule, tokens(1, 3))
+    update, _ = update_and_extra(small_mixer("delta").rule, small_tokens(1, 3))
     with pytest.raises(ValueError, match="no erase"):
         LeastSquares(update, torch.ones(2, 8))

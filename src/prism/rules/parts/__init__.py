@@ -1,7 +1,7 @@
-"""What rules are built from: short convolutions, token shift, low-rank and block-diagonal maps, rotary positions.
+"""Building blocks of rules: short convolutions, token shift, low-rank and block-diagonal maps, rotary positions.
 
-Norms are in norms.py, gates that forget in decays.py. Parts that look back keep their window in the caller's `carry`
-under a name of their own, restart at documents and step over padding (see span.py).
+Norms are in norms.py, forget gates in decays.py. Parts that look back return the state that the next call needs, which the
+rule stores in its `carry`. They reset where documents start and skip padding (see `Span` in rule.py).
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ from prism.rules.rule import Carry, Span, set_initial_weights
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Half precision becomes float32, anything else stays."""
+    """x in float32 if it is in half precision; otherwise x."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
-def linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
-    """Each map's answer to x. Plain ones, and low-rank ones down to their rank, are one product: many maps of few outputs
-    would each read x, and each add to its gradient. If one was replaced, hooked or quantised, all are called as they are."""
+def fused_linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
+    """The outputs of several linear maps of x, computed as one product where possible.
+
+    Plain linear maps, and the first halves of low-rank maps, are fused: separately, many maps with few outputs would each
+    read x, and each add to its gradient. If one was replaced, hooked or quantised, every map is called as a module instead.
+    """
     firsts = [m.down if type(m) is LowRank and is_unmodified(m) else m for m in maps]
     plain = [m for m in firsts if isinstance(m, nn.Linear) and _plain(m)]
     if len(plain) < len(maps) or len({(m.weight.dtype, m.weight.device) for m in plain}) > 1:
         return [m(x) for m in maps]
     sizes = [m.out_features for m in plain]
-    spare = -sum(sizes) % 8  # a GPU's matrix units want rows of 16 bytes
+    spare = -sum(sizes) % 8  # padding: a GPU's matrix units want rows of 16 bytes
     zeros = plain[0].weight.new_zeros(spare, x.shape[-1])
-    *answers, _ = F.linear(x, torch.cat([*[m.weight for m in plain], zeros])).split([*sizes, spare], -1)
-    return [m.widen(y) if isinstance(m, LowRank) else y for m, y in zip(maps, answers, strict=True)]
+    *outputs, _ = F.linear(x, torch.cat([*[m.weight for m in plain], zeros])).split([*sizes, spare], -1)
+    return [m.widen(y) if isinstance(m, LowRank) else y for m, y in zip(maps, outputs, strict=True)]
 
 
 def _plain(m: nn.Linear) -> bool:
-    """Whether m's answer is x Wᵀ, and W a tensor like any other: quantised and sharded ones are classes of their own."""
+    """Whether m computes x Wᵀ with an ordinary tensor W: quantised and sharded weights are of other classes."""
     return type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter) and is_unmodified(m)
 
 
@@ -50,49 +53,53 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def with_normaliser(v: Tensor) -> Tensor:
-    """`[…, V]` → `[…, V + 1]`: a column of ones, whose answer Σ w is what the others' Σ w v is divided by."""
+    """`[…, V]` → `[…, V + 1]`: append a column of ones, which reads Σ w, the divisor of the other columns' Σ w v."""
     return torch.cat([v, torch.ones_like(v[..., :1])], -1)
 
 
 class ShortConv(nn.Module):
     """Causal depthwise convolution over the last `size` tokens, then SiLU (unless `activation=False`).
 
-    `[B, T, D]` → `[B, T, D]`, and the window of `size - 1` tokens that the next segment needs. Size 1 means no
-    convolution: the token itself, and a window of no tokens.
+    `[B, T, D]` → `[B, T, D]`, and the conv state for the next call: the last `size - 1` tokens, `[B, size - 1, D]`. Size 1
+    means no convolution: the token itself, and an empty conv state.
     """
 
     def __init__(self, width: int, size: int = 4, bias: bool = False, activation: bool = True) -> None:
         super().__init__()
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"conv_size must be a whole number ≥ 1 (1: no convolution), got {size!r}")
+            raise ValueError(f"conv_size must be an integer ≥ 1 (1: no convolution), got {size!r}")
         bound = 1 / math.sqrt(size)
         self.size = size
         self.weight = nn.Parameter(torch.empty(size, width).uniform_(-bound, bound)) if size > 1 else None
         self.bias = nn.Parameter(torch.empty(width).uniform_(-bound, bound)) if bias else None
         self.activation = activation
 
-    def forward(self, x: Tensor, window: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, conv_state: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
         if self.weight is None:
             y = x if self.bias is None else x + self.bias.to(x.dtype)
             y = F.silu(y) if self.activation else y
         else:
-            y = short_conv(x, self.weight, self.bias, window, span.documents, self.activation)
-        return y, self._window(x, window, span)
+            y = short_conv(x, self.weight, self.bias, conv_state, span.documents, self.activation)
+        return y, self._next_state(x, conv_state, span)
 
-    def _window(self, x: Tensor, window: Tensor | None, span: Span) -> Tensor:
+    def _next_state(self, x: Tensor, conv_state: Tensor | None, span: Span) -> Tensor:
+        """The last `size - 1` real tokens of the current document, zeros before it."""
         count, T, documents = self.size - 1, x.shape[1], span.documents
         if span.mask is None and count <= T:  # without a copy of all tokens
             seen, numbers = x[:, T - count :], None if documents is None else documents[:, T - count :]
         else:
-            seen = history(x, window, count)
+            seen = history(x, conv_state, count)
             numbers = None if documents is None else F.pad(documents, (count, 0))
-        if documents is not None and numbers is not None:  # the next segment's taps may not reach into these either
+        if documents is not None and numbers is not None:  # the next call must not see earlier documents either
             seen = torch.where((numbers == documents[:, -1:]).unsqueeze(-1), seen, 0.0)
         return span.last(seen, count)
 
 
-def shift(x: Tensor, last: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
-    """The token before each token (zero at the start of a document), and the last real one. `last` is `[B, 1, D]`."""
+def token_shift(x: Tensor, last: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
+    """Each token's predecessor `[B, T, D]` (zero where a document starts), and the last real token `[B, 1, D]`.
+
+    `last` `[B, 1, D]` is the token before the span.
+    """
     seen = history(x, last, 1)
     previous = seen[:, :-1]
     if span.reset is not None:
@@ -101,7 +108,7 @@ def shift(x: Tensor, last: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
 
 
 class LowRank(nn.Module):
-    """`[…, width]` → `[…, out]` through `rank` numbers, with an optional non-linearity between."""
+    """A low-rank map `[…, width]` → `[…, rank]` → `[…, out]`, with an optional non-linearity between the two."""
 
     def __init__(
         self,
@@ -113,7 +120,7 @@ class LowRank(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(rank, int) or rank < 1:
-            raise ValueError(f"the rank of a low-rank map must be a whole number ≥ 1, got {rank!r}")
+            raise ValueError(f"the rank of a low-rank map must be an integer ≥ 1, got {rank!r}")
         self.down = nn.Linear(width, rank, bias=False)
         self.up = nn.Linear(rank, out, bias=bias)
         self.activation = activation
@@ -122,12 +129,12 @@ class LowRank(nn.Module):
         return self.widen(self.down(x))
 
     def widen(self, h: Tensor) -> Tensor:
-        """`[…, rank]` → `[…, out]`."""
+        """The second half: `[…, rank]` → `[…, out]`."""
         return self.up(h if self.activation is None else self.activation(h))
 
 
-def place(x: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each token's place in its document `[B, T]`, and the carry that lets the next segment go on counting."""
+def token_positions(x: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
+    """Each token's position in its document `[B, T]`, and the carry from which the next call continues to count."""
     start = carry.get("position")
     start = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) if start is None else start
     positions, following = span.positions(x.shape[1], start)
@@ -135,7 +142,7 @@ def place(x: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor
 
 
 class BlockLinear(nn.Module):
-    """`[…, width]` → `[…, width]` by a matrix of blocks along the diagonal: each group of channels is mapped by itself."""
+    """A block-diagonal map `[…, width]` → `[…, width]`: each group of channels is mapped separately."""
 
     def __init__(self, width: int, blocks: int, bias: bool = False) -> None:
         super().__init__()
@@ -143,7 +150,7 @@ class BlockLinear(nn.Module):
             raise ValueError(f"a block-diagonal map of {width} channels cannot have {blocks} equal blocks")
         size = width // blocks
         self.blocks = blocks
-        self.weight = nn.Parameter(torch.empty(width, size))  # [block · out, in], block under block
+        self.weight = nn.Parameter(torch.empty(width, size))  # [block · out, in], one block after the other
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
         set_initial_weights(self)
 
@@ -159,7 +166,8 @@ class BlockLinear(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Rotates pairs of key channels by position · frequency. `interleaved`: pairs (0,1), (2,3) …; else (i, i + K/2)."""
+    """Rotary positions: rotates pairs of channels by position · frequency. Pairs are (i, i + K/2), or with `interleaved`
+    (0, 1), (2, 3) …"""
 
     def __init__(self, key_dim: int, base: float = 10000.0, endpoint: bool = False, interleaved: bool = False) -> None:
         super().__init__()
@@ -172,7 +180,7 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """`[B, T, H, K]`, `[B, T]` → `[B, T, H, K]`. Angles in float64: position 1,000,000 must not lose its phase."""
-        # Made on the device: a copy from the host could not be captured in a CUDA graph.
+        # Computed on the device: a copy from the host could not be captured in a CUDA graph.
         frequencies = self.base ** -(torch.arange(self.pairs, dtype=torch.float64, device=x.device) / self.last)
         angle = positions.double()[:, :, None, None] * frequencies
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)

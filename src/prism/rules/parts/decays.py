@@ -1,4 +1,4 @@
-"""Gates that forget, in log space. Computed in float32 at least: a decay near 1 does not survive bfloat16."""
+"""Forget gates, in log space. Computed in float32 or better: bfloat16 would round a decay near 1 to 1."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def log_sigmoid_decay(z: Tensor, power: float = 16.0) -> Tensor:
 
 
 def log_lower_bound(logits: Tensor, layer_index: int) -> tuple[Tensor, Tensor]:
-    """log γ and log(1 - γ) from a table `[layers, …]`: γ is the share of a softmax over all layers that layers 1 … ℓ hold.
+    """log γ and log(1 - γ), each `[…]`, from logits `[layers, …]`: γ is the sum of a softmax over layers, over layers 1 … ℓ.
 
     Layer 0 has γ = 0, an empty sum.
     """
-    share = at_least_float32(logits).log_softmax(0)
-    first, below, above = share.split([1, layer_index, len(share) - 1 - layer_index])
+    log_share = at_least_float32(logits).log_softmax(0)
+    first, below, above = log_share.split([1, layer_index, len(log_share) - 1 - layer_index])
     return below.logsumexp(0), torch.cat([first, above]).logsumexp(0)
 
 
 def bounded_decay(z: Tensor, bound: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """log f and 1 - f for f = γ + (1 - γ)σ(z), from log γ and log(1 - γ) (HGRN, HGRN2)."""
     z = at_least_float32(z)
-    log_decay = torch.logaddexp(bound[0], bound[1] + F.logsigmoid(z)).clamp(max=0.0)  # rounding may lift it above 0
+    log_decay = torch.logaddexp(bound[0], bound[1] + F.logsigmoid(z)).clamp(max=0.0)  # rounding may make it positive
     return log_decay, bound[1].exp() * torch.sigmoid(-z)  # 1 - f without the cancellation
 
 
@@ -43,7 +43,7 @@ def timescale_bias(size: int, low: float = 1e-3, high: float = 1e-1, floor: floa
 class SoftplusDecay(nn.Module):
     """Log-decay -e^{A_log} · softplus(z + dt_bias), the gate of Mamba-2, Gated DeltaNet and KDA.
 
-    `A_log` `[H]`, `dt_bias` of z's last dimension. Kept in float32: a decay near 1 does not survive bfloat16.
+    `A_log` `[H]`, `dt_bias` `[H · channels]`, the size of z's last dimension. Both stay in float32.
     """
 
     def __init__(self, heads: int, channels: int = 1, a_range: tuple[float, float] = (0.0, 16.0)) -> None:
@@ -63,7 +63,7 @@ class SoftplusDecay(nn.Module):
         return F.softplus(z.to(self.dt_bias.dtype) + self.dt_bias)
 
     def forward(self, z: Tensor) -> Tensor:
-        """`[B, T, H]` → `[B, T, H]`, or `[B, T, H·K]` → `[B, T, H, K]` if there are several channels a head."""
+        """z `[B, T, H]` → `[B, T, H]`, or `[B, T, H·K]` → `[B, T, H, K]` if a head has several channels."""
         step = self.step_size(z)
         rate = self.A_log.exp()
         if self.channels == 1:
@@ -72,10 +72,10 @@ class SoftplusDecay(nn.Module):
 
 
 def head_numbers(x: Tensor, heads: int) -> Tensor:
-    """0 … H - 1 in float64: rates are found exactly, then rounded once."""
+    """`[H]`, 0 … H - 1 on x's device, in float64: decay rates are computed exactly, then rounded once."""
     return torch.arange(heads, dtype=torch.float64, device=x.device)
 
 
 def constant_decay(rate: Tensor, x: Tensor) -> Tensor:
-    """`[H]` → `[B, T, H]`, float32 unless x is float64."""
+    """Expand a log-decay `[H]` to `[B, T, H]`; float32 unless x is float64."""
     return rate.to(torch.promote_types(x.dtype, torch.float32)).expand(*x.shape[:2], -1)

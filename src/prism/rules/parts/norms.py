@@ -1,4 +1,4 @@
-"""What a memory answers is normalised before it is projected. Every norm takes `[B, T, H, V]` and gives `[B, T, H·V]`."""
+"""Norms of a memory's output, applied before the output projection: `[B, T, H, V]` → `[B, T, H·V]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """norm(x) with the weight in x's dtype: under autocast x is bfloat16, and torch has no fused norm for mixed ones."""
+    """norm(x) with the weight in x's dtype: under autocast x is bfloat16, and torch has no fused norm for mixed dtypes."""
     if norm.weight is None or norm.weight.dtype == x.dtype:
         return norm(x)
     return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
