@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism.language import corpus as preparation
-from prism.language.corpus import Recipe, prepare
+from prism.language.corpus import Recipe, _Source, prepare
+from prism.language.settings import DataSettings
 from prism.language.tokens import Manifest, Split, Stream, StreamWriter, Windows
 from tests.train.runs import write_corpus
 
@@ -114,6 +115,12 @@ def test_damaged_tokens_are_refused_by_name(tmp_path: Path, damage: str) -> None
         prepare(recipe, tmp_path / "cache")
 
 
+def test_the_key_of_a_cache_depends_on_the_recipe_alone() -> None:
+    recipe = DataSettings(("hub:owner/dataset",), bpe_size=300, context=7, verify=False).recipe()
+    assert recipe == Recipe(("hub:owner/dataset",), bpe_size=300)
+    assert _Source(recipe).key() == "e66c06651be0c0a06abf", "caches of earlier versions are found"
+
+
 def test_bad_recipes_are_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("")
@@ -132,7 +139,7 @@ def test_bad_recipes_are_refused(tmp_path: Path) -> None:
         ({"max_bytes": 0}, "max_bytes"),
     ):
         with pytest.raises(ValueError, match=f"data.{message} must be"):
-            Recipe(**wrong)
+            prepare(Recipe(**wrong), tmp_path / "cache")
 
 
 def test_windows_overlap_by_the_token_to_predict_and_tell_where_documents_start(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class LossSettings:
     """Against all items, or against some: sampled softmax, binary cross-entropy, or gSASRec's calibrated one."""
     negatives: Literal["uniform", "popularity", "in_batch"] = "uniform"
     """Where those some come from: all items alike, by how often they occur, or other targets of the batch."""
-    count: int = 256
+    count: int = field(default=256, metadata={"min": 1})
     """How many of them."""
     own: bool = False
     """Each target has its own, instead of the same for all of a step."""
@@ -59,11 +59,11 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class RecValidationSettings(ValidationSettings):
-    every: int = 0
+    every: int = field(default=0, metadata={"min": 0})
     """Steps between validations; 0: as `epochs` says."""
-    epochs: float = 1.0
+    epochs: float = field(default=1.0, metadata={"min": 0})
     """Epochs between validations; 0: only after the last step."""
-    sequences: int = 0
+    sequences: int = field(default=0, metadata={"min": 0})
     """Held-out events that are predicted, spread evenly over all; 0: all."""
     metric: str = "NDCG@10"
     """What the best model is best at, on a ranking of all items: HR, NDCG or MRR at 1, 5, 10, 20, 50, 100, 200 or 500; AUC."""
@@ -83,9 +83,9 @@ class RecSettings(RunSettings):
     """The model to start from: prism, sasrec or hstu. None: prism."""
     out: Path = Path("runs/rec")
     """The run folder: checkpoints, log, settings and, at the end, the model."""
-    steps: int = 0
+    steps: int = field(default=0, metadata={"min": 0})
     """Optimiser steps in all; 0: as many as `epochs` take."""
-    epochs: float = 20.0
+    epochs: float = field(default=20.0, metadata={"min": 0})
     """How often every sample is seen, unless `steps` says otherwise."""
     batch: BatchSettings = field(default_factory=lambda: BatchSettings(128))
     optimizer: OptimizerSettings = field(
@@ -99,18 +99,6 @@ class RecSettings(RunSettings):
     loss: LossSettings = field(default_factory=LossSettings)
     report: bool = True
     """When training has ended, the command ranks the test events once and writes a report beside the model."""
-
-    def least(self) -> dict[str, tuple[float | None, float]]:
-        return {
-            **super().least(),
-            "steps": (self.steps, 0),
-            "epochs": (self.epochs, 0),
-            "validation.epochs": (self.validation.epochs, 0),
-            "data.length": (self.data.length, 1),
-            "data.min_user": (self.data.min_user, 1),
-            "data.min_item": (self.data.min_item, 1),
-            "loss.count": (self.loss.count, 1),
-        }
 
     def check(self) -> None:
         super().check()

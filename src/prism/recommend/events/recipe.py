@@ -53,9 +53,9 @@ class LogRecipe:
     """Columns that say something of the item (a category, a brand) for the model to know."""
     duplicates: Literal["keep", "drop"] = "keep"
     """What to do with an event that has user, item and time of another."""
-    min_user: int = 1
+    min_user: int = field(default=1, metadata={"min": 1})
     """Leave out users with fewer events than this, and items with fewer than min_item, until both hold."""
-    min_item: int = 1
+    min_item: int = field(default=1, metadata={"min": 1})
     """Leave out items with fewer events than this."""
     synthetic: Synthetic = field(default_factory=Synthetic)
 
@@ -68,7 +68,7 @@ class RecDataSettings(LogRecipe):
     """global_time: validation starts at this moment of the log's clock; None: where the last fifth of the events begins."""
     test_from: float | None = None
     """global_time: the test starts at this moment; None: where the last tenth of the events begins."""
-    length: int = 50
+    length: int = field(default=50, metadata={"min": 1})
     """Events in a training sample, and how many of a history are read when it is ranked for."""
     order: Literal["windows", "last"] = "windows"
     """windows: whole histories, cut into stretches of that length; last: only the last stretch of each, as in SASRec."""
