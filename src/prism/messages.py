@@ -1,4 +1,4 @@
-"""Messages for people: a line on the error stream, and the "did you mean" of an unknown name."""
+"""Messages for users: lines on standard error, "did you mean" suggestions, and the exit code of an interruption."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable
 
+INTERRUPTED = 130
+"""Exit code after a signal, even if everything was saved: a script must not continue as if the command had finished."""
 CLOSE = 0.6
-"""Similarity, from 0 to 1, from which a known name is suggested."""
+"""Suggest a known name from this similarity (0 to 1) on."""
 
 
 def say(message: str) -> None:
-    """Print a line to the error stream; the output is for results."""
+    """Print a line to standard error; standard output is for results."""
     print(message, file=sys.stderr)
 
 
@@ -19,7 +21,7 @@ def did_you_mean(asked: str, known: Iterable[str], show: Callable[[str], str] = 
     """` (did you mean 'x'?)` for the closest known name, or an empty string if none is close.
 
     Args:
-        show: how the name is written in the sentence.
+        show: formats the suggested name.
     """
     similarity = {name: _similarity(name, asked) for name in known}
     best = max(similarity, key=lambda name: similarity[name], default=None)
@@ -27,7 +29,7 @@ def did_you_mean(asked: str, known: Iterable[str], show: Callable[[str], str] = 
 
 
 def _similarity(known: str, asked: str) -> float:
-    """Similarity of two names. Dashes in front and a section that both share do not count: every flag has them."""
+    """Similarity of two names, from 0 to 1. Leading dashes and a shared section are ignored: all flags have them."""
     known, asked = known.lstrip("-"), asked.lstrip("-")
     (section, _, name), (asked_section, _, asked_name) = known.rpartition("."), asked.rpartition(".")
     if section == asked_section:

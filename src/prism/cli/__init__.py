@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from prism.cli.exit_codes import INTERRUPTED
 from prism.extras import missing
 from prism.files import reason
-from prism.messages import did_you_mean, say
+from prism.messages import INTERRUPTED, did_you_mean, say
 
 
 class Command(NamedTuple):

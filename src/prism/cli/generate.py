@@ -8,11 +8,10 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from prism.cli.exit_codes import INTERRUPTED
 from prism.files import check_state_target
 from prism.language.export import write_model
 from prism.language.generate import Sampling, Session, open_model
-from prism.messages import say
+from prism.messages import INTERRUPTED, say
 from prism.train.export import model_folder
 from prism.train.progress import StopRequest
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prism.cli.exit_codes import INTERRUPTED
 from prism.cli.flags import parse_settings
 from prism.language.settings import Settings, preset
 from prism.language.task import train_lm
+from prism.messages import INTERRUPTED
 
 
 def train(arguments: Sequence[str]) -> int:

@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
+from prism.device import warn_if_crowded
 from prism.engine.update import InvalidValueError
 from prism.files import write_atomically
 from prism.train import tensors
@@ -39,7 +40,6 @@ from prism.train.progress import Bar, StopRequest
 from prism.train.run import Log, note_settings, open_run
 from prism.train.settings import ScheduleSettings
 from prism.train.task import Samples, Task
-from prism.train.threads import warn_if_crowded
 
 # Early stopping: which step was the best so far, and for how many validations there was no better one.
 
