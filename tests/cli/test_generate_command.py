@@ -73,7 +73,7 @@ def test_only_the_text_goes_to_the_output(folder: Path, capsys: Captured) -> Non
     ("arguments", "told"),
     [
         (["nowhere", "--prompt", "x"], "there is no model folder nowhere"),
-        (["MODEL", "--prompt", "x", "--file", "y"], "--prompt and --file both give a text"),
+        (["MODEL", "--prompt", "x", "--file", "y"], "--prompt and --file were both given"),
         (["MODEL", "--file", "nowhere.txt"], "there is no file nowhere.txt"),
         (["MODEL", "--prompt", "x", "--state", "nowhere.safetensors"], "there is no state file nowhere.safetensors"),
         (["MODEL", "--prompt", "x", "--save-state", "state.pt"], "must be a file name that ends in .safetensors"),

@@ -17,14 +17,20 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in COMMANDS)
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_for_all_its_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_that_fits_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         main([*name.split(), "--help"])
     assert stop.value.code in (0, None)
-    assert "--" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "--" in printed and "{None}" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_an_interrupt_while_libraries_are_imported_waits_for_them(

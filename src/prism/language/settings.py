@@ -47,8 +47,10 @@ class DataSettings(Recipe):
 class Settings(RunSettings):
     """Train a language model, or resume a run.
 
-    Settings come from, in order of precedence: flags, the TOML file, and
-    the run folder's stored settings (if it exists) or else the preset.
+    Settings are read in this order, and later ones win:
+    - the preset, or without --preset the settings stored in the run folder
+    - the TOML file given with --config
+    - the flags
     """
 
     preset: str | None = None
