@@ -66,5 +66,5 @@ def test_a_read_only_cache_is_named_with_its_setting(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir))
 
     monkeypatch.setattr("prism.files.tempfile.TemporaryFile", refused)
-    with pytest.raises(ValueError, match=r"cannot be written: there is no permission to; give another .* data\.cache$"):
+    with pytest.raises(ValueError, match=r"cannot be written: permission denied; choose another path for data\.cache$"):
         make(tmp_path)

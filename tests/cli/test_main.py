@@ -167,8 +167,8 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(
     place = tmp_path / "place"
     assert main([word.replace("PLACE", str(place)) for word in words]) == 2
     said = capsys.readouterr().err
-    why = "No space left on device" if number == errno.ENOSPC else "there is no permission to"
-    assert str(place) in said and f" cannot be written: {why}; give another place for " in said
+    why = "No space left on device" if number == errno.ENOSPC else "permission denied"
+    assert str(place) in said and f" cannot be written: {why}; choose another path for " in said
     assert len(said.splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 

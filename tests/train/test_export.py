@@ -75,7 +75,7 @@ def test_every_command_says_that_all_checkpoints_are_damaged(words: str, run: Pa
     assert main([places.get(word, word) for word in words.split()]) == 2
     *damaged, last = capsys.readouterr().err.splitlines()
     assert last.endswith(
-        f"every checkpoint in {run / 'checkpoints'} is damaged: to start anew, give another run folder"
+        f"every checkpoint in {run / 'checkpoints'} is damaged: to start over, give another run folder"
     )
     assert all("is damaged: state.json" in line for line in damaged if "step-" in line)
 

@@ -23,7 +23,7 @@ from prism.language.text import find_files
 from prism.messages import say
 from prism.reports.bars import progress_bars
 from prism.reports.results import write_results
-from prism.train.export import model_folder
+from prism.train.export import resolve_model_folder
 
 
 def evaluate_lm(
@@ -64,7 +64,7 @@ def evaluate_lm(
         check_target(output, folder=False)
     how, results = Context(context, stride, segment, batch), dict[str, Any]()
     sizes = {path: count_bytes(path, field) for path in find_files(files)}
-    with model_folder(model, write_model, say) as folder:
+    with resolve_model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device)
         if sizes:
             results["files"] = _files(lm, sizes, how, field)

@@ -13,7 +13,7 @@ from prism.files import check_state_target
 from prism.language.export import write_model
 from prism.language.generate import Sampling, Session, open_model
 from prism.messages import INTERRUPTED, say
-from prism.train.export import model_folder
+from prism.train.export import resolve_model_folder
 from prism.train.progress import StopRequest
 
 
@@ -57,7 +57,7 @@ def generate(
     if save_state is not None:
         check_state_target(save_state, "save_state")
     text = _prompt(prompt, file, state)
-    with model_folder(model, write_model, say) as folder:
+    with resolve_model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device)
     session = Session(lm, seed or 0) if state is None else Session.load(state, lm, seed)
     session.read(text)

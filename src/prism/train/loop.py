@@ -32,12 +32,12 @@ from prism.engine.update import InvalidValueError
 from prism.files import write_atomically
 from prism.train import tensors
 from prism.train import tensors as rng
-from prism.train.checkpoint import Checkpoint, Checkpoints, NotFiniteError, good_checkpoint
+from prism.train.checkpoint import Checkpoint, Checkpoints, NotFiniteError, checkpoint_at
 from prism.train.distributed import World, accumulating, joined, layers_of, parallel_forward, spread, whole
 from prism.train.export import write_export
 from prism.train.optimizer import Optimizers
 from prism.train.progress import Bar, StopRequest
-from prism.train.run import Log, note_settings, open_run
+from prism.train.run import Log, open_run, store_settings
 from prism.train.settings import ScheduleSettings
 from prism.train.task import Samples, Task
 
@@ -106,7 +106,7 @@ Report = Callable[[int, float], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """How a run ended. `model` is the exported folder; None if a signal stopped the run before its last step."""
 
     run: Path
@@ -122,7 +122,7 @@ class Outcome:
     """By a signal, before its end; everything is saved."""
 
 
-def train(task: Task, report: Report | None = None) -> Outcome:
+def train(task: Task, report: Report | None = None) -> RunResult:
     """Train, or go on training, until the last step, the end of all patience or a signal.
 
     Args:
@@ -158,13 +158,13 @@ class _Run:
         self.score: Any = None
         self.best = Best(settings.validation.patience)
 
-    def go(self) -> Outcome:
+    def go(self) -> RunResult:
         rng.seed(self.settings.seed + 1 + self.world.rank)  # what dropout would draw differs by process
         self.model.train()
         with self.bar() as bar:
             self.resume(bar)
             self.advise(bar)
-        self.world.on_main(lambda: note_settings(self.task, self.folder))
+        self.world.on_main(lambda: store_settings(self.task, self.folder))
         if self.settings.compile:
             for layer in layers_of(self.model):  # alike layers share one compilation
                 layer.compile()
@@ -193,8 +193,8 @@ class _Run:
     def ended(self) -> bool:
         return self.step >= self.settings.steps or self.best.run_out
 
-    def outcome(self, model: Path | None, stopped: bool = False) -> Outcome:
-        return Outcome(self.folder, self.step, self.skipped, self.loss, self.score, model, self.best.step, stopped)
+    def outcome(self, model: Path | None, stopped: bool = False) -> RunResult:
+        return RunResult(self.folder, self.step, self.skipped, self.loss, self.score, model, self.best.step, stopped)
 
     def bar(self) -> Bar:
         return Bar(self.step, self.settings.steps, self.bar_shown, self.task.unit)
@@ -335,7 +335,7 @@ class _Run:
     def export(self) -> Path:
         chosen = self.saved
         if self.best.step is not None:
-            chosen = good_checkpoint(self.folder / "checkpoints", self.best.step)
+            chosen = checkpoint_at(self.folder / "checkpoints", self.best.step)
         assert chosen is not None
         return write_export(self.task.write_model, self.folder, chosen, self.folder / "model")
 
