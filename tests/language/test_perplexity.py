@@ -139,7 +139,7 @@ def test_bad_files(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"context": 0}, "context must be at least 1"),
-        ({"context": 8, "stride": 9}, "stride is 9: it needs a context of at least as many"),
+        ({"context": 8, "stride": 9}, "stride is 9: it needs a context of at least that many"),
         ({"stride": 9}, "stride is 9: it needs a context"),
         ({"segment": 0}, "segment must be at least 1"),
     ],

@@ -105,6 +105,7 @@ def _validation(settings: RecSettings, records: list[dict[str, Any]]) -> str:
     )
     seen = "left out" if settings.validation.filter_seen else "ranked too"
     return (
-        f"Held-out validation events after step {last['step']:,}, all items ranked, items that the user already had {seen}, at most "
-        f"{settings.data.length} events of a history read: {figures}. The model was selected on these events: they are no test."
+        f"Held-out validation events after step {last['step']:,}, all items ranked, items that the user already had {seen}, "
+        f"at most {settings.data.length} events of a history read: {figures}. "
+        "The model was selected on these events: they are no test."
     )
