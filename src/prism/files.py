@@ -19,11 +19,10 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_SPACE, NO_PERMISSION = "No space left on device", "permission denied"
 _SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
@@ -275,7 +274,8 @@ def _signed(files: Entries) -> dict[str, Any]:
     return {"files": files, "sha256": hashlib.sha256(json_bytes(files)).hexdigest()}
 
 
-# Saved states: one safetensors file whose metadata names its format.
+# Saved states: one safetensors file whose metadata names its format. torch is imported only by these functions: commands
+# use this module, and `prism --help` must not wait for it.
 
 
 def check_state_target(path: Path, name: str) -> None:
@@ -289,12 +289,16 @@ def check_state_target(path: Path, name: str) -> None:
 
 def write_state(path: Path, format: str, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
     """Write a state file atomically. `format` must be given again to `read_state`; `about` is further metadata."""
+    from safetensors.torch import save
+
     held = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}  # clones share no storage
     write_atomically(path, save(held, {"format": format, **about}))
 
 
 def read_state(path: Path, format: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a state file, on the CPU, and its metadata."""
+    from safetensors import SafetensorError, safe_open
+
     if not path.is_file():
         raise FileNotFoundError(f"there is no state file {path}")
     try:

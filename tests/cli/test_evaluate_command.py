@@ -61,7 +61,7 @@ def test_results_as_json(folder: Path, tmp_path: Path, capsys: Captured) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "nothing to evaluate: give files, or --tasks with --data-dir"),
         (["nowhere.txt"], "there is no file or folder nowhere.txt"),
@@ -70,10 +70,12 @@ def test_results_as_json(folder: Path, tmp_path: Path, capsys: Captured) -> None
         (["README.md", "--stride", "3"], "stride is 3: it needs a context"),
     ],
 )
-def test_mistakes_are_told_in_one_sentence(folder: Path, capsys: Captured, arguments: list[str], told: str) -> None:
+def test_mistakes_are_reported_in_one_sentence(
+    folder: Path, capsys: Captured, arguments: list[str], message: str
+) -> None:
     assert main(["evaluate", "lm", str(folder), *arguments]) == 2
     captured = capsys.readouterr()
-    assert told in captured.err
+    assert message in captured.err
     assert len(captured.err.strip().splitlines()) == 1
 
 
@@ -106,9 +108,9 @@ class TestRuns:
         return captured.out, captured.err
 
     def test_its_exported_model(self, run: Path, capsys: Captured) -> None:
-        text, told = self.text(run, capsys)
+        text, message = self.text(run, capsys)
         assert text == self.text(run / "model", capsys)[0]
-        assert "using checkpoint" not in told
+        assert "using checkpoint" not in message
 
     def test_a_newer_checkpoint(self, run: Path, tmp_path: Path, capsys: Captured) -> None:
         run = shutil.copytree(run, tmp_path / "run")
@@ -116,16 +118,16 @@ class TestRuns:
         newest = run / "checkpoints" / "step-00000004"
         later = (run / "model").stat().st_mtime + 10
         os.utime(newest, (later, later))
-        text, told = self.text(run, capsys)
+        text, message = self.text(run, capsys)
         assert text == expected
-        assert f"using checkpoint step-00000004 of {run}" in told
+        assert f"using checkpoint step-00000004 of {run}" in message
 
         (newest / "state.json").write_text("{}")  # damaged: the one before it is used, and nothing is moved
         os.utime(run / "checkpoints" / "step-00000002", (later, later))
-        text, told = self.text(run, capsys)
+        text, message = self.text(run, capsys)
         assert text != expected
-        assert "step-00000004 is damaged: state.json" in told
-        assert "using checkpoint step-00000002" in told
+        assert "step-00000004 is damaged: state.json" in message
+        assert "using checkpoint step-00000002" in message
         assert newest.is_dir()
 
     def test_no_checkpoint_yet(self, run: Path, tmp_path: Path, capsys: Captured) -> None:

@@ -185,7 +185,7 @@ def test_a_missing_library_is_told_with_its_extra(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["rulez"], "rules"),
         (["probe"], "mqar"),
@@ -193,12 +193,12 @@ def test_a_missing_library_is_told_with_its_extra(
     ],
 )
 def test_unknown_commands_are_answered_with_known_ones(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         main(words)
     assert stop.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["rules"], ["--help"], ["train", "--help"]])

@@ -1,4 +1,4 @@
-"""Generation: choosing tokens, stopping, and going on as if nothing had happened."""
+"""Generation: choosing tokens, stopping, and resuming without a difference."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def test_a_document_after_an_end_token_starts_afresh(lm: LanguageModel) -> None:
 
 
 def test_without_a_prompt_a_document_starts(lm: LanguageModel) -> None:
-    session, told = Session(lm), Session(lm)
-    told.logits = told.reader.read_all(torch.tensor([lm.tokenizer.end]))
-    assert written(session, 12, GREEDY) == written(told, 12, GREEDY) != ""
+    session, primed = Session(lm), Session(lm)
+    primed.logits = primed.reader.read_all(torch.tensor([lm.tokenizer.end]))
+    assert written(session, 12, GREEDY) == written(primed, 12, GREEDY) != ""
 
 
 @given(st.integers(0, 5), st.sampled_from(SAMPLINGS[1:]))

@@ -80,7 +80,7 @@ def test_windows_equal_each_window_by_itself(
 
 
 def test_more_context_changes_the_result(lm: LanguageModel, rows: Path) -> None:
-    """Else the tests above would not tell one way of reading from another."""
+    """Otherwise the tests above could not distinguish the ways of reading."""
     nats = {score_file(lm, rows, how).nats for how in (Context(), Context(16), Context(16, 4), Context(1))}
     assert len(nats) == 4
 

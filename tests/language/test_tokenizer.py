@@ -1,4 +1,4 @@
-"""Text survives the way to tokens and back, whatever it holds."""
+"""Every text survives encoding and decoding."""
 
 from __future__ import annotations
 

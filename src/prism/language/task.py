@@ -52,7 +52,7 @@ class Validation:
 
     @torch.no_grad()
     def score(self, model: nn.Module, world: World, at_once: int) -> Score:
-        """Score the model. Every process makes equally many forward passes, the last perhaps on a sample that is not counted."""
+        """Score the model. Every process makes equally many passes, the last one perhaps on a sample that is not counted."""
         mine = self.chosen[world.rank :: world.size]
         rounds = -(-len(self.chosen) // (world.size * at_once))
         nats, tokens = 0.0, 0
