@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from prism.autoload import register_with_transformers
-from prism.extras import missing
+from prism.messages import missing_extra
 
 if TYPE_CHECKING:
     from prism import engine as engine
@@ -33,10 +33,10 @@ def __getattr__(name: str) -> Any:
     try:
         home = import_module(f"prism.{_HOMES.get(name, name)}")
     except ModuleNotFoundError as error:
-        told = missing(error, "rec" if name == "Recommender" else "lm")
-        if told is None:
+        message = missing_extra(error, "rec" if name == "Recommender" else "lm")
+        if message is None:
             raise
-        raise ImportError(f"prism.{name} {told}") from error
+        raise ImportError(f"prism.{name} {message}") from error
     return getattr(home, name) if name in _HOMES else home
 
 

@@ -1,4 +1,4 @@
-"""Messages for users: lines on standard error, "did you mean" suggestions, and the exit code of an interruption."""
+"""Messages for users: lines on standard error, suggestions for misspelt names, and the extra that a library needs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ INTERRUPTED = 130
 """Exit code after a signal, even if everything was saved: a script must not continue as if the command had finished."""
 CLOSE = 0.6
 """Suggest a known name from this similarity (0 to 1) on."""
+_CLI = ("tyro", "rich", "tomli")
+BROUGHT_BY = {
+    "cli": _CLI,
+    "plots": ("matplotlib",),
+    "lm": ("transformers", "tokenizers", "datasets", "tensorboard", "filelock", *_CLI),
+    "rec": ("transformers", "polars", "filelock", *_CLI),
+    "eval": ("lm_eval",),
+    "gpu": ("triton",),
+}
+"""The libraries that each extra installs."""
 
 
 def say(message: str) -> None:
@@ -35,3 +45,21 @@ def _similarity(known: str, asked: str) -> float:
     if section == asked_section:
         known, asked = name, asked_name
     return difflib.SequenceMatcher(None, known, asked).ratio()
+
+
+def missing_extra(error: BaseException, likely: str) -> str | None:
+    """The message for a library of an extra that is not installed; None for any other error.
+
+    Args:
+        likely: the extra to name if it installs the library; otherwise the first one that does.
+    """
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    module = error.name.partition(".")[0]
+    extras = [extra for extra, modules in BROUGHT_BY.items() if module in modules]
+    if not extras:
+        return None
+    extra = likely if likely in extras else extras[0]
+    return (
+        f"needs {module}, of the extra {extra}: pip install 'prism-sequence[{extra}]' (in a clone of it '.[{extra}]')"
+    )

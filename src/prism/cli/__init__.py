@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from prism.extras import missing
 from prism.files import reason
-from prism.messages import INTERRUPTED, did_you_mean, say
+from prism.messages import INTERRUPTED, did_you_mean, missing_extra, say
 
 
 class Command(NamedTuple):
@@ -81,7 +80,7 @@ def _run(words: list[str]) -> int:
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("PRISM_DEBUG") == "1":
             raise
-        say(f"prism {name}: {missing(error, COMMANDS[name].extra) or _unwritable(error) or error}")
+        say(f"prism {name}: {missing_extra(error, COMMANDS[name].extra) or _unwritable(error) or error}")
         return 2
     except KeyboardInterrupt:
         say("interrupted")
