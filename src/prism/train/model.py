@@ -22,7 +22,9 @@ def rule_options(settings: StackSettings) -> dict[str, dict[str, Any]]:
     chosen: dict[str, dict[str, Any]] = {}
     for rule in sorted(used) if settings.head_dim is not None else ():
         accepted = rules.get(rule).option_names()
-        sizes = {name: settings.head_dim for name in ("key_dim", "value_dim", "head_dim") if name in accepted}
+        sizes: dict[str, Any] = {
+            name: settings.head_dim for name in ("key_dim", "value_dim", "head_dim") if name in accepted
+        }
         if sizes:
             chosen[rule] = sizes
     for option in settings.options:
