@@ -61,14 +61,12 @@ def test_the_command_writes_results_and_a_picture(tmp_path: Path, capsys: pytest
     assert "recall.png" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("rule", "message"), [("prsm", "prism"), ("prism:stepz=2", "stepz"), ("prism:steps=0", "steps")]
-)
+@pytest.mark.parametrize(("rule", "told"), [("prsm", "prism"), ("prism:stepz=2", "stepz"), ("prism:steps=0", "steps")])
 def test_a_wrong_rule_is_told_before_anything_is_trained(
-    rule: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rule: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["probe", "mqar", "--rules", rule, "--output", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
+    assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""`prism probe mqar`: measure how much a memory of a given size can recall."""
+"""`prism probe mqar`: what a memory of a given size can recall."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 from prism import rules as registry
 from prism.files import check_target
 from prism.probes.jobs import run_jobs
-from prism.probes.mqar import Recall, RecallModel, RecallRun, train_recall
+from prism.probes.mqar import Recall, RecallRun, train_recall
 from prism.reports.plots import pyplot, recall_picture
 from prism.reports.results import write_results
 
@@ -24,7 +24,7 @@ SETTINGS = {
     "easy": RecallRun("", Recall(pairs=8, length=32), key_dim=16, steps=600, batch=64, test_pairs=(2, 4, 6, 8)),
     "starved": RecallRun("", Recall(pairs=16, length=64), key_dim=8, steps=900, batch=32, test_pairs=(4, 8, 12, 16)),
 }
-"""easy: more key dimensions than pairs; starved: twice as many pairs as key dimensions."""
+"""Room to spare, and twice as many pairs as the keys have dimensions."""
 
 
 def mqar(
@@ -39,27 +39,27 @@ def mqar(
     jobs: int | None = None,
     output: Path = Path("runs/mqar"),
 ) -> None:
-    """Train small models on multi-query associative recall and plot how many pairs a memory of fixed size holds.
+    """Train small models on multi-query associative recall and show how many pairs a memory of fixed size holds.
 
     Args:
-        rules: Rules to compare, with options after a colon: prism:steps=3,preset=paper.
-        setting: easy has more key dimensions than pairs; starved has twice as many pairs as key dimensions.
-        seeds: Models per rule and setting; the plot shows their mean and range.
-        pairs: Key-value pairs per sequence; the length grows to 4 × pairs. None: as in the setting.
-        key_dim: Key sizes to compare; the state has key size × value size × layers numbers. Default: as in the setting.
-        layers: Layers per model. None: as in the setting.
-        steps: Training steps. None: as in the setting.
-        learning_rate: Peak learning rate. None: as in the setting.
-        jobs: Models trained in parallel. None: one per core.
-        output: Folder for results.json, updated after each model, and recall.png.
+        rules: the rules to compare, with options after a colon: `prism:steps=3,preset=paper`.
+        setting: `easy` has room to spare, `starved` twice as many pairs as key dimensions.
+        seeds: models trained for each rule and setting; the picture shows their mean and span.
+        pairs: pairs a sequence shows, instead of the setting's (its length grows to 4 · pairs).
+        key_dim: key widths to try, instead of the setting's one: state size is key width · value width · layers.
+        layers: layers of the model, instead of the setting's.
+        steps: training steps, instead of the setting's.
+        learning_rate: peak learning rate, instead of the setting's.
+        jobs: runs at a time; one a core unless given.
+        output: folder for results.json, which has every model as soon as it is trained, and recall.png.
     """
     if not rules:
         raise ValueError(f"rules is empty: name one or more of {', '.join(registry.names())}")
-    counts = {"seeds": seeds, "pairs": pairs, "layers": layers, "steps": steps, "jobs": jobs}
-    for what, number in [*counts.items(), *(("key_dim", width) for width in key_dim)]:
+    least = {"seeds": seeds, "pairs": pairs, "layers": layers, "steps": steps, "jobs": jobs}
+    for what, number in [*least.items(), *(("key_dim", width) for width in key_dim)]:
         if number is not None and number < 1:
             raise ValueError(f"{what} must be at least 1, got {number}")
-    pyplot()  # report a missing plotting library now, not after the training
+    pyplot()  # a missing plotting library should be known now, not after the training
     check_target(output, folder=True)
     runs, labels = [], []
     for name in ("easy", "starved") if setting == "both" else (setting,):
@@ -80,19 +80,19 @@ def mqar(
     names = [f"{label} {run.name} seed {run.seed}" for label, run in zip(labels, runs, strict=True)]
     data, results = output / "results.json", list[dict[str, Any]]()
 
-    def keep(found: list[Any]) -> None:  # after each model: an interruption loses only those in training
+    def keep(found: list[Any]) -> None:  # as they come: an interrupt loses only what is under way
         results[:] = [{"setting": label, **result} for label, result in zip(labels, found, strict=True) if result]
         write_results(data, results, command=shlex.join(["prism", *sys.argv[1:]]))
 
     run_jobs(train_recall, runs, names, [run.steps for run in runs], jobs, keep)
     Console().print(_table(results))
     recall_picture(results, output / "recall.png")
-    print(f"{len(runs)} models in {time.perf_counter() - started:.0f} s; results: {data}")
-    print(f"plot: {(output / 'recall.png').resolve()}")
+    print(f"{len(runs)} models in {time.perf_counter() - started:.0f} s; figures in {data}")
+    print(f"picture: {(output / 'recall.png').resolve()}")
 
 
 def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
-    """`prism:steps=3,preset=paper` → rule name and options; values are Python literals or else strings."""
+    """`prism:steps=3,preset=paper` → the name and its options, numbers and booleans as Python writes them."""
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
@@ -107,13 +107,14 @@ def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def check_runs(runs: list[RecallRun]) -> None:
-    """Build every model once, so that a wrong rule or option is reported before training."""
+    """Build every model once, so that a wrong name or option is told before anything is trained."""
+    from prism.probes.mqar import RecallModel
+
     for run in runs:
         RecallModel(run)
 
 
 def _table(results: list[dict[str, Any]]) -> Table:
-    """One row per setting, rule and state size; accuracy is the mean over seeds."""
     table = Table(title="Associative recall: accuracy by rule and state size", header_style="bold")
     for column in ("setting", "rule"):
         table.add_column(column)
