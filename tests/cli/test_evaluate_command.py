@@ -1,4 +1,4 @@
-"""`prism evaluate lm`: a table for people, JSON for programs, sentences for mistakes; and runs as models."""
+"""`prism evaluate lm`: a table, JSON output, one sentence per mistake, and run folders given as models."""
 
 from __future__ import annotations
 

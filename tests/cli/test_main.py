@@ -1,4 +1,4 @@
-"""The command line speaks in sentences, and `prism rules` lists every rule."""
+"""The command line reports errors in one sentence, and `prism rules` lists every rule."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Perplexity against a direct computation: the whole document in one pass, and every window by itself."""
+"""Perplexity against a direct computation: the whole document in one pass, and every context separately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens on disk: made once, the same for everyone, checked before use."""
+"""Tokens on disk: prepared once, the same for every process, verified before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preset < stored run < TOML file < flags; what does not exist is refused in one sentence."""
+"""Preset < stored run < TOML file < flags; unknown settings are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_run_folder_remembers_its_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_heads_that_kernels_like_and_survive_a_file(name: str) -> None:
+def test_presets_have_head_sizes_of_the_kernels_and_survive_a_file(name: str) -> None:
     settings = preset(name)
     assert settings.preset == name
     assert settings.model.head_dim in (64, 128)
