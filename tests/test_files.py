@@ -1,4 +1,4 @@
-"""Folders that are replaced: whoever is interrupted, one of the two is there whole."""
+"""Replaced folders: after an interruption either the old or the new one is complete."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_new_one_is_there_before_the_old_one_goes(tmp_path: Path, monkeypatc
             replace_folder(partial, final)
     assert (final / "file").read_text() == "new"
     replace_folder(folder(tmp_path / ".model.partial", "newer"), final)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"], "what was left behind is gone"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "leftovers are removed"
 
 
 def test_what_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,5 +66,5 @@ def test_a_read_only_cache_is_named_with_its_setting(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(dir))
 
     monkeypatch.setattr("prism.files.tempfile.TemporaryFile", refused)
-    with pytest.raises(ValueError, match=r"cannot be written: there is no permission to; give another .* data\.cache$"):
+    with pytest.raises(ValueError, match=r"cannot be written: permission denied; choose another path for data\.cache$"):
         make(tmp_path)

@@ -39,7 +39,7 @@ ALLOWED = {
 SERVING = ("prism.recommend",)
 """What is loaded to serve a model: imports nothing of prism.train."""
 
-FREE = ("prism.extras", "prism.messages", "prism.device", "prism.documents", "prism.overrides")
+FREE = ("prism.messages", "prism.device", "prism.documents", "prism.overrides")
 """Small modules below every package. They import none of them."""
 
 

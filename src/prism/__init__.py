@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from prism.autoload import register_with_transformers
-from prism.extras import missing
+from prism.messages import missing_extra
 
 if TYPE_CHECKING:
     from prism import engine as engine
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = import_module(f"prism.{_LAZY.get(name, name)}")
     except ModuleNotFoundError as error:
-        advice = missing(error, "rec" if name == "Recommender" else "lm")
+        advice = missing_extra(error, "rec" if name == "Recommender" else "lm")
         if advice is None:
             raise
         raise ImportError(f"prism.{name} {advice}") from error

@@ -1,7 +1,8 @@
-"""Files that are either complete or absent, whatever happens to the machine while they are written.
+"""Read and write files safely: atomic writes, compressed input, manifests with hashes, saved states.
 
-The recipe is always the same: write under a temporary name, sync, rename, sync the folder. A reader therefore never meets
-half a file, and what a killed writer leaves behind has a name that nobody reads and the next writer removes.
+Files and folders are either complete or absent, even if the machine stops during a write: write under a temporary name,
+sync, rename, sync the parent folder. A reader never sees a partial file. A killed writer leaves only a temporary name,
+which no reader opens and the next writer removes.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-NO_SPACE, NO_PERMISSION = "No space left on device", "there is no permission to"
+NO_SPACE, NO_PERMISSION = "No space left on device", "permission denied"
 _SPACE_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _PERMISSION_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -38,7 +39,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of names in a folder, is on the disk."""
+    """Flush a file, or the list of names in a folder, to disk."""
     if path.is_dir() and os.name != "posix":  # only POSIX systems can sync a folder
         return
     handle = os.open(path, os.O_RDONLY)
@@ -49,7 +50,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """The file holds either what it held before or all of `content`."""
+    """Write a file atomically: it holds either its old content or all of the new."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
     sync(partial)
@@ -58,33 +59,33 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def check_target(path: Path, folder: bool, name: str = "output") -> Path:
-    """Refuse a place that cannot be written, before anything is computed.
+    """Raise ValueError for a path that cannot be written, before anything is computed; returns the path.
 
     Args:
-        path: a file, or a folder that files go into; neither must exist yet.
-        folder: which of the two it is.
-        name: the argument that gave it.
+        path: a file, or a folder to write files into; it need not exist.
+        folder: whether the path is a folder.
+        name: the argument that gave the path, for the message.
     """
     if folder and path.exists() and not path.is_dir():
-        raise ValueError(f"{name} must be a folder, and {path} is a file")
+        raise ValueError(f"{name} must be a folder, but {path} is a file")
     if not folder and path.is_dir():
-        raise ValueError(f"{name} must be a file, and {path} is a folder")
+        raise ValueError(f"{name} must be a file, but {path} is a folder")
     if path.is_symlink() and not path.exists():
-        raise ValueError(f"{path} cannot be written: it is a link to nowhere")
-    places = [path.absolute(), *path.absolute().parents]
-    above = next(place for place in (places if folder else places[1:]) if place.exists())
+        raise ValueError(f"{path} cannot be written: it is a broken link")
+    candidates = [path.absolute(), *path.absolute().parents]
+    above = next(parent for parent in (candidates if folder else candidates[1:]) if parent.exists())
     if not above.is_dir():
         raise ValueError(f"{path} cannot be written: {above} is a file")
-    try:  # permissions alone do not tell: /proc has them, and takes no file
+    try:  # permission bits are not enough: /proc has them and accepts no file
         with tempfile.TemporaryFile(dir=above):
             pass
     except OSError as error:
-        raise ValueError(f"{path} cannot be written: {reason(error)}; give another place for {name}") from error
+        raise ValueError(f"{path} cannot be written: {reason(error)}; choose another path for {name}") from error
     return path
 
 
 def reason(error: BaseException) -> str:
-    """Why something could not be written, in words: one sentence for one cause, whatever the system calls it."""
+    """Why something could not be written: one phrase per cause, whichever error the system raised for it."""
     number = error.errno if isinstance(error, OSError) else None
     if number in _SPACE_ERRORS or "No space left" in str(error):
         return NO_SPACE
@@ -96,15 +97,17 @@ def reason(error: BaseException) -> str:
 
 
 def json_bytes(value: Any) -> bytes:
+    """A value as indented JSON with a final newline."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON, atomically."""
     write_atomically(path, json_bytes(value))
 
 
 def read_json(path: Path) -> Any:
-    """The parsed file; a damaged one is refused by name."""
+    """Parse a JSON file; ValueError names a damaged one."""
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
@@ -112,7 +115,7 @@ def read_json(path: Path) -> Any:
 
 
 def fresh_folder(path: Path) -> Path:
-    """An empty folder under this name; what a killed writer left there is removed."""
+    """Create an empty folder; leftovers of a killed writer are removed."""
     if path.exists():
         shutil.rmtree(path)
     path.mkdir(parents=True)
@@ -120,79 +123,80 @@ def fresh_folder(path: Path) -> Path:
 
 
 def commit_folder(partial: Path, final: Path) -> None:
-    """Sync everything in `partial`, then give it its final name."""
+    """Sync everything in `partial`, then rename it to `final`."""
     _sync_all(partial)
     partial.rename(final)
     sync(final.parent)
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """`commit_folder` in place of what may have the name: that keeps it until the new one is whole, and is removed last."""
+    """`commit_folder` that replaces an existing `final`. The old folder keeps its name until the new one is complete."""
     _sync_all(partial)
-    doomed = _nobodys(final)
+    trash = _trash_name(final)
     if final.exists():
-        final.rename(doomed)
+        final.rename(trash)
     partial.rename(final)
     sync(final.parent)
-    if doomed.exists():
-        shutil.rmtree(doomed)
+    if trash.exists():
+        shutil.rmtree(trash)
 
 
 @contextmanager
 def whole_folder(final: Path, what: str) -> Iterator[Path]:
-    """An empty folder to fill, which replaces `final` when the block ends; if the block fails, nothing is left of it.
+    """Yield an empty folder that replaces `final` when the block ends; if the block fails, it is removed.
 
     Args:
-        what: what the folder holds, for the sentence that says it could not be written.
+        what: what the folder holds, for the error message.
     """
     partial = fresh_folder(final.with_name(f".{final.name}.partial"))
     try:
         yield partial
         replace_folder(partial, final)
     except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk every byte is wanted
+        shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
         why = reason(error)
         if why not in (NO_SPACE, NO_PERMISSION):
             raise
-        advice = "free some space" if why == NO_SPACE else "give another place"
+        advice = "free some space" if why == NO_SPACE else "choose another path"
         raise OSError(f"{what} could not be written to {final} ({why}): {advice} and try again") from error
 
 
 def remove_folder(path: Path) -> None:
-    """Take the name away first: a removal cut short leaves nothing that looks whole."""
-    doomed = _nobodys(path)
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+    """Remove a folder. It is renamed first, so that an interrupted removal leaves nothing that looks complete."""
+    trash = _trash_name(path)
+    path.rename(trash)
+    shutil.rmtree(trash)
 
 
-def _nobodys(path: Path) -> Path:
-    """The name of a folder that is being removed; what a removal cut short left there goes."""
-    doomed = path.with_name(f".{path.name}.removed")
-    if doomed.exists():
-        shutil.rmtree(doomed)
-    return doomed
+def _trash_name(path: Path) -> Path:
+    """The temporary name of a folder during its removal; leftovers of an interrupted removal are deleted."""
+    trash = path.with_name(f".{path.name}.removed")
+    if trash.exists():
+        shutil.rmtree(trash)
+    return trash
 
 
 def _sync_all(folder: Path) -> None:
+    """Sync a folder and everything in it."""
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)
 
 
-# Files that may be compressed: `a.csv`, `a.csv.gz` and `a.csv.xz` are read alike.
+# Files that may be compressed: `a.csv`, `a.csv.gz` and `a.csv.xz` are read in the same way.
 
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 def inner_suffix(path: Path) -> str:
-    """The ending that says what is inside: `.jsonl` for both `a.jsonl` and `a.jsonl.gz`."""
+    """The suffix of the uncompressed file: `.jsonl` for both `a.jsonl` and `a.jsonl.gz`."""
     inner = path.with_suffix("") if path.suffix in _OPENERS else path
     return inner.suffix.lower()
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """For reading. What turns out to be damaged is named."""
+    """Open a file for reading, decompressed by its suffix; ValueError names one that does not decompress."""
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield file
@@ -200,14 +204,14 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
         raise ValueError(f"{path} does not decompress: {error}") from error
 
 
-# Manifests: size and SHA-256 of files in a folder, in a file that is hashed itself, so that damage is noticed.
+# Manifests detect damage: size and SHA-256 of the files in a folder, and a hash of the manifest itself.
 
 MANIFEST = "manifest.json"
 Entries = dict[str, dict[str, Any]]
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """What a manifest says of one file."""
+    """The manifest entry of one file."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
@@ -219,30 +223,30 @@ def write_manifest(folder: Path, files: Entries) -> None:
 def seal_weights(folder: Path) -> None:
     """Write a manifest of a model folder's weights, for `check_weights`.
 
-    Only of the weights: configuration, tokenizer and README are for people to edit.
+    Only weights are listed: configuration, tokenizer and README may be edited.
     """
     write_manifest(folder, entries(folder, sorted(folder.glob("*.safetensors"))))
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a model folder whose weights differ from its manifest; a folder without one is not checked."""
+    """Raise ValueError if a model folder's weights differ from its manifest. A folder without one is not checked."""
     if not (folder / MANIFEST).exists():
         return
     damage = find_damage(folder)
     if damage is not None:
         raise ValueError(
             f"the model in {folder} is damaged: {damage}; export or copy it again, or remove {MANIFEST} if the change "
-            "is meant"
+            "is intended"
         )
 
 
 def entries(folder: Path, paths: Iterable[Path]) -> Entries:
-    """Entries of files in a folder, by name relative to it."""
+    """Manifest entries of files, by their path relative to the folder."""
     return {path.relative_to(folder).as_posix(): entry(path) for path in paths}
 
 
 def find_damage(folder: Path) -> str | None:
-    """The first file that is missing or differs in size or SHA-256 from the manifest, in words; None if all is well."""
+    """Describe the first file that is missing or differs in size or SHA-256 from the manifest; None if all match."""
     path = folder / MANIFEST
     if not path.is_file():
         return f"{MANIFEST} is missing"
@@ -265,16 +269,17 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _signed(files: Entries) -> dict[str, Any]:
-    """The manifest's content: it vouches for the files, and a hash in it for the manifest."""
+    """The manifest's content: the entries of the files, and a hash of these entries."""
     files = dict(sorted(files.items()))
     return {"files": files, "sha256": hashlib.sha256(json_bytes(files)).hexdigest()}
 
 
-# The state of something that goes on later, as one safetensors file that says what it is.
+# Saved states: one safetensors file whose metadata names its format. torch is imported only by these functions: commands
+# use this module, and `prism --help` must not wait for it.
 
 
 def check_state_target(path: Path, name: str) -> None:
-    """Refuse a place for a state file before the work; `name` is the argument that gave it."""
+    """Raise an error for a path that cannot hold a state file; `name` is the argument that gave it."""
     if path.suffix != ".safetensors":
         raise ValueError(f"{name} must be a file name that ends in .safetensors, got {path}")
     if not path.resolve().parent.is_dir():
@@ -283,13 +288,17 @@ def check_state_target(path: Path, name: str) -> None:
 
 
 def write_state(path: Path, format: str, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    """The file is written whole or not at all. `format` is what `read_state` will ask for."""
-    held = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}  # clones share nothing
+    """Write a state file atomically. `format` must be given again to `read_state`; `about` is further metadata."""
+    from safetensors.torch import save
+
+    held = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}  # clones share no storage
     write_atomically(path, save(held, {"format": format, **about}))
 
 
 def read_state(path: Path, format: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, on the CPU, and what was said about them."""
+    """The tensors of a state file, on the CPU, and its metadata."""
+    from safetensors import SafetensorError, safe_open
+
     if not path.is_file():
         raise FileNotFoundError(f"there is no state file {path}")
     try:
@@ -304,12 +313,12 @@ def read_state(path: Path, format: str) -> tuple[dict[str, Tensor], dict[str, st
 
 
 def default_cache() -> Path:
-    """`$PRISM_CACHE`, or `prism` in the user's cache folder."""
+    """The cache folder: `$PRISM_CACHE`, or `prism` in the user's cache folder."""
     given = os.environ.get("PRISM_CACHE")
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prism"
 
 
 def not_there(source: str) -> str:
-    """The sentence for a missing source; of a relative one, it says relative to what."""
+    """The message for a missing source; a relative path is reported with the current folder."""
     relative = not Path(source).expanduser().is_absolute()
     return f"there is no file or folder {source}" + (f" in {Path.cwd()}" if relative else "")

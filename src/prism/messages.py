@@ -1,4 +1,4 @@
-"""Messages for people on the error stream: lines, progress bars, and the "did you mean" of an unknown name."""
+"""Messages for users: lines and progress bars on standard error, suggestions for misspelt names, missing extras."""
 
 from __future__ import annotations
 
@@ -10,12 +10,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
+INTERRUPTED = 130
+"""Exit code after a signal, even if everything was saved: a script must not continue as if the command had finished."""
 CLOSE = 0.6
-"""Similarity, from 0 to 1, from which a known name is suggested."""
+"""Suggest a known name from this similarity (0 to 1) on."""
+_CLI = ("tyro", "rich", "tomli")
+LIBRARIES = {
+    "cli": _CLI,
+    "plots": ("matplotlib",),
+    "lm": ("transformers", "tokenizers", "datasets", "tensorboard", "filelock", *_CLI),
+    "rec": ("transformers", "polars", "filelock", *_CLI),
+    "eval": ("lm_eval",),
+    "gpu": ("triton",),
+}
+"""The libraries that each extra installs."""
 
 
 def say(message: str) -> None:
-    """Print a line to the error stream; the output is for results."""
+    """Print a line to standard error; standard output is for results."""
     print(message, file=sys.stderr)
 
 
@@ -32,7 +44,7 @@ def did_you_mean(asked: str, known: Iterable[str], show: Callable[[str], str] = 
     """` (did you mean 'x'?)` for the closest known name, or an empty string if none is close.
 
     Args:
-        show: how the name is written in the sentence.
+        show: formats the suggested name.
     """
     similarity = {name: _similarity(name, asked) for name in known}
     best = max(similarity, key=lambda name: similarity[name], default=None)
@@ -40,9 +52,25 @@ def did_you_mean(asked: str, known: Iterable[str], show: Callable[[str], str] = 
 
 
 def _similarity(known: str, asked: str) -> float:
-    """Similarity of two names. Dashes in front and a section that both share do not count: every flag has them."""
+    """Similarity of two names, from 0 to 1. Leading dashes and a shared section are ignored: all flags have them."""
     known, asked = known.lstrip("-"), asked.lstrip("-")
     (section, _, name), (asked_section, _, asked_name) = known.rpartition("."), asked.rpartition(".")
     if section == asked_section:
         known, asked = name, asked_name
     return difflib.SequenceMatcher(None, known, asked).ratio()
+
+
+def missing_extra(error: BaseException, likely: str) -> str | None:
+    """The message for a library of an extra that is not installed; None for any other error.
+
+    Args:
+        likely: the extra to name if it installs the library; otherwise the first one that does.
+    """
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    module = error.name.partition(".")[0]
+    extras = [extra for extra, modules in LIBRARIES.items() if module in modules]
+    if not extras:
+        return None
+    extra = likely if likely in extras else extras[0]
+    return f"needs {module}, from the extra {extra}: pip install 'prism-sequence[{extra}]' (in a clone: '.[{extra}]')"

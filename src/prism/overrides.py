@@ -1,4 +1,7 @@
-"""Settings from a TOML or JSON file, laid over others: unknown names and wrong types are refused in one sentence."""
+"""Apply values from a TOML or JSON file to settings, and turn settings back into a command line.
+
+Unknown names and wrong types raise a ValueError of one sentence.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ T = TypeVar("T")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    """The contents of a TOML file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no settings file {path}")
     try:
@@ -29,7 +33,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_toml_value(text: str) -> Any:
-    """A single value as TOML writes it; what is none, such as a bare word, is a text."""
+    """Parse one TOML value; text that is not valid TOML, such as a bare word, is returned as a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -37,7 +41,12 @@ def read_toml_value(text: str) -> Any:
 
 
 def override(settings: T, values: dict[str, Any], where: str, prefix: str = "") -> T:
-    """Settings with the nested `values` laid over them; `where` is named in errors."""
+    """A copy of `settings` with the nested `values` applied.
+
+    Args:
+        where: the source of the values, for error messages.
+        prefix: the section that these settings are, such as `model.`.
+    """
     assert is_dataclass(settings) and not isinstance(settings, type)
     hints = get_type_hints(type(settings))
     known = [field.name for field in fields(settings)]
@@ -50,7 +59,7 @@ def override(settings: T, values: dict[str, Any], where: str, prefix: str = "") 
         current = getattr(settings, key)
         if is_dataclass(current):
             if not isinstance(value, dict):
-                raise ValueError(f"{where}: {name} is a section with settings of its own, got {value!r}")
+                raise ValueError(f"{where}: {name} is a section of settings, got {value!r}")
             changes[key] = override(current, value, where, f"{name}.")
         else:
             try:
@@ -62,7 +71,7 @@ def override(settings: T, values: dict[str, Any], where: str, prefix: str = "") 
 
 
 def to_plain(settings: Any) -> Any:
-    """Nested dicts of what JSON and TOML know; `override` reads them back."""
+    """Settings as nested dicts of JSON and TOML types; `override` reads them back."""
     if is_dataclass(settings):
         return {field.name: to_plain(getattr(settings, field.name)) for field in fields(settings)}
     if isinstance(settings, tuple):
@@ -71,7 +80,7 @@ def to_plain(settings: Any) -> Any:
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """The value as the type that a field asks for; TypeError says what was expected."""
+    """The value converted to a field's type; the TypeError says what was expected."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None:
@@ -89,7 +98,7 @@ def _convert(hint: Any, value: Any) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise TypeError({int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "a text"))
+        raise TypeError({int: "an integer", float: "a number", bool: "true or false"}.get(hint, "a string"))
     return value
 
 
@@ -102,16 +111,17 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     return tuple(_convert(kind, item) for kind, item in zip(kinds, value, strict=True))
 
 
-# The command that a run's settings stand for, however they were given: what they change about their preset.
+# Settings as a command line: the flags that differ from the preset, wherever the values came from.
 
 
 def train_command(task: str, settings: Any, start: Any) -> str:
-    """`prism train TASK …`, with what `settings` change about their preset, `start`."""
+    """The `prism train TASK …` command that gives `settings`, where `start` is their preset."""
     words = ["prism", "train", task, *(["--preset", settings.preset] if settings.preset else [])]
     return shlex.join([*words, *_differences(to_plain(start), to_plain(settings), "--")])
 
 
 def _differences(start: dict[str, Any], now: dict[str, Any], prefix: str) -> list[str]:
+    """Flags for the values in which two nested dicts differ."""
     words: list[str] = []
     for key, value in now.items():
         name = key.replace("_", "-")

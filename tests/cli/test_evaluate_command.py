@@ -1,4 +1,4 @@
-"""`prism evaluate lm`: a table for people, JSON for programs, sentences for mistakes; and runs as models."""
+"""`prism evaluate lm`: a table, JSON output, one sentence per mistake, and run folders given as models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_results_as_json(folder: Path, tmp_path: Path, capsys: Captured) -> None
         (tmp_path / name).write_text(f"the text of {name}: é\n")
     arguments = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt"), "--output", str(tmp_path / "out" / "result.json")]
     assert main(["evaluate", "lm", str(folder), *arguments]) == 0
-    assert "bits/byte" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert all(column in printed for column in ("perplexity", "bits/", "byte"))
     results = json.loads((tmp_path / "out" / "result.json").read_text())["results"]["files"]
     a, b, total = results[str(tmp_path / "a.txt")], results[str(tmp_path / "b.txt")], results["total"]
     assert total["tokens"] == a["tokens"] + b["tokens"] == 2 * (len("the text of a.txt: é\n".encode()) + 1)
@@ -60,7 +61,7 @@ def test_results_as_json(folder: Path, tmp_path: Path, capsys: Captured) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "nothing to evaluate: give files, or --tasks with --data-dir"),
         (["nowhere.txt"], "there is no file or folder nowhere.txt"),
@@ -69,10 +70,12 @@ def test_results_as_json(folder: Path, tmp_path: Path, capsys: Captured) -> None
         (["README.md", "--stride", "3"], "stride is 3: it needs a context"),
     ],
 )
-def test_mistakes_are_told_in_one_sentence(folder: Path, capsys: Captured, arguments: list[str], told: str) -> None:
+def test_mistakes_are_reported_in_one_sentence(
+    folder: Path, capsys: Captured, arguments: list[str], message: str
+) -> None:
     assert main(["evaluate", "lm", str(folder), *arguments]) == 2
     captured = capsys.readouterr()
-    assert told in captured.err
+    assert message in captured.err
     assert len(captured.err.strip().splitlines()) == 1
 
 
@@ -105,9 +108,9 @@ class TestRuns:
         return captured.out, captured.err
 
     def test_its_exported_model(self, run: Path, capsys: Captured) -> None:
-        text, told = self.text(run, capsys)
+        text, message = self.text(run, capsys)
         assert text == self.text(run / "model", capsys)[0]
-        assert "using checkpoint" not in told
+        assert "using checkpoint" not in message
 
     def test_a_newer_checkpoint(self, run: Path, tmp_path: Path, capsys: Captured) -> None:
         run = shutil.copytree(run, tmp_path / "run")
@@ -115,16 +118,16 @@ class TestRuns:
         newest = run / "checkpoints" / "step-00000004"
         later = (run / "model").stat().st_mtime + 10
         os.utime(newest, (later, later))
-        text, told = self.text(run, capsys)
+        text, message = self.text(run, capsys)
         assert text == expected
-        assert f"using checkpoint step-00000004 of {run}" in told
+        assert f"using checkpoint step-00000004 of {run}" in message
 
         (newest / "state.json").write_text("{}")  # damaged: the one before it is used, and nothing is moved
         os.utime(run / "checkpoints" / "step-00000002", (later, later))
-        text, told = self.text(run, capsys)
+        text, message = self.text(run, capsys)
         assert text != expected
-        assert "step-00000004 is damaged: state.json" in told
-        assert "using checkpoint step-00000002" in told
+        assert "step-00000004 is damaged: state.json" in message
+        assert "using checkpoint step-00000002" in message
         assert newest.is_dir()
 
     def test_no_checkpoint_yet(self, run: Path, tmp_path: Path, capsys: Captured) -> None:

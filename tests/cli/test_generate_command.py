@@ -1,4 +1,4 @@
-"""`prism generate`: where the text comes from, where it goes, and going on later."""
+"""`prism generate`: where the text comes from, where it goes, and how it is resumed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_three_runs_write_what_one_writes(
 ) -> None:
     whole = generate(capsys, folder, "--prompt", "naïve 🙂", "--max-new-tokens", 45, *options)
     state = tmp_path / "state.safetensors"
-    later = [option for option in options if option not in ("--seed", 5)]  # the random numbers go on
+    later = [option for option in options if option not in ("--seed", 5)]  # the random state is resumed
     parts = [generate(capsys, folder, "--prompt", "naïve 🙂", "--max-new-tokens", 14, *options, "--save-state", state)]
     parts += [generate(capsys, folder, "--state", state, "--max-new-tokens", 15, *later, "--save-state", state)]
     parts += [generate(capsys, folder, "--state", state, "--max-new-tokens", 16, *later)]
@@ -70,10 +70,10 @@ def test_only_the_text_goes_to_the_output(folder: Path, capsys: Captured) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nowhere", "--prompt", "x"], "there is no model folder nowhere"),
-        (["MODEL", "--prompt", "x", "--file", "y"], "--prompt and --file both give a text"),
+        (["MODEL", "--prompt", "x", "--file", "y"], "--prompt and --file were both given"),
         (["MODEL", "--file", "nowhere.txt"], "there is no file nowhere.txt"),
         (["MODEL", "--prompt", "x", "--state", "nowhere.safetensors"], "there is no state file nowhere.safetensors"),
         (["MODEL", "--prompt", "x", "--save-state", "state.pt"], "must be a file name that ends in .safetensors"),
@@ -83,11 +83,13 @@ def test_only_the_text_goes_to_the_output(folder: Path, capsys: Captured) -> Non
         (["MODEL", "--prompt", "x", "--device", "abacus"], "device 'abacus' cannot be used here"),
     ],
 )
-def test_mistakes_are_told_in_one_sentence(folder: Path, capsys: Captured, arguments: list[str], told: str) -> None:
+def test_mistakes_are_reported_in_one_sentence(
+    folder: Path, capsys: Captured, arguments: list[str], message: str
+) -> None:
     assert main(["generate", *(str(folder) if word == "MODEL" else word for word in arguments)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert told in captured.err
+    assert message in captured.err
     assert len(captured.err.strip().splitlines()) == 1
 
 

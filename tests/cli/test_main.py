@@ -1,4 +1,4 @@
-"""The command line speaks in sentences, and `prism rules` lists every rule."""
+"""The command line reports errors in one sentence, and `prism rules` lists every rule."""
 
 import errno
 import os
@@ -17,14 +17,20 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in COMMANDS)
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_for_all_its_flags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_that_fits_80_columns(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:
         main([*name.split(), "--help"])
     assert stop.value.code in (0, None)
-    assert "--" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "--" in printed and "{None}" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_an_interrupt_while_libraries_are_imported_waits_for_them(
@@ -161,8 +167,8 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(
     place = tmp_path / "place"
     assert main([word.replace("PLACE", str(place)) for word in words]) == 2
     said = capsys.readouterr().err
-    why = "No space left on device" if number == errno.ENOSPC else "there is no permission to"
-    assert str(place) in said and f" cannot be written: {why}; give another place for " in said
+    why = "No space left on device" if number == errno.ENOSPC else "permission denied"
+    assert str(place) in said and f" cannot be written: {why}; choose another path for " in said
     assert len(said.splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 
@@ -179,7 +185,7 @@ def test_a_missing_library_is_told_with_its_extra(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["rulez"], "rules"),
         (["probe"], "mqar"),
@@ -187,12 +193,12 @@ def test_a_missing_library_is_told_with_its_extra(
     ],
 )
 def test_unknown_commands_are_answered_with_known_ones(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         main(words)
     assert stop.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["rules"], ["--help"], ["train", "--help"]])

@@ -86,8 +86,8 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
         "unknown preset '7b'": ["--preset", "7b"],
         "unknown setting --model.width": ["--model.width", "3"],
         "has a setting model.width that does not exist": ["--config", str(tmp_path / "wrong.toml")],
-        "weights.pt holds no safetensors: pickled weights": ["--model.weights", str(tmp_path / "weights.pt")],
-        "pickled holds no safetensors: pickled weights": ["--model.weights", str(tmp_path / "pickled")],
+        "weights.pt has no safetensors file: pickled weights": ["--model.weights", str(tmp_path / "weights.pt")],
+        "pickled has no safetensors file: pickled weights": ["--model.weights", str(tmp_path / "pickled")],
         "there are no weights at": ["--model.weights", str(tmp_path / "nowhere")],
         "unknown rule 'prsm' (did you mean 'prism'?)": ["--model.layers", "prsm"],
         "model.options has 'steps=3'": ["--model.options", "steps=3"],
@@ -100,7 +100,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(
     }
     for sentence, arguments in cases.items():
         assert main([*command, *arguments]) == 2, sentence
-        said = "\n".join(line for line in capsys.readouterr().err.splitlines() if "making tokens" not in line)
+        said = "\n".join(line for line in capsys.readouterr().err.splitlines() if not line.startswith("tokenizing "))
         assert sentence in said and "\n" not in said, f"expected {sentence!r}, got: {said}"
     assert not (tmp_path / "run").exists()
     assert [path.name for path in (tmp_path / "used").iterdir()] == ["thesis.txt"]

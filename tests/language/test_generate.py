@@ -1,4 +1,4 @@
-"""Generation: choosing tokens, stopping, and going on as if nothing had happened."""
+"""Generation: choosing tokens, stopping, and resuming without a difference."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def test_a_document_after_an_end_token_starts_afresh(lm: LanguageModel) -> None:
 
 
 def test_without_a_prompt_a_document_starts(lm: LanguageModel) -> None:
-    session, told = Session(lm), Session(lm)
-    told.logits = told.reader.read_all(torch.tensor([lm.tokenizer.end]))
-    assert written(session, 12, GREEDY) == written(told, 12, GREEDY) != ""
+    session, primed = Session(lm), Session(lm)
+    primed.logits = primed.reader.read_all(torch.tensor([lm.tokenizer.end]))
+    assert written(session, 12, GREEDY) == written(primed, 12, GREEDY) != ""
 
 
 @given(st.integers(0, 5), st.sampled_from(SAMPLINGS[1:]))
@@ -157,11 +157,11 @@ def test_seeds_decide_what_is_drawn(lm: LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"temperature": -1}, "temperature must be a number ≥ 0"),
-        ({"temperature": float("nan")}, "temperature must be a number ≥ 0"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+        ({"temperature": float("nan")}, "temperature must be at least 0"),
         ({"top_k": 0}, "top_k must be at least 1"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1"),
-        ({"temperature": 0, "top_k": 3}, "with temperature 0 nothing is drawn"),
+        ({"temperature": 0, "top_k": 3}, "need a temperature above 0"),
     ],
 )
 def test_bad_sampling(arguments: dict, message: str) -> None:
@@ -191,7 +191,7 @@ def test_what_is_no_state_is_refused(lm: LanguageModel, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a saved state"):
         Session.load(path, lm)
     session = Session(lm)
-    with pytest.raises(ValueError, match="nothing was read or written"):
+    with pytest.raises(ValueError, match="nothing has been read or written"):
         session.save(path)
     session.read("abc")
     session.save(path)
@@ -259,7 +259,7 @@ class TestOpening:
         definition = train_bpe(["the cat sat on the mat and on the other mat " * 3], 290).definition
         (tmp_path / "tokenizer.json").write_text(definition)
         (tmp_path / "tokenizer_config.json").unlink()
-        with pytest.raises(ValueError, match=r"tokenizer in .* has \d+ tokens, the model knows 264"):
+        with pytest.raises(ValueError, match=r"tokenizer in .* has \d+ tokens, but the model only 264"):
             open_model(tmp_path)
 
     def test_no_tokenizer(self, tmp_path: Path) -> None:

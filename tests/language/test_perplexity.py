@@ -1,4 +1,4 @@
-"""Perplexity against a direct computation: the whole document in one pass, and every window by itself."""
+"""Perplexity against a direct computation: the whole document in one pass, and every context separately."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_windows_equal_each_window_by_itself(
 
 
 def test_more_context_changes_the_result(lm: LanguageModel, rows: Path) -> None:
-    """Else the tests above would not tell one way of reading from another."""
+    """Otherwise the tests above could not distinguish the ways of reading."""
     nats = {score_file(lm, rows, how).nats for how in (Context(), Context(16), Context(16, 4), Context(1))}
     assert len(nats) == 4
 
@@ -139,7 +139,7 @@ def test_bad_files(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"context": 0}, "context must be at least 1"),
-        ({"context": 8, "stride": 9}, "stride is 9: it needs a context of at least as many"),
+        ({"context": 8, "stride": 9}, "stride is 9: it needs a context of at least that many"),
         ({"stride": 9}, "stride is 9: it needs a context"),
         ({"segment": 0}, "segment must be at least 1"),
     ],

@@ -126,17 +126,17 @@ def test_a_damaged_table_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
-        ('{"text": null}', "line 1 has nothing under 'text', not a text"),
-        ('{"text": 3}', "line 1 has int under 'text', not a text"),
-        (r'{"text": "a \ud800"}', "line 1 is no text that UTF-8 can hold: surrogates not allowed at 2"),
+        ('{"text": null}', "line 1 has nothing under 'text', not text"),
+        ('{"text": 3}', "line 1 has int under 'text', not text"),
+        (r'{"text": "a \ud800"}', "line 1 cannot be encoded as UTF-8: surrogates not allowed at 2"),
     ],
 )
-def test_rows_that_are_no_text_are_named(tmp_path: Path, row: str, told: str) -> None:
+def test_rows_that_are_no_text_are_named(tmp_path: Path, row: str, message: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(row + "\n")
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read(path)
 
 

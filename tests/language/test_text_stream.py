@@ -1,4 +1,4 @@
-"""Streamed text is the text: whatever the tokens, in whatever pieces, and never half a character."""
+"""Streamed text equals the decoded text, for all tokens and pieces, and never shows half a character."""
 
 from __future__ import annotations
 

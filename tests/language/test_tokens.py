@@ -1,4 +1,4 @@
-"""Tokens on disk: made once, the same for everyone, checked before use."""
+"""Tokens on disk: prepared once, the same for every process, verified before use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism.language import corpus as preparation
-from prism.language.corpus import Recipe, prepare
-from prism.language.tokens import Manifest, Split, Stream, StreamWriter, Windows
+from prism.language.corpus import Recipe, _Source, prepare
+from prism.language.settings import DataSettings
+from prism.language.tokens import Manifest, Sequences, Split, Stream, StreamWriter
 from tests.train.runs import write_corpus
 
 
@@ -114,6 +115,12 @@ def test_damaged_tokens_are_refused_by_name(tmp_path: Path, damage: str) -> None
         prepare(recipe, tmp_path / "cache")
 
 
+def test_the_key_of_a_cache_depends_on_the_recipe_alone() -> None:
+    recipe = DataSettings(("hub:owner/dataset",), bpe_size=300, context=7, verify=False).recipe()
+    assert recipe == Recipe(("hub:owner/dataset",), bpe_size=300)
+    assert _Source(recipe).key() == "e66c06651be0c0a06abf", "caches of earlier versions are found"
+
+
 def test_bad_recipes_are_refused(tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.write_text("")
@@ -132,19 +139,19 @@ def test_bad_recipes_are_refused(tmp_path: Path) -> None:
         ({"max_bytes": 0}, "max_bytes"),
     ):
         with pytest.raises(ValueError, match=f"data.{message} must be"):
-            Recipe(**wrong)
+            prepare(Recipe(**wrong), tmp_path / "cache")
 
 
-def test_windows_overlap_by_the_token_to_predict_and_tell_where_documents_start(tmp_path: Path) -> None:
+def test_sequences_overlap_by_the_token_to_predict_and_mark_document_starts(tmp_path: Path) -> None:
     corpus = prepare(Recipe((str(write_corpus(tmp_path / "corpus")),)), tmp_path / "cache")
     stream, end = corpus.stream("train"), corpus.manifest.end
-    windows = Windows(stream, 16, end)
-    assert len(windows) == (len(stream) - 1) // 16
-    batch = windows.windows(np.arange(len(windows)))
-    flat = stream.read(0, len(windows) * 16 + 1)
+    sequences = Sequences(stream, 16, end)
+    assert len(sequences) == (len(stream) - 1) // 16
+    batch = sequences.batch(np.arange(len(sequences)))
+    flat = stream.read(0, len(sequences) * 16 + 1)
     assert batch.inputs.flatten().tolist() == flat[:-1].tolist()
     assert batch.targets.flatten().tolist() == flat[1:].tolist()
     assert batch.reset.flatten().tolist() == (flat[:-1] == end).tolist() and batch.reset.sum() > 10
-    assert Windows(stream, 16).windows(np.array([3])).reset is None
+    assert Sequences(stream, 16).batch(np.array([3])).reset is None
     with pytest.raises(ValueError, match=f"the data has {len(stream)} tokens, too few for a context of 10000000 "):
-        Windows(stream, 10_000_000)
+        Sequences(stream, 10_000_000)

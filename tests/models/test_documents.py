@@ -15,8 +15,8 @@ from torch import Tensor
 
 from prism.documents import document_starts, needed_starts
 from prism.language.generate import Reader
-from prism.language.task import total_nats
-from prism.language.tokens import Batch, Windows
+from prism.language.task import loss_sum
+from prism.language.tokens import Batch, Sequences
 from prism.models import PrismForCausalLM
 from tests.helpers import assert_close
 from tests.models.stacks import HYBRIDS, STACKS, VOCABULARY, label, model
@@ -47,7 +47,7 @@ class Tokens:
 
 
 def window(tokens: list[int]) -> Batch:
-    return Windows(Tokens(tokens), len(tokens) - 1, END).windows(np.arange(1))
+    return Sequences(Tokens(tokens), len(tokens) - 1, END).batch(np.arange(1))
 
 
 @st.composite
@@ -67,7 +67,7 @@ def trained(lm: PrismForCausalLM, tokens: list[int], start: int) -> dict[str, Te
         lm.get_input_embeddings().register_forward_hook(lambda _, __, x: held.setdefault("embeddings", x)),
         lm.lm_head.register_forward_hook(lambda _, __, x: held.setdefault("logits", x)),
     ]
-    (gradients,) = torch.autograd.grad(total_nats(lm.train(), batch), held["embeddings"])
+    (gradients,) = torch.autograd.grad(loss_sum(lm.train(), batch), held["embeddings"])
     for hook in hooks:
         hook.remove()
     state = lm(batch.inputs, reset=batch.reset, use_cache=True).past_key_values.tensors()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prism.engine import dispatch as in_place
 from prism.models import PrismForCausalLM, replay
 from prism.models.replay import CapturedStep
+from prism.nn import mixer
 from tests.models import recorded
 from tests.models.recorded import pair, steps
 from tests.models.stacks import model, tokens
@@ -89,10 +89,8 @@ def test_memories_of_a_recorded_step_are_updated_in_place(monkeypatch: pytest.Mo
     lm, ids = model("prism*2"), tokens(1, 20)
     _, replayed = pair(lm, ids[:, :5])
     overwritten = []
-    memory_ = in_place.memory_
-    monkeypatch.setattr(
-        in_place, "memory_", lambda u, state, *more: overwritten.append(state) or memory_(u, state, *more)
-    )
+    memory_ = mixer.memory_
+    monkeypatch.setattr(mixer, "memory_", lambda u, state, *more: overwritten.append(state) or memory_(u, state, *more))
     steps(lm, replayed, ids[:, 5:8])
     own = [state.memory for state in replayed.states]
     assert [any(z is state for z in overwritten) for state in own] == [True, True]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from prism.recommend.events import Catalogue, Dataset, Histories, Samples, Users
 from prism.recommend.task import RecTask, SampleTable, train_rec
 from prism.train.checkpoint import checkpoint_names
-from prism.train.order import Order, windows_of
+from prism.train.order import Order, sequence_of
 from tests.children import final_tensors, finish, kill_when, reached, same_tensors
 from tests.recommend.runs import records_of, small, start
 
@@ -153,7 +153,7 @@ def test_a_log_in_memory_and_items_with_features(tmp_path: Path) -> None:
     settings = small(tmp_path, steps=3)
     first = train_rec(settings, dataset)
     other = Dataset(dataset.histories, Catalogue(dataset.catalogue.items), dataset.users)
-    with pytest.raises(ValueError, match=r"was started with other events"):
+    with pytest.raises(ValueError, match=r"was started with different events"):
         train_rec(settings, other)
     second = train_rec(replace(settings, out=tmp_path / "plain"), other)
     a, b = (load_file(outcome.model / "model.safetensors") for outcome in (first, second))
@@ -179,7 +179,7 @@ def test_an_order_asked_for_in_stretches_is_the_same_order() -> None:
     order = Order(13, seed=5, at_once=10)
     for first, count in ((0, 4), (4, 4), (6, 30), (36, 1), (2, 3)):
         numbers = np.arange(first, first + count)
-        assert np.array_equal(order(numbers), windows_of(numbers, 13, 5))
+        assert np.array_equal(order(numbers), sequence_of(numbers, 13, 5))
 
 
 def test_bad_settings_are_refused_in_one_sentence_before_anything_is_written(tmp_path: Path) -> None:

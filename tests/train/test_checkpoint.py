@@ -73,7 +73,7 @@ def test_when_all_are_damaged_nothing_is_started_over(root: Path, trained: Path)
     for folder in (root / "run" / "checkpoints").iterdir():
         flip(folder / "state.json")
     log = (root / "run" / "log.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged: to start anew, give another run folder"):
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged: to start over, give another run folder"):
         train_lm(settings_of(root, trained), build_with_dropout)
     assert (root / "run" / "log.jsonl").read_bytes() == log
     with pytest.raises(ValueError, match="is damaged"):
@@ -115,7 +115,7 @@ def test_a_full_disk_ends_the_run_and_the_last_good_checkpoint_stays(
     with pytest.raises(
         OSError,
         match=r"step-00000012 could not be written to .* \(No space left on device\): the last good "
-        r"checkpoint, step-00000006, is untouched; free some space and run the same command",
+        r"checkpoint, step-00000006, is unchanged; free some space and run the same command",
     ):
         train_lm(settings, build_with_dropout)
     folder = tmp_path / "run" / "checkpoints"

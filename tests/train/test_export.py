@@ -1,4 +1,4 @@
-"""Exported models: whole or absent, and what is damaged is noticed."""
+"""Exported models are complete or absent, and damage is detected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy that a test may damage."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
@@ -75,13 +75,13 @@ def test_every_command_says_that_all_checkpoints_are_damaged(words: str, run: Pa
     assert main([places.get(word, word) for word in words.split()]) == 2
     *damaged, last = capsys.readouterr().err.splitlines()
     assert last.endswith(
-        f"every checkpoint in {run / 'checkpoints'} is damaged: to start anew, give another run folder"
+        f"every checkpoint in {run / 'checkpoints'} is damaged: to start over, give another run folder"
     )
     assert all("is damaged: state.json" in line for line in damaged if "step-" in line)
 
 
 @given(place=st.integers(0, 10**9), victim=st.sampled_from(["model.safetensors", "manifest.json"]))
-def test_any_flipped_byte_of_the_weights_is_noticed(trained: Path, place: int, victim: str) -> None:
+def test_any_flipped_byte_of_the_weights_is_detected(trained: Path, place: int, victim: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(shutil.copytree(trained / "model", Path(folder) / "model"))
         check_weights(model)
@@ -102,7 +102,7 @@ def test_commands_notice_damage_and_open_what_has_no_manifest(run: Path, capsys:
     assert main(words) == 0
 
 
-def test_what_people_edit_is_no_damage(run: Path) -> None:
+def test_edited_text_files_are_no_damage(run: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = run / "model"

@@ -1,4 +1,4 @@
-"""The log is cut back on resume, survives a torn last line, and says when it cannot be written."""
+"""The log is truncated on resume, survives an incomplete last line, and reports when it cannot be written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_resumed_log_forgets_what_came_after_the_checkpoint(tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_a_full_disk_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_one_sentence(tmp_path: Path) -> None:
     log = Log(tmp_path, 0)
     log._file = open("/dev/full", "w")  # noqa: SIM115  (the log closes it)
     with pytest.raises(OSError, match=r"log\.jsonl could not be written \(No space left on device\)"), log:

@@ -19,7 +19,7 @@ from prism.language.export import write_model
 from prism.language.task import train_lm
 from prism.train import loop
 from prism.train.checkpoint import NotFiniteError
-from prism.train.export import model_folder
+from prism.train.export import resolve_model_folder
 from prism.train.run import read_log
 from tests.children import checkpoint_tensors, final_tensors, finish, reached, same_tensors, signal_when
 from tests.train.runs import losses, small, start
@@ -170,7 +170,7 @@ def test_an_unknown_rule_is_refused_before_any_data_is_read(tmp_path: Path) -> N
 def test_other_data_is_refused_with_short_hashes(tmp_path: Path) -> None:
     train_lm(small(tmp_path, steps=2), build_plain)
     (tmp_path / "other.txt").write_text("another text, long enough to be cut into windows\n" * 40)
-    with pytest.raises(ValueError, match=r"was started with other tokens \(\w{12}…; now \w{12}…\)"):
+    with pytest.raises(ValueError, match=r"was started with different tokens \(\w{12}…; now \w{12}…\)"):
         train_lm(small(tmp_path, steps=2, data={"sources": [str(tmp_path / "other.txt")]}), build_plain)
 
 
@@ -182,7 +182,7 @@ def test_export_of_a_run_with_patience_is_its_best_step(tmp_path: Path) -> None:
     export(outcome.run)
     assert (outcome.run / "model" / "model.safetensors").read_bytes() == trained
     remove_folder(outcome.run / "model")
-    with model_folder(outcome.run, write_model) as folder:
+    with resolve_model_folder(outcome.run, write_model) as folder:
         assert (folder / "model.safetensors").read_bytes() == trained
 
 
@@ -220,7 +220,7 @@ def test_given_weights_are_where_a_run_starts(tmp_path: Path) -> None:
     ):
         train_lm(small(tmp_path / "c", model={**model, "vocab_size": 512}), build_plain)
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match=r"model\.weights lacks embed\.weight"):
+    with pytest.raises(ValueError, match=r"model\.weights has no embed\.weight"):
         train_lm(small(tmp_path / "c", model={"weights": str(tmp_path / "other.safetensors")}), build_plain)
     assert not (tmp_path / "c" / "run").exists()
 

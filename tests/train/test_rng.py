@@ -21,7 +21,7 @@ def test_what_is_drawn_next_is_drawn_again() -> None:
 
 
 def test_a_run_on_a_cpu_leaves_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that goes on from a GPU's checkpoint, and where something else uses a GPU."""
+    """Also one that resumes from a GPU's checkpoint, and where something else uses a GPU."""
 
     def touched(*arguments: object) -> None:
         raise AssertionError("a GPU was asked")

@@ -1,4 +1,4 @@
-"""Preset < stored run < TOML file < flags; what does not exist is refused in one sentence."""
+"""Preset < stored run < TOML file < flags; unknown settings are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_run_folder_remembers_its_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_heads_that_kernels_like_and_survive_a_file(name: str) -> None:
+def test_presets_have_head_sizes_of_the_kernels_and_survive_a_file(name: str) -> None:
     settings = preset(name)
     assert settings.preset == name
     assert settings.model.head_dim in (64, 128)
@@ -67,8 +67,8 @@ def test_presets_have_heads_that_kernels_like_and_survive_a_file(name: str) -> N
             "[model]\nlayer = 3",
             r"my.toml has a setting model.layer that does not exist \(did you mean model.l",
         ),
-        (["--config", "{toml}"], "steps = 'x'", r"my.toml: steps must be a whole number, got 'x'$"),
-        (["--config", "{toml}"], "model = 3", r"my.toml: model is a section with settings of its own, got 3$"),
+        (["--config", "{toml}"], "steps = 'x'", r"my.toml: steps must be an integer, got 'x'$"),
+        (["--config", "{toml}"], "model = 3", r"my.toml: model is a section of settings, got 3$"),
         (["--config", "{toml}"], "[optimizer]\nname = 'sgd'", r"optimizer.name must be one of adamw, muon, got 'sgd'$"),
         (["--config", "{toml}"], "[optimizer]\nbetas = [0.9]", r"optimizer.betas must be a list of 2, got \[0.9\]$"),
         (["--config", "{toml}"], "[data]\nsources = 'a'", r"data.sources must be a list, got 'a'$"),
@@ -76,16 +76,19 @@ def test_presets_have_heads_that_kernels_like_and_survive_a_file(name: str) -> N
         (["--config", "{toml}"], "steps =", r"my.toml is not a TOML file: "),
         (["--config", "nowhere.toml"], "", r"^there is no settings file nowhere.toml$"),
         (["--steps", "0"], "", r"^steps must be at least 1, got 0$"),
-        (["--schedule.final", "2"], "", r"^schedule.decay and schedule.final are shares"),
-        (["--config", "{toml}"], "preset = 3", r"my.toml: preset must be a text, got 3$"),
+        (["--batch.micro", "0"], "", r"^batch.micro must be at least 1, got 0$"),
+        (["--data.context", "0"], "", r"^data.context must be at least 1, got 0$"),
+        (["--data.validation", "0"], "", r"^data.validation must be above 0 and at most 0.5, got 0.0$"),
+        (["--schedule.final", "2"], "", r"^schedule.final is a fraction: it must be between 0 and 1, got 2.0$"),
+        (["--config", "{toml}"], "preset = 3", r"my.toml: preset must be a string, got 3$"),
         (["--optimizer.lr", "-1"], "", r"^optimizer.lr must be at least 0, got -1.0$"),
         (["--optimizer.weight-decay", "nan"], "", r"^optimizer.weight_decay must be at least 0, got nan$"),
         (
             ["--optimizer.betas", "0.9", "1"],
             "",
-            r"^optimizer.betas and optimizer.momentum must be at least 0 and below 1$",
+            r"^optimizer.betas and optimizer.momentum must be at least 0 and below 1, got \(0.9, 1.0\) and 0.95$",
         ),
-        (["--optimizer.clip", "0"], "", r"^optimizer.clip must be above 0 \(None: gradients as they come\), got 0.0$"),
+        (["--optimizer.clip", "0"], "", r"^optimizer.clip must be above 0 \(None: no clipping\), got 0.0$"),
     ],
 )
 def test_bad_settings_are_refused_in_one_sentence(
@@ -112,5 +115,5 @@ def test_every_setting_is_documented(capsys: pytest.CaptureFixture[str]) -> None
 
     for flag in flags(Settings()):
         assert flag in shown
-    for phrase in ("Width of the model", "Muon for the matrices", "not finite", "Standard library".lower()):
+    for phrase in ("Width of the model", "Muon for the matrices", "non-finite loss", "standard library"):
         assert phrase in " ".join(shown.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""The command line: thin. Each command is a typed function in a module of its own, imported only when it is chosen."""
+"""The `prism` command: finds the subcommand, imports its module only then, runs it, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -12,43 +12,35 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from prism.cli.exit_codes import INTERRUPTED
-from prism.extras import missing
 from prism.files import reason
-from prism.messages import did_you_mean, say
+from prism.messages import INTERRUPTED, did_you_mean, missing_extra, say
 
 
 class Command(NamedTuple):
     target: str
-    """`module:function`; the function's arguments become flags through tyro."""
+    """`module:function`. tyro turns the function's arguments into flags."""
     summary: str
     own_arguments: bool = False
-    """The function takes the list of arguments and parses it itself."""
+    """The function receives the list of arguments and parses it itself."""
     extra: str = "lm"
-    """The extra that installs what the command needs."""
+    """The extra that installs the libraries the command needs."""
 
 
 COMMANDS = {
-    "train lm": Command("prism.cli.train:train", "train a language model, or go on training one", True),
-    "train rec": Command(
-        "prism.cli.train_rec:train", "train a recommender on user events, or resume a run", True, "rec"
-    ),
-    "generate": Command("prism.cli.generate:generate", "write text with a model, and go on later where it stopped"),
-    "evaluate lm": Command("prism.cli.evaluate:evaluate_lm", "perplexity on files, and lm-eval tasks from local data"),
+    "train lm": Command("prism.cli.train:train", "train or resume a language model", True),
+    "train rec": Command("prism.cli.train_rec:train", "train or resume a recommender on user events", True, "rec"),
+    "generate": Command("prism.cli.generate:generate", "continue a text with a language model"),
+    "evaluate lm": Command("prism.cli.evaluate:evaluate_lm", "measure perplexity on files and run lm-eval tasks"),
     "evaluate rec": Command(
-        "prism.cli.evaluate_rec:evaluate_rec",
-        "rank held-out events with a recommender: HR, NDCG, MRR, AUC, coverage",
-        extra="rec",
+        "prism.cli.evaluate_rec:evaluate_rec", "measure how well a recommender ranks held-out events", extra="rec"
     ),
     "recommend": Command(
-        "prism.cli.recommend:recommend", "the next items for users, for sequences or for saved states", extra="rec"
+        "prism.cli.recommend:recommend", "recommend items to users, or after item sequences", extra="rec"
     ),
-    "export": Command("prism.cli.export:export", "write a run's newest checkpoint as a transformers model"),
-    "rules": Command("prism.cli.rules:rules", "the table of all rules: what they forget, write and cost", extra="cli"),
-    "demo": Command("prism.cli.demo:demo", "train three small models here and now, and write a report about them"),
-    "probe mqar": Command(
-        "prism.cli.probe:mqar", "train small models on associative recall and draw what they remember"
-    ),
+    "export": Command("prism.cli.export:export", "write a run's checkpoint as a model folder"),
+    "rules": Command("prism.cli.rules:rules", "list all rules, or show the options of one", extra="cli"),
+    "demo": Command("prism.cli.demo:demo", "train three small models and write a report"),
+    "probe mqar": Command("prism.cli.probe:mqar", "compare rules on associative recall"),
 }
 
 
@@ -59,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if arguments is None else arguments))
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read the output (`| head`) has enough; exiting must not try to write the rest
+    except BrokenPipeError:  # the reader (`| head`) has closed the pipe: do not flush the rest at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1  # as rich does where it meets the closed pipe first
+        return 1  # the same code as rich, which may meet the closed pipe first
 
 
 def _run(words: list[str]) -> int:
@@ -77,19 +69,18 @@ def _run(words: list[str]) -> int:
     module, function = COMMANDS[name].target.split(":")
     try:
         with _interrupts_wait():
-            import tyro
+            from prism.cli.flags import run_command
 
             run = getattr(import_module(module), function)
         if COMMANDS[name].own_arguments:
             return run(rest) or 0
-        return tyro.cli(run, prog=f"prism {name}", args=rest) or 0
+        return run_command(run, name, rest)
     except BrokenPipeError:
         raise
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("PRISM_DEBUG") == "1":
             raise
-        told = missing(error, COMMANDS[name].extra) or _unwritable(error) or error
-        say(f"prism {name}: {told}")
+        say(f"prism {name}: {missing_extra(error, COMMANDS[name].extra) or _unwritable(error) or error}")
         return 2
     except KeyboardInterrupt:
         say("interrupted")
@@ -97,7 +88,7 @@ def _run(words: list[str]) -> int:
 
 
 def _unwritable(error: BaseException) -> str | None:
-    """A sentence, if a file could not be written because the disk is full or the file system read-only."""
+    """The message for a full disk or a read-only file system; None for other errors."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         return None
     return f"{error.filename or 'a file'} cannot be written: {reason(error)}"
@@ -105,22 +96,23 @@ def _unwritable(error: BaseException) -> str | None:
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """While libraries are imported: in their hands an interrupt may become another error, or the end of the process."""
+    """Delay Ctrl-C while libraries are imported: inside an import it can become another error or kill the process."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if came:
+    if received:
         raise KeyboardInterrupt
 
 
 def _choose(words: list[str]) -> tuple[str, list[str]]:
+    """The command that the words name, and the words after it. Prints help or an error and exits if there is none."""
     for length in (2, 1):
         name = " ".join(words[:length])
         if name in COMMANDS:
@@ -135,15 +127,16 @@ def _choose(words: list[str]) -> tuple[str, list[str]]:
     asked = " ".join(words[:2])
     hints = (did_you_mean(name, COMMANDS, "`prism {}`".format) for name in (asked, words[0]))
     hint = next(filter(None, hints), "")
-    _fail(f"prism: unknown command {words[0]!r}{hint}; `prism --help` lists them all")
+    _fail(f"prism: unknown command {words[0]!r}{hint}; `prism --help` lists all commands")
 
 
-def _fail(sentence: str) -> NoReturn:
-    say(sentence)
+def _fail(message: str) -> NoReturn:
+    say(message)
     raise SystemExit(2)
 
 
 def _overview(names: Sequence[str] = ()) -> str:
-    lines = ["usage: prism COMMAND [options]        (each command has its own --help)", ""]
-    lines += [f"  {name:<14} {command.summary}" for name, command in COMMANDS.items() if not names or name in names]
-    return "\n".join(lines)
+    """The help text that lists commands: all, or those given."""
+    lines = ["usage: prism COMMAND [OPTIONS]", "", "commands:"]
+    lines += [f"  {name:<14}{command.summary}" for name, command in COMMANDS.items() if not names or name in names]
+    return "\n".join([*lines, "", "`prism COMMAND --help` lists the options of a command."])

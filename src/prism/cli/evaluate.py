@@ -1,4 +1,4 @@
-"""`prism evaluate lm`: perplexity on files, tasks from local data."""
+"""`prism evaluate lm`: perplexity on files, and lm-eval tasks from local data."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import TaskProgressColumn, TextColumn
 from rich.table import Table
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from prism.files import check_target
 from prism.language.export import write_model
@@ -22,12 +22,12 @@ from prism.language.perplexity import Context, Tally, count_bytes, score_file
 from prism.language.text import find_files
 from prism.messages import progress_bars, say
 from prism.reports.results import write_results
-from prism.train.export import model_folder
+from prism.train.export import resolve_model_folder
 
 
 def evaluate_lm(
-    model: Positional[Path],
-    files: Positional[tuple[str, ...]] = (),
+    model: Annotated[Positional[Path], arg(metavar="MODEL")],
+    files: Annotated[Positional[tuple[str, ...]], arg(metavar="[FILE ...]")] = (),
     context: int | None = None,
     stride: int | None = None,
     segment: int = 2048,
@@ -39,31 +39,31 @@ def evaluate_lm(
     output: Path | None = None,
     device: str = "auto",
 ) -> None:
-    """Measure a language model: how well it predicts files, and how well it does lm-eval's tasks.
+    """Measure a language model: perplexity on files, and lm-eval tasks.
 
     Args:
-        model: a folder with a saved model, or a run folder of `prism train lm`.
-        files: text, jsonl or parquet files or folders of them (.gz and .xz too).
-        context: predict every token from at most this many before it; None: from all of its document, through the state.
-        stride: tokens from the start of one window to the next; `context` unless given.
-        segment: tokens read at once where the state is handed on; changes memory and speed, not the result.
-        field: the column of jsonl and parquet files that holds the text.
-        tasks: names of lm-eval tasks, such as lambada_openai piqa hellaswag (extra `eval`).
-        data_dir: where the tasks' rows are: TASK.jsonl or TASK.jsonl.xz.
-        limit: use only this many rows of each task.
-        batch: windows, or questions of a task, at once.
-        output: write the results, with command and machine, to this JSON file.
-        device: cpu, cuda …; auto is cuda where there is one.
+        model: Folder of a saved model, or run folder of `prism train lm`.
+        files: Text, jsonl or parquet files (also .gz and .xz), or folders of them.
+        context: Predict each token from at most this many tokens before it. None: from its whole document.
+        stride: Tokens between the starts of two contexts. None: as many as --context.
+        segment: Tokens per forward pass without --context; affects memory and speed, not the result.
+        field: Column of jsonl and parquet files that holds the text.
+        tasks: Names of lm-eval tasks, such as lambada_openai piqa hellaswag (needs the extra eval).
+        data_dir: Folder with the tasks' data: TASK.jsonl or TASK.jsonl.xz.
+        limit: Maximum number of rows per task. None: all.
+        batch: Batch size: contexts, or rows of a task.
+        output: Write the results, the command and the machine to this JSON file.
+        device: cpu, cuda, cuda:1 and so on. auto: cuda if available, else cpu.
     """
     if not files and not tasks:
         raise ValueError("nothing to evaluate: give files, or --tasks with --data-dir")
     if tasks and data_dir is None:
-        raise ValueError("--tasks needs --data-dir, the folder with their rows")
+        raise ValueError("--tasks needs --data-dir, the folder with the tasks' data")
     if output is not None:
         check_target(output, folder=False)
     how, results = Context(context, stride, segment, batch), dict[str, Any]()
     sizes = {path: count_bytes(path, field) for path in find_files(files)}
-    with model_folder(model, write_model, say) as folder:
+    with resolve_model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device)
         if sizes:
             results["files"] = _files(lm, sizes, how, field)
@@ -77,15 +77,16 @@ def evaluate_lm(
 
 
 def _files(lm: LanguageModel, sizes: dict[Path, int], how: Context, field: str) -> dict[str, Any]:
+    """Results by file name, and `total` if there are several files. `sizes` are the bytes of text in each."""
     if how.context is None and not lm.model.config.constant_state:
-        say("note: some layers keep every token, so memory grows with the documents")
+        say("note: some layers keep every token: memory grows with document length")
     total, results = Tally(), dict[str, Any]()
     with progress_bars(TaskProgressColumn(), TextColumn("{task.fields[score]} nats")) as progress:
         for path, size in sizes.items():
             bar = progress.add_task(path.name, total=None, score="")
 
             def report(tally: Tally, stream: Any, bar: Any = bar, size: int = size) -> None:
-                whole = stream.tokens * size / max(1, stream.text_bytes)  # of the tokens, as far as one can tell
+                whole = stream.tokens * size / max(1, stream.text_bytes)  # estimate of all tokens
                 progress.update(bar, completed=tally.tokens, total=whole, score=f"{tally.nats / tally.tokens:.4f}")
 
             tally = score_file(lm, path, how, field, report)
@@ -95,9 +96,8 @@ def _files(lm: LanguageModel, sizes: dict[Path, int], how: Context, field: str) 
 
 
 def _file_table(results: dict[str, Any]) -> Table:
-    """Figures by file. Names are shown without the folder that all files share, and figures take little room, so that
-    names stay whole in a terminal of 80 columns."""
-    table = Table(title="Prediction of text", header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    """One row per file. Names omit the folder that all files share and columns are narrow, to fit 80 columns."""
+    table = Table(title="Perplexity", header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("file", overflow="fold")
     for column in ("docu-\nments", "tokens", "bytes", "nats/\ntoken", "perplexity", "bits/\nbyte"):
         table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
@@ -115,6 +115,7 @@ def _file_table(results: dict[str, Any]) -> Table:
 
 
 def _task_table(results: dict[str, Any]) -> Table:
+    """One row per task and metric."""
     table = Table(title="lm-eval tasks", header_style="bold")
     for column in ("task", "metric"):
         table.add_column(column)

@@ -1,11 +1,12 @@
-"""`prism export`: the model of a run that has not ended, or of one that was trained in shards, as one folder."""
+"""`prism export`: write the checkpoint of a run, finished or not, as one model folder."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from prism.files import check_target
 from prism.messages import say
@@ -14,18 +15,18 @@ from prism.train.export import write_export
 from prism.train.run import CONFIG, stored_config
 
 WRITERS = {"lm": "prism.language.export:write_model", "rec": "prism.recommend.export:write_model"}
-"""What writes the model of a run, by the run's task."""
+"""The function that writes the model of a run, by the run's task."""
 
 
-def export(run: Positional[Path], out: Path | None = None) -> None:
-    """Write the newest good checkpoint of a run as a folder that transformers opens; with `validation.patience`, the best.
+def export(run: Annotated[Positional[Path], arg(metavar="RUN")], out: Path | None = None) -> None:
+    """Write the newest good checkpoint of a run (with early stopping, the best) as a model folder for transformers.
 
     Args:
-        run: the run folder that `prism train lm` or `prism train rec` wrote to.
-        out: where to write; `model` in the run folder unless given. Must not exist then.
+        run: Run folder of `prism train lm` or `prism train rec`.
+        out: Folder to write; it must not exist yet. None: `model` in the run folder, which is replaced.
     """
     if out is not None and out.exists():
-        raise ValueError(f"{out} exists already: give another folder")
+        raise ValueError(f"{out} exists already: give another folder with --out")
     check_target(run if out is None else out, folder=True, name="out")
     found = find_newest_good(run / "checkpoints", say)
     if found is None and checkpoint_names(run / "checkpoints"):

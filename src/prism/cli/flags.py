@@ -1,51 +1,107 @@
-"""Settings of a run from a preset, a TOML file and flags, whatever is trained."""
+"""Parse flags with tyro: the arguments of a command, or the settings of a training run."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
+import shutil
+import textwrap
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from prism.messages import did_you_mean
 from prism.overrides import override, read_toml
-from prism.train.run import resumed_settings
 from prism.train.settings import RunSettings
 
 S = TypeVar("S", bound=RunSettings)
+REGISTRY = ConstructorRegistry()
+
+
+@REGISTRY.primitive_rule
+def _optional(info: PrimitiveTypeInfo) -> Any:
+    """`X | None` is shown as X in the help (tyro: `{None}|X`); the word None is accepted as before."""
+    options = get_args(info.type)
+    if get_origin(info.type) not in (Union, types.UnionType) or len(options) != 2 or type(None) not in options:
+        return None
+    (option,) = (option for option in options if option is not type(None))
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(option, info.markers))
+    if not isinstance(spec, PrimitiveConstructorSpec) or spec.nargs != 1:
+        return None
+    return replace(
+        spec,
+        instance_from_str=lambda words: None if words == ["None"] else spec.instance_from_str(words),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: ["None"] if value is None else spec.str_from_instance(value),
+        choices=None if spec.choices is None else (*spec.choices, "None"),
+    )
+
+
+def run_command(function: Callable[..., int | None], name: str, arguments: Sequence[str]) -> int:
+    """Call a function with its arguments from the command line; returns the exit code."""
+    result: int | None = tyro.cli(
+        function, prog=f"prism {name}", args=list(arguments), description=_description(function), registry=REGISTRY
+    )
+    return result or 0
 
 
 def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callable[[str | None], S]) -> S:
-    """preset (or what the run folder was started with) < TOML file < flags.
+    """Settings of a run: the preset (or the run folder's stored settings), then the TOML file, then the flags.
 
     Args:
         task: as in `prism train lm`.
         blank: the settings' defaults.
-        preset: settings by name; None is the default one.
+        preset: settings by name; None is the default preset.
     """
+    from prism.train.run import resumed_settings  # other commands start without the trainer
+
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--preset", "--config", "--out"):
         early.add_argument(flag)
     given, _ = early.parse_known_args(arguments)
     toml = {} if given.config is None else read_toml(Path(given.config))
-    override(blank, toml, str(given.config))  # whatever is wrong in it is told before any of it is used
+    override(blank, toml, str(given.config))  # reports errors in the file before any of it is used
     name: str | None = given.preset or toml.get("preset")
     stored = None if name else resumed_settings(Path(given.out or toml.get("out") or blank.out), task, blank)
     settings = override(stored or preset(name), toml, str(given.config))
     parsed, unknown = tyro.cli(
-        type(blank), prog=f"prism train {task}", args=list(arguments), default=settings, return_unknown_args=True
+        type(blank),
+        prog=f"prism train {task}",
+        args=list(arguments),
+        description=_description(type(blank)),
+        default=settings,
+        return_unknown_args=True,
+        registry=REGISTRY,
     )
     if unknown:
         hint = did_you_mean(unknown[0].partition("=")[0].replace("_", "-"), _flags(blank), str)
         raise ValueError(f"unknown setting {unknown[0]}{hint}; --help lists them all")
     parsed.check()
-    return replace(parsed, config=None)  # it is part of these settings now: a resume must not apply it again
+    return replace(parsed, config=None)  # the file is applied: a resumed run must not apply it again
+
+
+def _description(described: Any) -> str:
+    """The docstring up to `Args:`, wrapped to the terminal and indented.
+
+    tyro wraps no descriptions, joins lines that start with a letter, and doubles an empty line before one that does not.
+    """
+    text = inspect.cleandoc(described.__doc__ or "").partition("Args:")[0]
+    width = shutil.get_terminal_size().columns
+    parts = [" ".join(part.split()) for part in re.split(r"\n\n|\n(?=- )", text.strip())]
+    return "\n".join(
+        textwrap.fill(part, width, initial_indent="  ", subsequent_indent="    " if part.startswith("- ") else "  ")
+        for part in parts
+    )
 
 
 def _flags(settings: Any, prefix: str = "--") -> list[str]:
+    """All flags of nested settings, such as `--batch.micro`."""
     flags = []
     for field in fields(settings):
         value, flag = getattr(settings, field.name), prefix + field.name.replace("_", "-")

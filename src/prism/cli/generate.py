@@ -1,24 +1,24 @@
-"""`prism generate`: text from a model, as it comes."""
+"""`prism generate`: continue a text with a language model, printed token by token."""
 
 from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
-from prism.cli.exit_codes import INTERRUPTED
 from prism.files import check_state_target
 from prism.language.export import write_model
 from prism.language.generate import Sampling, Session, open_model
-from prism.messages import say
-from prism.train.export import model_folder
+from prism.messages import INTERRUPTED, say
+from prism.train.export import resolve_model_folder
 from prism.train.progress import StopRequest
 
 
 def generate(
-    model: Positional[Path],
+    model: Annotated[Positional[Path], arg(metavar="MODEL")],
     prompt: str | None = None,
     file: Path | None = None,
     max_new_tokens: int = 200,
@@ -30,23 +30,26 @@ def generate(
     save_state: Path | None = None,
     device: str = "auto",
 ) -> int:
-    """Continue a text. The new text goes to the output as it is written, everything else to the error stream.
+    """Continue a text with a language model.
 
-    The text to continue is --prompt, --file, or else the standard input (not with --state, which needs none). A run that
-    stops, saves its state and is continued writes the same text as one that does not stop, given the same options.
+    The text to continue is --prompt, --file or standard input; with --state none is needed. New text goes to standard
+    output, messages go to standard error.
+
+    A text that is interrupted, saved with --save-state and resumed with --state is the same as one written without
+    interruption, given the same options.
 
     Args:
-        model: a folder with a saved model, or a run folder of `prism train lm`.
-        prompt: the text to continue.
-        file: a file with the text to continue; `-` is the standard input.
-        max_new_tokens: at most this many; the end token ends the text before.
-        temperature: low is likely, high is varied, 0 always takes the most likely token.
-        top_k: choose among this many tokens only.
-        top_p: choose among the most likely tokens that have this probability together.
-        seed: of the random choices; None is 0, or with --state where the random numbers were.
-        state: go on from this file; a prompt, if there is one, follows what was read and written then.
-        save_state: write the state after the last token to this file (.safetensors), also if the writing is interrupted.
-        device: cpu, cuda …; auto is cuda where there is one.
+        model: Folder of a saved model, or run folder of `prism train lm`.
+        prompt: Text to continue.
+        file: File with the text to continue; - is standard input.
+        max_new_tokens: Maximum number of new tokens; the end token stops earlier.
+        temperature: Sampling temperature. 0: greedy, always the most likely token.
+        top_k: Sample from the k most likely tokens. None: from all.
+        top_p: Sample from the most likely tokens with this total probability. None: from all.
+        seed: Random seed. None: 0, or with --state the saved random state.
+        state: Resume from this state file; a prompt is appended to its text.
+        save_state: Write the state after the last token to this .safetensors file, also when interrupted.
+        device: cpu, cuda, cuda:1 and so on. auto: cuda if available, else cpu.
     """
     sampling = Sampling(temperature, top_k, top_p)
     if max_new_tokens < 0:
@@ -54,12 +57,12 @@ def generate(
     if save_state is not None:
         check_state_target(save_state, "save_state")
     text = _prompt(prompt, file, state)
-    with model_folder(model, write_model, say) as folder:
+    with resolve_model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device)
     session = Session(lm, seed or 0) if state is None else Session.load(state, lm, seed)
     session.read(text)
     started, count = time.perf_counter(), 0
-    with StopRequest() as stop:  # between two tokens, so that the state is that of what was written
+    with StopRequest() as stop:  # stops between two tokens, so the state matches the text
         for piece in session.write(max_new_tokens, sampling):
             count += 1
             print(piece, end="", flush=True)
@@ -68,7 +71,7 @@ def generate(
         seconds = time.perf_counter() - started
         if save_state is None:
             print(session.text.flush())
-        else:  # an unfinished character is finished by whoever goes on
+        else:  # an incomplete character is completed after resuming
             session.save(save_state)
     interrupted = stop.name is not None and count < max_new_tokens and not session.ended
     stopped = ", end of text" if session.ended else ""
@@ -80,8 +83,9 @@ def generate(
 
 
 def _prompt(prompt: str | None, file: Path | None, state: Path | None) -> str:
+    """The text to continue; empty if there is none."""
     if prompt is not None and file is not None:
-        raise ValueError("--prompt and --file both give a text to continue: use one")
+        raise ValueError("--prompt and --file were both given: use one of them")
     if prompt is not None:
         return prompt
     if file is not None and str(file) != "-":
@@ -95,4 +99,4 @@ def _prompt(prompt: str | None, file: Path | None, state: Path | None) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file or 'the standard input'} is not UTF-8 text: {error}") from error
+        raise ValueError(f"{file or 'standard input'} is not UTF-8 text: {error}") from error

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 
 from prism.cli.evaluate_rec import evaluate_rec
-from prism.cli.exit_codes import INTERRUPTED
 from prism.cli.flags import parse_settings
+from prism.messages import INTERRUPTED
 from prism.recommend.settings import RecSettings, preset
 from prism.recommend.task import train_rec
 

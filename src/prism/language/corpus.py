@@ -1,7 +1,8 @@
-"""From text to tokens on disk, once: whoever comes second finds them ready.
+"""Prepare a corpus: turn text into tokens on disk, once, and find them again in a cache folder.
 
-The tokens live in a cache folder under a key made of everything they depend on. One process prepares (a lock that dies with
-its holder), the others wait; a killed preparation leaves only a folder with a temporary name, which the next one clears.
+The folder's name is a hash of everything the tokens depend on. One process prepares while the others wait for its lock
+(which is released when the process dies). A killed process leaves only a folder with a temporary name; the next one
+removes it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from filelock import FileLock
@@ -22,27 +24,39 @@ from prism.language.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, t
 from prism.language.tokens import MANIFEST, Manifest, Split, Stream, StreamWriter, check_tokens, smallest_dtype, writing
 
 VERSION = 1
-"""Raise it when the same text would give other tokens: old caches are then no longer found."""
+"""Increase it when the same text would give different tokens: old caches are then no longer found."""
 
 BPE_TRAINING_BYTES = 1 << 28
+"""A BPE is trained on about this much text from the start of the corpus."""
 _BATCH_CHARACTERS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides which tokens come out. The command line's `data` section documents each."""
+    """Everything that decides which tokens come out."""
 
     sources: tuple[str, ...] = ()
+    """Text, jsonl or parquet files (also .gz and .xz), folders of them, or hub:owner/dataset[:configuration]. Default: the
+    source code of the Python standard library on this machine."""
     pattern: str | None = None
+    """Glob that selects the files of a folder, such as *.py. None: text, markdown, jsonl and parquet files."""
     field: str = "text"
+    """Column of jsonl and parquet files that holds the text."""
     tokenizer: str = "bytes"
+    """bytes, bpe (trained on the data), or the path of a tokenizer.json."""
     bpe_size: int = 8192
+    """Vocabulary size of a trained BPE."""
     end_token: str | None = None
+    """End-of-document token of a tokenizer.json. None: the first common name it has, such as <|endoftext|>."""
     validation: float = 0.01
-    split: str = "auto"
+    """Fraction of the data held out for validation."""
+    split: Literal["auto", "document", "tail"] = "auto"
+    """Hold out every n-th document, or the tail of the data. auto: documents if there are enough of them."""
     max_bytes: int | None = None
+    """Read at most about this many bytes of text, rounded up to a whole document. None: all."""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError for values out of range. (Not at construction: tyro would put the message in a box.)"""
         if not 0 < self.validation <= 0.5:
             raise ValueError(f"data.validation must be above 0 and at most 0.5, got {self.validation}")
         if self.split not in ("auto", "document", "tail"):
@@ -53,7 +67,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Prepared tokens: where they are, what they are, and the two splits to read from."""
+    """Prepared tokens: their folder, their manifest, and the splits `train` and `validation`."""
 
     folder: Path
     manifest: Manifest
@@ -72,20 +86,21 @@ def prepare(
     verify: bool = True,
     report: Callable[[str], None] = lambda message: None,
 ) -> Corpus:
-    """The tokens of a recipe, made now if no one has made them before.
+    """The tokens of a recipe, from the cache or made now.
 
     Args:
-        cache: the folder that keeps tokens.
-        verify: compare every shard with its hash.
-        report: is told when tokens are made, which can take long.
+        cache: the folder that holds prepared tokens; None: `default_cache()`.
+        verify: check every shard against its SHA-256.
+        report: called with a message when tokens have to be made, which can take long.
     """
+    recipe.check()
     cache = check_target((cache or default_cache()) / "tokens", folder=True, name="data.cache")
     cache.mkdir(parents=True, exist_ok=True)
     source = _Source(recipe)
     folder = cache / source.key()
     with FileLock(f"{folder}.lock"):
         if not (folder / MANIFEST).exists():
-            report(f"making tokens of {source.name}, once")
+            report(f"tokenizing {source.name} (done once, then cached)")
             partial = fresh_folder(cache / f".{folder.name}.partial")
             _write(source, partial)
             commit_folder(partial, folder)
@@ -95,13 +110,13 @@ def prepare(
 
 
 class _Source:
-    """The documents of a recipe, as often as they are asked for."""
+    """The documents of a recipe; they can be iterated any number of times."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         hubs = [name for name in recipe.sources if name.startswith(text.HUB)]
         if hubs and len(hubs) < len(recipe.sources):
-            raise ValueError("data.sources mixes files with hub datasets: give one kind")
+            raise ValueError("data.sources mixes files with hub datasets: give only one kind")
         self.hubs = hubs
         self.files: list[Path] = []
         if not hubs:
@@ -113,7 +128,7 @@ class _Source:
         return ", ".join(self.recipe.sources) or "the Python standard library"
 
     def key(self) -> str:
-        """A file counts as the same while its place, size and time stay; its content is hashed with the tokens."""
+        """The cache key. A file counts as unchanged while path, size and modification time are; the manifest hashes tokens."""
         stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.files]
         recipe = {**vars(self.recipe), "sources": self.hubs or stats}
         if self.recipe.tokenizer not in ("bytes", "bpe"):
@@ -128,7 +143,7 @@ class _Source:
             yield from text.documents(path, self.recipe.field)
 
     def pieces(self) -> Iterator[tuple[str, bool]]:
-        """(piece, does it start a document), empty documents left out, up to `max_bytes` (then cut at a document)."""
+        """(piece, whether it starts a document), without empty documents; ends at the first document end after `max_bytes`."""
         seen, limit = 0, self.recipe.max_bytes or float("inf")
         for document in self.documents():
             if seen >= limit:
@@ -148,20 +163,21 @@ class _Source:
         return load_tokenizer(Path(self.recipe.tokenizer).expanduser(), self.recipe.end_token)
 
     def held_out_period(self) -> int | None:
-        """Every how many documents one is held out; None: a tail is held out instead."""
+        """Hold out every n-th document: n; None: hold out a tail instead."""
         period = round(1 / self.recipe.validation)
         if self.recipe.split == "auto":
             return period if len(list(islice(self._starts(), 2 * period))) == 2 * period else None
         return period if self.recipe.split == "document" else None
 
     def _starts(self) -> Iterator[bool]:
-        """One for every document that is not empty, reading no more of it than that takes."""
-        if self.recipe.max_bytes is not None:  # where that ends only a reading of everything tells
+        """One True per non-empty document, reading no more of each document than necessary."""
+        if self.recipe.max_bytes is not None:  # the limit counts bytes, so every piece has to be read
             return (True for _, starts in self.pieces() if starts)
         return (True for document in self.documents() if any(document))
 
 
 def _write(source: _Source, folder: Path) -> None:
+    """Write tokenizer, shards and manifest of a source into an empty folder."""
     if next(source.pieces(), None) is None:
         raise ValueError(f"there is no text in {source.name}: the corpus is empty")
     tokenizer, period = source.tokenizer(), source.held_out_period()
@@ -205,7 +221,7 @@ def _write(source: _Source, folder: Path) -> None:
 
 
 def _cut_tail(whole: Split, fraction: float) -> dict[str, Split]:
-    """Hold out the last tokens; their bytes are their share of the whole, for a cut may fall inside a character."""
+    """Hold out the last tokens. Their bytes are counted in proportion, because the cut may fall inside a character."""
     cut = whole.tokens - max(2, round(whole.tokens * fraction))
     if cut < 2:
         raise ValueError(f"the corpus has {whole.tokens} tokens, too few to train and to validate on")
@@ -217,6 +233,7 @@ def _cut_tail(whole: Split, fraction: float) -> dict[str, Split]:
 
 
 def _batches(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    """Pieces in lists of about `_BATCH_CHARACTERS`, which the tokenizer encodes in parallel."""
     batch, characters = [], 0
     for piece in pieces:
         batch.append(piece)
@@ -229,6 +246,7 @@ def _batches(pieces: Iterator[tuple[str, bool]]) -> Iterator[list[tuple[str, boo
 
 
 def _up_to(limit: int, pieces: Iterable[str]) -> Iterator[str]:
+    """The first pieces, of about `limit` bytes in total."""
     for piece in pieces:
         if limit <= 0:
             return

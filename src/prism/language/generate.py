@@ -1,11 +1,12 @@
-"""Text from a language model, token by token, and the place in a text as a file to go on from later.
+"""Generate text with a saved language model, token by token; save the state to a file and resume from it later.
 
 Design choices
-- A session has always read what it has written, and holds the logits of what comes next: stopping and going on takes the
+- A session has always read what it has written, and holds the logits of the next token. Stopping and resuming takes the
   same steps as not stopping, so it gives the same text, bit for bit.
-- Random numbers come from a generator of the session's own, on the CPU whatever the model is on. Its state is part of what
-  is saved; a token takes one draw. Greedy writing (temperature 0) draws nothing.
-- The end token ends the writing and is not read. The text stays open: once more of it is read, writing may go on.
+- Each session has its own random generator, on the CPU for any model device. Its state is saved with the session; each
+  token takes one draw. Greedy decoding (temperature 0) draws nothing.
+- The end token ends the writing and is not read. The text stays open: after more of it is read, writing can continue.
+- Text of any length is read in constant memory: one segment at a time, and only the state is kept.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from prism.models import PrismCache, PrismForCausalLM
 from prism.models.loading import fingerprint, fingerprint_mismatch, open_weights
 from prism.models.replay import cache_for
 
-# Text of any length through a model in constant memory: a segment at a time, only the state is kept.
-
+FORMAT = "prism generation state 1"
 SEGMENT = 2048
+"""Tokens per forward pass."""
 
 
 class Reader:
-    """Where a model is in a text.
+    """A model and its state after the tokens read so far.
 
-    Nothing is carried from one document to the next: the end token opens a new one (see `prism.documents`).
+    Memories are reset between documents: the end token opens a new one (see `prism.documents`).
 
     Args:
         end: the end token.
         cache: the state to continue from.
-        last: the last token that `cache` has read, kept for files that record it.
+        last: the last token that `cache` has read; it is part of saved states.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Reader:
 
     @torch.no_grad()
     def read(self, tokens: Tensor, keep: int = 0) -> Tensor:
-        """Read tokens `[T]` in one pass; logits `[T, V]` of what follows each (or each of the last `keep`), float32."""
+        """Read tokens `[T]` in one forward pass; returns next-token logits `[T, V]` (with `keep`, of the last), float32."""
         reset = needed_starts(document_starts(tokens[None], self.end), fresh=not self.cache.states)
         out = self.model(
             tokens[None].to(self.model.device),
@@ -64,17 +65,16 @@ class Reader:
         return logits.float()
 
     def read_all(self, tokens: Tensor, segment: int = SEGMENT) -> Tensor:
-        """Read tokens `[T]` in segments; logits `[V]` of what follows the last."""
+        """Read tokens `[T]` in segments; returns the logits `[V]` of the next token."""
         for part in tokens.split(segment):
             logits = self.read(part, keep=1)
         return logits[-1]
 
 
-# A saved language model and its tokenizer, opened for use.
-
-
 @dataclass(frozen=True)
 class LanguageModel:
+    """A saved language model and its tokenizer."""
+
     model: PrismForCausalLM
     tokenizer: Tokenizer
     name: str
@@ -85,52 +85,49 @@ class LanguageModel:
 
 
 def open_model(folder: Path, device: str = "auto") -> LanguageModel:
-    """The model in a folder that `save_pretrained` or `prism train lm` wrote, ready to predict."""
+    """Open a model folder that `save_pretrained` or `prism train lm` wrote."""
     model = open_weights(PrismForCausalLM, folder, device)
     if not (folder / "tokenizer.json").is_file():
-        raise FileNotFoundError(f"{folder} has no tokenizer.json, which turns text into the model's tokens and back")
+        raise FileNotFoundError(f"{folder} has no tokenizer.json")
     tokenizer = load_tokenizer(folder / "tokenizer.json", _end_token(folder))
     if tokenizer.size > model.config.vocab_size:
         raise ValueError(
-            f"the tokenizer in {folder} has {tokenizer.size} tokens, the model knows {model.config.vocab_size}"
+            f"the tokenizer in {folder} has {tokenizer.size} tokens, but the model only {model.config.vocab_size}"
         )
-    place = folder.resolve()
-    return LanguageModel(model, tokenizer, place.parent.name if place.name == "model" else place.name)
+    full = folder.resolve()
+    return LanguageModel(model, tokenizer, full.parent.name if full.name == "model" else full.name)
 
 
 def _end_token(folder: Path) -> str | None:
-    """The end token that the folder names; None leaves it to the usual names."""
+    """The end token in the folder's tokenizer configuration, or None."""
     path = folder / "tokenizer_config.json"
     name = read_json(path).get("eos_token") if path.is_file() else None
     return name.get("content") if isinstance(name, dict) else name
 
 
-FORMAT = "prism generation state 1"
-
-
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. The filters are transformers' own, in the order in which its `generate` applies them."""
+    """How the next token is chosen. The filters are those of transformers, in the order of its `generate`."""
 
     temperature: float = 0.8
-    """Divides the logits; 0 takes the most likely token."""
+    """Divides the logits; 0 is greedy: the most likely token."""
     top_k: int | None = None
-    """Only the k most likely tokens."""
+    """Sample from the k most likely tokens."""
     top_p: float | None = None
-    """Only the most likely tokens that together have this probability."""
+    """Sample from the most likely tokens that have this probability in total."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be a number ≥ 0, got {self.temperature}")
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
-            raise ValueError("top_k and top_p choose among drawn tokens: with temperature 0 nothing is drawn")
+            raise ValueError("top_k and top_p need a temperature above 0: at 0 the most likely token is always taken")
 
     def choose(self, logits: Tensor, random: torch.Generator) -> int:
-        """A token by its logits `[V]`."""
+        """Choose a token by its logits `[V]`."""
         if self.temperature == 0:
             return int(logits.argmax())
         weights = self._filters(None, logits[None].cpu()).softmax(-1)
@@ -149,40 +146,40 @@ class Sampling:
 
 
 class Session:
-    """A text that is being read and written."""
+    """A text that is read and written by a model."""
 
     def __init__(self, lm: LanguageModel, seed: int = 0) -> None:
         self.lm = lm
         self.reader = Reader(lm.model, lm.tokenizer.end)
         if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed must be a number of 64 bits, got {seed}")
+            raise ValueError(f"seed must fit in 64 bits, got {seed}")
         self.random = torch.Generator().manual_seed(seed)
         self.text = TextStream(lm.tokenizer)
         self.logits: Tensor | None = None
-        """Of the next token, `[V]`; None before anything was read."""
+        """Logits of the next token, `[V]`; None before anything was read."""
         self.ended = False
-        """The model had nothing more to write."""
+        """The model has written its end token."""
 
     @property
     def nbytes(self) -> int:
-        """Of the state: the same after any number of tokens if all of the model's rules have one of fixed size."""
+        """Size of the state; constant if all rules of the model have a state of fixed size."""
         return self.reader.cache.nbytes
 
     def read(self, text: str) -> int:
-        """Read on; returns the number of tokens."""
+        """Read more text; returns its number of tokens."""
         tokens = torch.tensor(self.lm.tokenizer.encode([text])[0].astype("int64"))
         if len(tokens):
-            self.text = TextStream(self.lm.tokenizer)  # a character that was left unfinished stays so
+            self.text = TextStream(self.lm.tokenizer)  # an incomplete character stays incomplete
             self.logits = self.reader.read_all(tokens)
             self.ended = False
         return len(tokens)
 
     def write(self, tokens: int, sampling: Sampling) -> Iterator[str]:
-        """Up to this many tokens as they come, each as the text it completes (which may be empty)."""
-        if self.logits is None:  # a new document: what follows the end of another
+        """Write up to this many tokens; yields for each the text that it completes, which may be empty."""
+        if self.logits is None:  # a new document starts after an end token
             self.logits = self.reader.read_all(torch.tensor([self.lm.tokenizer.end]))
         for _ in range(0 if self.ended else tokens):
-            # The embedding may have more rows than there are tokens.
+            # The embedding may have more rows than the tokenizer has tokens.
             token = sampling.choose(self.logits[: self.lm.tokenizer.size], self.random)
             self.ended = token == self.lm.tokenizer.end
             if self.ended:
@@ -191,10 +188,10 @@ class Session:
             yield self.text.push(token)
 
     def save(self, path: Path) -> None:
-        """Everything that going on depends on; the file is written whole or not at all."""
+        """Save everything that resuming depends on, atomically."""
         tensors = {f"state.{name}": value for name, value in self.reader.cache.tensors().items()}
         if self.logits is None or self.reader.last is None:
-            raise ValueError("there is no state to save: nothing was read or written")
+            raise ValueError("there is no state to save: nothing has been read or written")
         tensors |= {
             "logits": self.logits,
             "ended": torch.tensor(self.ended),
@@ -206,7 +203,7 @@ class Session:
 
     @classmethod
     def load(cls, path: Path, lm: LanguageModel, seed: int | None = None) -> Session:
-        """Go on where `save` was called. Random numbers go on too, or start from `seed`."""
+        """Resume from a saved session, with its random state or a new `seed`."""
         tensors, about = read_state(path, FORMAT)
         if what := fingerprint_mismatch(about, lm.model):
             raise ValueError(

@@ -1,7 +1,7 @@
-"""lm-eval's tasks on local files: no network, no download.
+"""Run lm-eval tasks on local files, without network or downloads.
 
-For each task a small YAML file includes the stock task and points its data at a local file; everything else (prompts,
-answers, metrics) is lm-eval's own. The local file has the rows of the split that the task is evaluated on.
+For each task a small YAML file includes lm-eval's task and points its data at a local file; prompts, answers and metrics
+are lm-eval's. The local file has the rows of the split that the task is evaluated on.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def run_tasks(
     """Metrics by task.
 
     Args:
-        folder: the model's, for its tokenizer.
-        tasks: lm-eval's names.
-        data: a folder with a file for each task, named after it or after the first part of its name.
-        limit: at most this many rows of each.
-        max_length: tokens of context a question may have; longer ones lose their beginning.
+        folder: the model folder, for its tokenizer.
+        tasks: lm-eval names.
+        data: a folder with one file per task, see `find_data`.
+        limit: maximum number of rows per task.
+        batch: batch size.
+        max_length: maximum number of tokens of a question; longer ones are truncated on the left.
     """
-    files = {task: find_data(data, task) for task in tasks}  # before anything heavy
+    files = {task: find_data(data, task) for task in tasks}  # before the slow imports
     evaluator = _import_lm_eval()
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -68,7 +69,7 @@ def run_tasks(
 
 
 def find_data(folder: Path, task: str) -> Path:
-    """`piqa.jsonl` for piqa; for lambada_openai `lambada_openai.jsonl`, or else `lambada.jsonl`; xz-compressed or not."""
+    """The file of a task: for lambada_openai `lambada_openai.jsonl` or `lambada.jsonl`, also .json and .xz."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no data folder {folder}")
     parts = task.split("_")
@@ -83,6 +84,7 @@ def find_data(folder: Path, task: str) -> Path:
 
 
 def _import_lm_eval() -> Any:
+    """lm-eval's evaluator, with only errors logged."""
     try:
         from lm_eval import evaluator
     except ImportError as error:
@@ -92,7 +94,7 @@ def _import_lm_eval() -> Any:
 
 
 def _stock_task(task: str) -> Path:
-    """The file that defines a task. lm-eval's own index would take half a minute to parse all fourteen thousand."""
+    """The file that defines a task. lm-eval's index would take half a minute to parse all 14,000 tasks."""
     import lm_eval.tasks
 
     folder = Path(lm_eval.tasks.__file__).parent
@@ -105,6 +107,7 @@ def _stock_task(task: str) -> Path:
 
 
 def _write_task(task: str, stock: Path, source: Path, folder: Path) -> None:
+    """Write a task of the same name that reads `source` instead of a hub dataset."""
     rows = folder / f"{task}.jsonl"
     with lzma.open(source) if source.suffix == ".xz" else source.open("rb") as packed, rows.open("wb") as plain:
         try:
@@ -126,7 +129,7 @@ def _write_task(task: str, stock: Path, source: Path, folder: Path) -> None:
 
 
 def _metrics(results: dict[str, Any], task: str) -> dict[str, Any]:
-    """`acc,none` is called acc; the rows that were asked stand beside."""
+    """The metrics of a task (`acc,none` becomes acc) and the number of rows."""
     named = {key.removesuffix(",none"): value for key, value in results["results"][task].items()}
     numbers = {key: value for key, value in named.items() if isinstance(value, float)}
     return {**numbers, "rows": results["n-samples"][task]["effective"]}

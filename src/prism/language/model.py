@@ -1,4 +1,4 @@
-"""Builds a language model from settings."""
+"""Build a language model from settings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ Builder = Callable[[ModelSettings, int, int], nn.Module]
 
 
 def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module:
+    """A `PrismForCausalLM`; `end` is its begin, end and padding token."""
     config = PrismConfig(
         vocab_size=vocab_size,
         hidden_size=settings.hidden_size,
@@ -35,12 +36,12 @@ def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module
 
 
 def vocabulary(settings: ModelSettings, manifest: Manifest) -> int:
-    """Rows of the embedding: those asked for, or the tokenizer's up to a multiple of 64 (which GPUs like)."""
+    """Rows of the embedding: `vocab_size`, or the tokenizer's size rounded up to a multiple of 64 (faster on GPUs)."""
     if settings.vocab_size is None:
         return -(-manifest.vocab_size // 64) * 64
     if settings.vocab_size < manifest.vocab_size:
         raise ValueError(
             f"model.vocab_size is {settings.vocab_size}, but the tokenizer has {manifest.vocab_size} tokens: "
-            "leave model.vocab_size out or make it at least that"
+            "omit model.vocab_size or make it at least that"
         )
     return settings.vocab_size

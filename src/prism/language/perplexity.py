@@ -1,12 +1,13 @@
-"""How well a model predicts files of text: nats per token, perplexity, bits per byte.
+"""Measure how well a model predicts files of text: nats per token, perplexity, bits per byte.
 
-The tokens of a file are one stream: an end token, a document, an end token, the next document, …, an end token; every
-token but the first is predicted and counts, ends of documents included. Documents start where they do in training (see
-`prism.documents`), and none sees another. What a token is predicted from is a choice:
+The tokens of a file are one stream: an end token, a document, an end token, the next document, …, an end token. Every
+token but the first is predicted and counted, ends of documents included. Documents start where they do in training (see
+`prism.documents`), and none depends on another. What a token is predicted from is a choice (`Context`):
 
-- all of its document, read in segments that hand on the state: exact for any length, in constant memory if the rules' is;
-- at most `context` tokens: windows that start afresh every `stride` tokens, each token counted once, in the first window
-  that reaches it. This is how models with a limited context are compared.
+- its whole document, read in segments that pass the state on: exact for any length, in constant memory if the state is
+  of fixed size;
+- at most `context` tokens: sequences of that length that start every `stride` tokens without a state; each token is
+  counted once, in the first sequence that contains it. This is how models with a limited context are compared.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from prism.documents import document_starts, needed_starts
 from prism.language import text
 from prism.language.generate import SEGMENT, LanguageModel, Reader
 
-# How well text is predicted: nats per token, perplexity, and bits per byte, which compares across tokenizers.
-
 
 @dataclass(frozen=True)
 class Score:
+    """A mean loss in three units; bits per byte can be compared across tokenizers."""
+
     nats: float
     """Mean per token."""
     bytes_per_token: float
@@ -50,13 +51,13 @@ class Context:
     """What a token is predicted from."""
 
     context: int | None = None
-    """At most this many tokens; None: all of its document."""
+    """At most this many tokens; None: the whole document."""
     stride: int | None = None
-    """Tokens from one window's start to the next; `context` unless given."""
+    """Tokens between the starts of two sequences; None: `context`."""
     segment: int = SEGMENT
-    """Tokens read at once where the state is handed on. Changes memory and speed, not the result."""
+    """Tokens per forward pass where the state is passed on. Affects memory and speed, not the result."""
     batch: int = 8
-    """Windows read at once."""
+    """Sequences per forward pass."""
 
     def __post_init__(self) -> None:
         for name in ("context", "stride", "segment", "batch"):
@@ -64,12 +65,12 @@ class Context:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.stride is not None and (self.context is None or self.stride > self.context):
-            raise ValueError(f"stride is {self.stride}: it needs a context of at least as many tokens")
+            raise ValueError(f"stride is {self.stride}: it needs a context of at least that many tokens")
 
 
 @dataclass
 class Tally:
-    """What was predicted, and how well."""
+    """Sums over the predicted tokens."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -83,6 +84,7 @@ class Tally:
         self.documents += other.documents
 
     def result(self) -> dict[str, Any]:
+        """Means and counts, for tables and JSON."""
         score = Score(self.nats / self.tokens, self.text_bytes / self.tokens)
         return {
             "nats_per_token": score.nats,
@@ -95,7 +97,7 @@ class Tally:
 
 
 def count_bytes(path: Path, column: str = "text") -> int:
-    """UTF-8 bytes of the text in a file; whatever is wrong with the file is told here, before anything is predicted."""
+    """UTF-8 bytes of the text in a file. Reads all of it, so errors in the file are raised before any prediction."""
     count = sum(len(piece.encode()) for document in text.documents(path, column) for piece in document)
     if not count:
         raise ValueError(f"there is no text in {path}")
@@ -109,10 +111,10 @@ def score_file(
     column: str = "text",
     report: Callable[[Tally, _Stream], None] = lambda tally, stream: None,
 ) -> Tally:
-    """Predict a file; `report(tally so far, stream)` is called as it goes."""
+    """Score a file; `report(tally so far, stream)` is called after every forward pass."""
     how = Context() if how is None else how
     stream, tally = _Stream(lm, text.documents(path, column)), Tally()
-    for nats, tokens in _through_state(lm, stream, how) if how.context is None else _in_windows(lm, stream, how):
+    for nats, tokens in _through_state(lm, stream, how) if how.context is None else _in_contexts(lm, stream, how):
         tally.nats += nats
         tally.tokens += tokens
         report(tally, stream)
@@ -122,7 +124,7 @@ def score_file(
 
 @dataclass
 class _Stream:
-    """The tokens of documents, in pieces, and how many went by."""
+    """The tokens of documents, in pieces; counts what has been read."""
 
     lm: LanguageModel
     source: Iterable[text.Document]
@@ -150,7 +152,10 @@ class _Stream:
 
 
 def _pieces(stream: Iterable[np.ndarray], length: int, stride: int) -> Iterator[tuple[Tensor, int]]:
-    """Stretches of up to `length` tokens and the one after, one every `stride`; and how many of the predicted are old."""
+    """Sequences of up to `length` tokens plus the next one, one every `stride` tokens.
+
+    With each: how many of its predicted tokens an earlier sequence has already counted.
+    """
     held: deque[np.ndarray] = deque()
     buffer, old = np.empty(0, np.int64), 0
     for tokens in stream:
@@ -170,6 +175,7 @@ def _pieces(stream: Iterable[np.ndarray], length: int, stride: int) -> Iterator[
 
 
 def _through_state(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[tuple[float, int]]:
+    """(nats, tokens) of each segment; the state is passed from one to the next."""
     reader = Reader(lm.model, lm.tokenizer.end)
     for piece, _ in _pieces(stream, how.segment, how.segment):
         logits = reader.read(piece[:-1])
@@ -178,13 +184,14 @@ def _through_state(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator
 
 
 @torch.no_grad()
-def _in_windows(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[tuple[float, int]]:
+def _in_contexts(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[tuple[float, int]]:
+    """(nats, tokens) of each batch of sequences without a state."""
     length = how.context or 0
     for group in _batches(_pieces(stream, length, how.stride or length), how.batch):
         tokens = torch.stack([piece for piece, _ in group])
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
         for row, (_, old) in enumerate(group):
-            targets[row, :old] = -100  # cross_entropy leaves these out
+            targets[row, :old] = -100  # ignored by cross_entropy
         reset = needed_starts(document_starts(inputs, lm.tokenizer.end), fresh=True)
         reset = None if reset is None else reset.to(lm.device)
         logits = lm.model(inputs.to(lm.device), reset=reset, use_cache=False).logits.float()
@@ -194,7 +201,7 @@ def _in_windows(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[tu
 
 
 def _batches(pieces: Iterable[tuple[Tensor, int]], size: int) -> Iterator[list[tuple[Tensor, int]]]:
-    """Up to `size` pieces of one length."""
+    """Lists of up to `size` pieces of equal length."""
     group: list[tuple[Tensor, int]] = []
     for piece in pieces:
         if group and (len(group) == size or len(piece[0]) != len(group[0][0])):

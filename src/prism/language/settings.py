@@ -1,10 +1,9 @@
-"""Every choice of a language model's training, and presets of sizes. The text under a field is its command-line help."""
+"""Settings of a language model's training, and presets. The docstring of a field is its help text on the command line."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
 
 from prism.language.corpus import Recipe
 from prism.messages import did_you_mean
@@ -23,80 +22,54 @@ from prism.train.settings import (
 @dataclass(frozen=True)
 class ModelSettings(StackSettings):
     vocab_size: int | None = None
-    """Rows of the embedding; None: the tokenizer's size, up to the next multiple of 64."""
+    """Rows of the embedding. None: the tokenizer's size, rounded up to a multiple of 64."""
     tie_word_embeddings: bool = True
-    """One matrix for tokens in and out."""
+    """Share one matrix between input and output embeddings."""
 
 
 @dataclass(frozen=True)
-class DataSettings:
-    sources: tuple[str, ...] = ()
-    """Files or folders of text, jsonl or parquet (.gz and .xz too), or hub:owner/dataset[:configuration]. None: the source
-    text of this machine's own Python standard library."""
-    pattern: str | None = None
-    """Which files a folder stands for, as a glob such as *.py; None: text, markdown, jsonl and parquet."""
-    field: str = "text"
-    """The column of jsonl and parquet files that holds the text."""
-    tokenizer: str = "bytes"
-    """bytes, bpe (learned from the data), or the path of a tokenizer.json."""
-    bpe_size: int = 8192
-    """Number of tokens a learned BPE has."""
-    end_token: str | None = None
-    """The token of a tokenizer.json that ends a document; None: the first of the usual names it has."""
-    validation: float = 0.01
-    """Share of the data held out to validate on."""
-    split: Literal["auto", "document", "tail"] = "auto"
-    """What is held out: every n-th document, or the tail of the data; auto: documents if there are enough of them."""
-    max_bytes: int | None = None
-    """Read no more than about this many bytes of text (up to the end of a document)."""
-    context: int = 256
-    """Tokens in a training sample."""
+class DataSettings(Recipe):
+    context: int = field(default=256, metadata={"min": 1})
+    """Tokens per training sample."""
     separate_documents: bool = True
-    """Nothing is carried from one document to the next inside a sample."""
+    """Reset the memories where a document starts inside a sample."""
     cache: Path | None = None
-    """Where tokens are kept; None: $PRISM_CACHE, or prism in the user's cache folder."""
+    """Folder for prepared tokens. None: $PRISM_CACHE, or prism in the user's cache folder."""
     verify: bool = True
-    """Compare the tokens with their hashes before every run."""
+    """Check the prepared tokens against their SHA-256 before training."""
 
     def recipe(self) -> Recipe:
-        """The part that decides which tokens come out."""
-        return Recipe(
-            sources=self.sources,
-            pattern=self.pattern,
-            field=self.field,
-            tokenizer=self.tokenizer,
-            bpe_size=self.bpe_size,
-            end_token=self.end_token,
-            validation=self.validation,
-            split=self.split,
-            max_bytes=self.max_bytes,
-        )
+        """The fields that decide which tokens come out: caches are keyed by these alone."""
+        return Recipe(**{part.name: getattr(self, part.name) for part in fields(Recipe)})
 
 
 @dataclass(frozen=True)
 class Settings(RunSettings):
-    """Train a language model.
+    """Train a language model, or resume a run.
 
-    Later beats earlier: the preset (or, in a run folder that exists, the settings it was started with), the TOML file,
-    the flags.
+    Settings are read in this order, and later ones win:
+    - the preset, or without --preset the settings stored in the run folder
+    - the TOML file given with --config
+    - the flags
     """
 
     preset: str | None = None
-    """Sizes to start from: tiny, 30m, 130m, 340m or 1.3b (parameters with a vocabulary of 32 768). None: tiny."""
+    """Preset to start from: tiny, 30m, 130m, 340m or 1.3b (parameters at a vocabulary of 32,768). None: tiny."""
     out: Path = Path("runs/lm")
-    """The run folder: checkpoints, log, settings and, at the end, the model."""
+    """Run folder: settings, log, checkpoints and, at the end, the exported model."""
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
 
-    def least(self) -> dict[str, tuple[float | None, float]]:
-        return {**super().least(), "data.context": (self.data.context, 1)}
+    def check(self) -> None:
+        super().check()
+        self.data.check()
 
 
-# Presets: sizes that work. Heads are 64 or 128 wide, which suits the kernels.
+# Presets. Heads are 64 or 128 wide: the sizes at which the kernels are fastest.
 
 
 def tiny() -> Settings:
-    """Minutes on a laptop."""
+    """Trains in minutes on a laptop."""
     return Settings(preset="tiny")
 
 
@@ -163,11 +136,12 @@ PRESETS = {"tiny": tiny, "30m": preset_30m, "130m": preset_130m, "340m": preset_
 
 
 def preset(name: str) -> Settings:
+    """The settings of a preset by name."""
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}{did_you_mean(name, PRESETS)}: choose from {', '.join(PRESETS)}")
     return PRESETS[name]()
 
 
 def command_line(settings: Settings) -> str:
-    """`prism train lm …`, which run again gives the same settings."""
+    """The `prism train lm …` command that gives these settings."""
     return train_command("lm", settings, preset(settings.preset or "tiny"))

@@ -1,4 +1,4 @@
-"""How well a model predicts what was held out."""
+"""The task of `prism train lm`: predict the next token of a text, and validate on held-out text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prism.language.export import write_model
 from prism.language.model import Builder, build_model, vocabulary
 from prism.language.perplexity import Score
 from prism.language.settings import Settings
-from prism.language.tokens import Batch, Windows
+from prism.language.tokens import Batch, Sequences
 from prism.messages import say
 from prism.overrides import to_plain
 from prism.train.checkpoint import Checkpoint
@@ -24,11 +24,14 @@ from prism.train.distributed import World
 from prism.train.loop import Report, RunResult, train
 from prism.train.model import check_stack, initialize, read_weights
 from prism.train.run import check_folder
-from prism.train.task import Verdict
+from prism.train.task import ValidationResult
 
 
-def total_nats(model: nn.Module, batch: Batch) -> Tensor:
-    """Summed over all tokens of the batch, in float32; in training with the balance loss of mixtures of memories."""
+def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+    """Cross-entropy in nats, summed over all tokens of the batch, in float32.
+
+    In training it includes the balance loss of mixtures of memories.
+    """
     out = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False)
     nats = F.cross_entropy(out.logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
     balance = getattr(out, "balance_loss", None)
@@ -38,28 +41,28 @@ def total_nats(model: nn.Module, batch: Batch) -> Tensor:
 
 
 class Validation:
-    """Windows spread evenly over what was held out; several processes share them."""
+    """Samples spread evenly over the held-out text; the processes share them."""
 
     def __init__(self, corpus: Corpus, context: int, end: int | None, sequences: int) -> None:
         stream = corpus.stream("validation")
-        self.windows = Windows(stream, min(context, len(stream) - 1), end)
+        self.sequences = Sequences(stream, min(context, len(stream) - 1), end)
         self.bytes_per_token = stream.split.text_bytes / stream.split.tokens
-        count = min(sequences or len(self.windows), len(self.windows))
-        self.chosen = np.arange(count) * len(self.windows) // count
+        count = min(sequences or len(self.sequences), len(self.sequences))
+        self.chosen = np.arange(count) * len(self.sequences) // count
 
     @torch.no_grad()
     def score(self, model: nn.Module, world: World, at_once: int) -> Score:
-        """Every process makes the same number of passes, the last perhaps with samples that count for nothing."""
+        """Score the model. Every process makes equally many passes, the last one perhaps on a sample that is not counted."""
         mine = self.chosen[world.rank :: world.size]
         rounds = -(-len(self.chosen) // (world.size * at_once))
         nats, tokens = 0.0, 0
         training = model.training
         model.eval()
         for i in range(rounds):
-            windows = mine[i * at_once : (i + 1) * at_once]
-            batch = self.windows.windows(windows if len(windows) else self.chosen[:1]).to(world.device)
-            total = total_nats(model, batch)
-            if len(windows):
+            numbers = mine[i * at_once : (i + 1) * at_once]
+            batch = self.sequences.batch(numbers if len(numbers) else self.chosen[:1]).to(world.device)
+            total = loss_sum(model, batch)
+            if len(numbers):
                 nats, tokens = nats + float(total), tokens + batch.targets.numel()
         model.train(training)
         nats, count = world.sum(nats, tokens)
@@ -70,7 +73,7 @@ def train_lm(settings: Settings, build: Builder = build_model, report: Report | 
     """Train a language model, or resume its run. Bad input is refused before anything is written.
 
     Args:
-        report: is told step and loss after every step; there is no bar then.
+        report: called with (step, loss) after every step; replaces the progress bar.
     """
     settings.check()
     check_folder(settings.out, settings.resume)
@@ -82,7 +85,7 @@ def train_lm(settings: Settings, build: Builder = build_model, report: Report | 
 
 
 class LanguageTask:
-    """Windows of a corpus; see `Task` for what each method means."""
+    """Samples of a corpus; `Task` documents the methods."""
 
     name = "lm"
     unit = "tokens"
@@ -91,7 +94,7 @@ class LanguageTask:
         self.settings, self.corpus, self.weights, self.builder = settings, corpus, weights, builder
         self.vocab_size = vocabulary(settings.model, corpus.manifest)
         end = corpus.manifest.end if settings.data.separate_documents else None
-        self.windows = Windows(corpus.stream("train"), settings.data.context, end)
+        self.sequences = Sequences(corpus.stream("train"), settings.data.context, end)
         self.validation = Validation(corpus, settings.data.context, end, settings.validation.sequences)
 
     def build(self) -> nn.Module:
@@ -103,8 +106,8 @@ class LanguageTask:
     def identity(self) -> dict[str, Any]:
         settings = self.settings
         model = {f"model.{name}": value for name, value in to_plain(settings.model).items()}
-        for free in ("weights", "gradient_checkpointing"):
-            del model[f"model.{free}"]
+        for name in ("weights", "gradient_checkpointing"):  # these may change
+            del model[f"model.{name}"]
         return {
             **model,
             "model.vocab_size": self.vocab_size,
@@ -126,7 +129,7 @@ class LanguageTask:
         return {"tokenizer.json": self.corpus.tokenizer_file.read_bytes()}
 
     def samples(self, numbers: np.ndarray, device: torch.device) -> Batch:
-        return self.windows.samples(numbers, self.settings.seed)
+        return self.sequences.samples(numbers, self.settings.seed)
 
     def weight(self, numbers: np.ndarray) -> int:
         return len(numbers) * self.settings.data.context
@@ -135,9 +138,9 @@ class LanguageTask:
         return {"tokens": step * self.settings.batch.sequences * self.settings.data.context}
 
     def loss(self, model: nn.Module, samples: Batch) -> Tensor:
-        return total_nats(model, samples)
+        return loss_sum(model, samples)
 
-    def validate(self, model: nn.Module, world: World, at_once: int) -> Verdict:
+    def validate(self, model: nn.Module, world: World, at_once: int) -> ValidationResult:
         score = self.validation.score(model, world, at_once)
         record = {
             "validation_nats": score.nats,
@@ -145,7 +148,7 @@ class LanguageTask:
             "validation_bits_per_byte": score.bits_per_byte,
         }
         text = f"{score.nats:.4f} nats, perplexity {score.perplexity:.3f}, {score.bits_per_byte:.4f} bits per byte"
-        return Verdict(score, -score.nats, record, text)
+        return ValidationResult(score, -score.nats, record, text)
 
     def write_model(self, run: Path, checkpoint: Checkpoint, folder: Path) -> None:
         write_model(run, checkpoint, folder, self.builder)

@@ -1,8 +1,8 @@
-"""Where text comes from: files, folders, a dataset hub, or this machine's own Python.
+"""Read documents from files, folders, a dataset hub or the Python standard library.
 
-A document is a sequence of pieces of text, read only when asked for: a text file is one document, handed out in pieces of
-about a megabyte cut after a line; a row of a jsonl or parquet file is one document of one piece. Everything comes in a
-fixed order (folders: sorted by name), so the same files always give the same tokens.
+A document is an iterable of pieces of text, read lazily. A text file is one document, in pieces of about a megabyte that
+end with a line; a row of a jsonl or parquet file is one document of one piece. The order is fixed (folders are sorted by
+name), so the same files always give the same tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", 
 
 
 def standard_library() -> list[Path]:
-    """The source files of the Python that runs this, without tests and installed packages."""
+    """The source files of the running Python's standard library, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in root.rglob("*.py") if not _NOT_LIBRARY & set(path.relative_to(root).parts[:-1]))
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def find_files(sources: Iterable[str], pattern: str | None = None) -> list[Path]:
-    """Every file that the sources name; folders are searched for text, jsonl and parquet, or for `pattern` (a glob)."""
+    """All files of the sources; folders are searched for text, jsonl and parquet files, or for `pattern` (a glob)."""
     found: list[Path] = []
     for source in sources:
         path = Path(source).expanduser()
@@ -52,7 +52,7 @@ def find_files(sources: Iterable[str], pattern: str | None = None) -> list[Path]
 
 
 def _wanted(folder: Path, pattern: str | None) -> str:
-    """What a folder lacks, in words; with the pattern that would read the files it has."""
+    """What a folder has no file of, for the message; with a pattern that would match its files."""
     if pattern:
         return f"file that matches {pattern!r}"
     endings = Counter(file.suffix for file in folder.rglob("*") if file.is_file() and file.suffix)
@@ -63,7 +63,7 @@ def _wanted(folder: Path, pattern: str | None) -> str:
 
 
 def documents(path: Path, field: str = "text") -> Iterator[Document]:
-    """The documents of one file; `field` is the column of a jsonl or parquet file that holds the text."""
+    """The documents of one file; `field` is the text column of jsonl and parquet files."""
     if inner_suffix(path) == ".parquet":
         return ([text] for text in _parquet(path, field))
     if inner_suffix(path) in _ROWS:
@@ -72,20 +72,20 @@ def documents(path: Path, field: str = "text") -> Iterator[Document]:
 
 
 def hub_documents(name: str, field: str = "text") -> Iterator[Document]:
-    """`hub:owner/dataset` or `hub:owner/dataset:configuration`: the rows of its training split."""
+    """The rows of the training split of `hub:owner/dataset` or `hub:owner/dataset:configuration`."""
     from datasets import load_dataset
 
     repository, _, configuration = name.removeprefix(HUB).partition(":")
     try:
         rows = load_dataset(repository, configuration or None, split="train")
-    except Exception as error:  # whatever a network, a hub or a dataset can do wrong
+    except Exception as error:  # any error of the network, the hub or the dataset
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the dataset {repository} could not be opened: {reason}") from error
     return ([_text_of(row, field, name)] for row in rows)
 
 
 class _TextFile:
-    """One document: the whole file, in pieces that end with a line."""
+    """A text file as one document, in pieces that end with a line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,6 +116,7 @@ class _TextFile:
 
 
 def _jsonl(path: Path, field: str) -> Iterator[str]:
+    """The texts of a jsonl file."""
     with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -128,6 +129,7 @@ def _jsonl(path: Path, field: str) -> Iterator[str]:
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:
+    """The texts of a parquet file."""
     import pyarrow
     import pyarrow.parquet
 
@@ -148,16 +150,15 @@ def _parquet(path: Path, field: str) -> Iterator[str]:
 
 
 def _text_of(row: Any, field: str, where: str) -> str:
+    """The text of a row; `where` names the row in errors."""
     if not isinstance(row, dict) or field not in row:
         has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{where} has no text under {field!r} (it has {has})")
     text = row[field]
     if not isinstance(text, str):
-        raise ValueError(
-            f"{where} has {'nothing' if text is None else type(text).__name__} under {field!r}, not a text"
-        )
+        raise ValueError(f"{where} has {'nothing' if text is None else type(text).__name__} under {field!r}, not text")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # JSON may hold half of a pair of surrogates
-        raise ValueError(f"{where} is no text that UTF-8 can hold: {error.reason} at {error.start}") from error
+    except UnicodeEncodeError as error:  # JSON may hold an unpaired surrogate
+        raise ValueError(f"{where} cannot be encoded as UTF-8: {error.reason} at {error.start}") from error
     return text

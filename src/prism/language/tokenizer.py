@@ -1,7 +1,7 @@
-"""Text to numbers and back: bytes (the default), a BPE learned from the data, or any `tokenizer.json`.
+"""Encode text as tokens and decode it: bytes (the default), a BPE trained on the data, or any `tokenizer.json`.
 
-All three are written as a `tokenizer.json`, so that whatever reads a model reads its tokenizer as well. Markers such as
-`<|end|>` that happen to stand in the text are encoded as the characters they are: only the end of a document ends one.
+All three are saved as a `tokenizer.json`, so that any reader of a model can read its tokenizer. Markers such as `<|end|>`
+inside the text are encoded as plain characters: only the end of a document ends one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _KNOWN_ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_e
 
 
 class Tokenizer:
-    """What `tokenizer.json` holds, and which of its tokens ends a document.
+    """A tokenizer and its end-of-document token.
 
     Args:
         definition: the text of a `tokenizer.json`.
-        end_token: the token that ends a document; by default the first of the usual names that exists.
+        end_token: the token that ends a document; None: the first common name that the tokenizer has.
     """
 
     def __init__(self, definition: str, end_token: str | None = None) -> None:
@@ -33,7 +33,7 @@ class Tokenizer:
         try:
             self._fast = Fast.from_str(definition)
         except Exception as error:  # tokenizers raises bare Exceptions
-            raise ValueError(f"the tokenizer does not load: {error}") from error
+            raise ValueError(f"the tokenizer could not be loaded: {error}") from error
         self._fast.no_padding()
         self._fast.no_truncation()
         self._fast.encode_special_tokens = True
@@ -41,25 +41,27 @@ class Tokenizer:
         self.size: int = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, pieces: list[str]) -> list[np.ndarray]:
-        """The tokens of each piece, without any that the tokenizer would add around a sentence."""
+        """The tokens of each piece, int64, without the special tokens that the tokenizer would add around a text."""
         encodings = self._fast.encode_batch(pieces, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, special tokens included."""
         text: str = self._fast.decode([int(token) for token in tokens], skip_special_tokens=False)
         return text
 
     def _find_end(self, wanted: str | None) -> tuple[str, int]:
+        """Name and number of the end token."""
         for name in (wanted,) if wanted else _KNOWN_ENDS:
             if (number := self._fast.token_to_id(name)) is not None:
                 return name, number
         if wanted:
             raise ValueError(f"the tokenizer has no token {wanted!r} to end a document with")
-        raise ValueError(f"the tokenizer has none of {', '.join(_KNOWN_ENDS)}: name its end token with data.end_token")
+        raise ValueError(f"the tokenizer has none of {', '.join(_KNOWN_ENDS)}: give its end token with data.end_token")
 
 
 class ByteTokenizer(Tokenizer):
-    """Token b is the byte b of the UTF-8 text, 256 ends a document."""
+    """Token b is byte b of the UTF-8 text; token 256 ends a document."""
 
     def __init__(self) -> None:
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -72,11 +74,12 @@ class ByteTokenizer(Tokenizer):
         super().__init__(fast.to_str(pretty=True))
 
     def encode(self, pieces: list[str]) -> list[np.ndarray]:
-        """The same numbers as the definition gives, at the speed of a copy."""
+        """The same tokens as the definition gives, without running it."""
         return [np.frombuffer(piece.encode(), dtype=np.uint8) for piece in pieces]
 
 
 def load_tokenizer(path: Path, end_token: str | None = None) -> Tokenizer:
+    """Read a `tokenizer.json`."""
     if not path.is_file():
         raise FileNotFoundError(
             f"there is no tokenizer file {path}: data.tokenizer is 'bytes', 'bpe' or a tokenizer.json"
@@ -89,12 +92,12 @@ def load_tokenizer(path: Path, end_token: str | None = None) -> Tokenizer:
 
 
 def train_bpe(pieces: Iterable[str], size: int) -> Tokenizer:
-    """A byte-level BPE of `size` tokens (fewer if the text has no more pairs): every text can be encoded."""
+    """Train a byte-level BPE of `size` tokens (fewer if the text runs out of pairs). It can encode every text."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Fast
 
     if size < 257:
-        raise ValueError(f"data.bpe_size must be at least 257 (all bytes and the end of a document), got {size}")
+        raise ValueError(f"data.bpe_size must be at least 257 (256 bytes and the end token), got {size}")
     fast = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -109,20 +112,22 @@ def train_bpe(pieces: Iterable[str], size: int) -> Tokenizer:
 
 
 def byte_alphabet() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte: itself, or one from 256 on."""
+    """The printable character that byte-level tokenizers use for each byte: the byte's own, or one from code point 256 on."""
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in shown else next(others)) for byte in range(256)]
 
 
-# Text from tokens that come one at a time: what can be shown now, and nothing that a later token would change.
+# Incremental decoding: tokens one at a time to the text that no later token can change.
 
 
 class TextStream:
-    """Joined, what `push` and at the end `flush` return is what the tokenizer makes of all tokens at once.
+    """Decode tokens one at a time.
+
+    The texts that `push` returns and the final `flush` are together what `Tokenizer.decode` gives for all tokens.
 
     Args:
-        recent: what `recent` of an earlier stream was; this one goes on after it.
+        recent: `recent` of an earlier stream, to continue after it.
     """
 
     def __init__(self, tokenizer: Tokenizer, recent: Iterable[int] = ()) -> None:
@@ -136,11 +141,11 @@ class TextStream:
 
     @property
     def recent(self) -> list[int]:
-        """The tokens that what comes next may depend on: those behind the text shown last, and those not shown yet."""
+        """The tokens that the next text may depend on: those of the last text returned, and those not returned yet."""
         return self._shown + self._waiting
 
     def push(self, token: int) -> str:
-        """The text that this token completes; empty while a character is not whole."""
+        """The text that this token completes; empty while a character is incomplete."""
         self._waiting.append(int(token))
         text = self._decoder.push(int(token))
         if text:
@@ -148,7 +153,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """What an unfinished character looks like if nothing follows."""
+        """The text of an incomplete character if no token follows."""
         return self._decoder.flush()
 
 
@@ -158,7 +163,7 @@ class _Decoder(Protocol):
 
 
 class _ByteDecoder:
-    """Tokens are byte strings: exact for any bytes, also for those that no text has."""
+    """Tokens are byte strings: exact for any bytes, invalid UTF-8 included."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from tokenizers import Tokenizer as Fast
@@ -169,15 +174,15 @@ class _ByteDecoder:
 
     def push(self, token: int) -> str:
         name = self._name(token) or ""
-        written_out = all(character in self._bytes for character in name)  # an added token need not be
-        return self._utf8.decode(bytes(self._bytes[c] for c in name) if written_out else name.encode())
+        in_alphabet = all(character in self._bytes for character in name)  # added tokens may not be
+        return self._utf8.decode(bytes(self._bytes[c] for c in name) if in_alphabet else name.encode())
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
 
 class _OtherDecoder:
-    """Tokens mean something only together (spaces between words, say); the tokenizers library keeps track."""
+    """Tokens depend on their neighbours (spaces between words, for example); the tokenizers library keeps track."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         from tokenizers import Tokenizer as Fast
@@ -201,6 +206,7 @@ class _OtherDecoder:
 
 
 def _is_byte_level(definition: str) -> bool:
+    """Whether a `tokenizer.json` decodes bytes and nothing else."""
     decoder = json.loads(definition).get("decoder") or {}
     parts = decoder.get("decoders", [decoder])
     return [part.get("type") for part in parts] == ["ByteLevel"]

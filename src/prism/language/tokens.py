@@ -1,11 +1,11 @@
-"""Tokens on disk: raw little-endian integers in memory-mapped shards, and a manifest that says what they are.
+"""Tokens on disk, and the batches read from them.
 
     tokens/
-      manifest.json            number type, vocabulary, shards with their SHA-256, the two splits
+      manifest.json            dtype, vocabulary, shards with their SHA-256, the two splits
       tokenizer.json
-      train-00000.bin …        one end token after every document
+      train-00000.bin …        little-endian integers, one end token after every document
 
-A split is a stretch of one stream of shards, so a tail can be held out without copying anything.
+Shards are memory-mapped. A split is a range of one stream of shards, so a tail can be held out without copying.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from prism.documents import document_starts, needed_starts
 from prism.files import read_json, sha256, write_json
-from prism.train.order import windows_of
+from prism.train.order import sequence_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -39,7 +39,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
-    """Tokens `start` to `stop` of a stream, and how many documents and UTF-8 bytes of text they stand for."""
+    """Tokens `start` to `stop` of a stream, with their number of documents and of UTF-8 bytes of text."""
 
     stream: str
     start: int
@@ -64,7 +64,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """One hash for all tokens and how they are split: what a resumed run must find unchanged."""
+        """One hash of all tokens and splits; a resumed run must find the same."""
         parts = [f"{name} {shard.tokens} {shard.sha256}" for name in self.streams for shard in self.streams[name]]
         parts += [f"{name} {split}" for name, split in sorted(self.splits.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -84,7 +84,7 @@ class Manifest:
 
 
 class StreamWriter:
-    """Appends tokens to `name-00000.bin`, `name-00001.bin` …, hashing as it goes."""
+    """Append tokens to `name-00000.bin`, `name-00001.bin` and so on, and hash them on the way."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype, shard_tokens: int = SHARD_TOKENS) -> None:
         self.folder, self.name, self.dtype, self.shard_tokens = folder, name, dtype, shard_tokens
@@ -144,24 +144,25 @@ class Stream:
 
 
 def check_tokens(folder: Path, manifest: Manifest, contents: bool) -> None:
-    """Refuse, by name, a shard that is missing, has another size, or (if `contents`) another SHA-256."""
+    """Raise ValueError for a shard that is missing or has the wrong size or, with `contents`, the wrong SHA-256."""
     width = np.dtype(manifest.dtype).itemsize
     for shard in (shard for shards in manifest.streams.values() for shard in shards):
         path = folder / shard.file
         if not path.is_file():
-            raise ValueError(f"the token shard {path} is missing: remove {folder} and the tokens are made again")
+            raise ValueError(f"the token shard {path} is missing: remove {folder} to prepare the tokens again")
         size = path.stat().st_size
         if size != shard.tokens * width or (contents and sha256(path) != shard.sha256):
-            raise ValueError(f"the token shard {path} is damaged: remove {folder} and the tokens are made again")
+            raise ValueError(f"the token shard {path} is damaged: remove {folder} to prepare the tokens again")
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
+    """The smallest token dtype for a vocabulary: uint16 or uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 @contextmanager
 def writing(*writers: StreamWriter) -> Iterator[None]:
-    """Close the writers' files whatever happens."""
+    """Close the writers' files, also on errors."""
     try:
         yield
     finally:
@@ -169,12 +170,12 @@ def writing(*writers: StreamWriter) -> Iterator[None]:
             writer.close()
 
 
-# Training samples: windows of a token stream, in the order that order.py computes.
-
-
 @dataclass(frozen=True)
 class Batch:
-    """inputs and targets `[B, T]` int64 (targets are the next tokens); reset `[B, T]` bool or None: a document starts."""
+    """Samples of one step.
+
+    inputs and targets (the next tokens) are int64 `[B, T]`; reset is bool `[B, T]`, True where a document starts, or None.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -188,7 +189,7 @@ class Batch:
         return self._map(lambda x: x[rows])
 
     def to(self, device: torch.device) -> Batch:
-        """Copy to a device. A reset that changes nothing is dropped first: on the CPU, looking costs no waiting."""
+        """Copy to a device. A reset without effect is dropped first, on the CPU, where reading it needs no synchronisation."""
         needed = None if self.reset is None else needed_starts(self.reset, fresh=True)
         pin = device.type == "cuda"  # from pageable memory, CUDA lets the host wait for the work queued before the copy
         return replace(self, reset=needed)._map(lambda x: (x.pin_memory() if pin else x).to(device, non_blocking=True))
@@ -198,11 +199,11 @@ class Batch:
         return Batch(function(self.inputs), function(self.targets), reset)
 
 
-class Windows:
-    """A stream cut into windows of `context` tokens, each with the token after it.
+class Sequences:
+    """A stream cut into sequences of `context` tokens, each with the token after it.
 
     Args:
-        end: the end token. With it, batches say where documents start (see `prism.documents`).
+        end: the end token. With it, batches mark where documents start (see `prism.documents`).
     """
 
     def __init__(self, stream: Stream, context: int, end: int | None = None) -> None:
@@ -218,12 +219,12 @@ class Windows:
         return (len(self.stream) - 1) // self.context
 
     def samples(self, samples: np.ndarray, seed: int) -> Batch:
-        """Samples i, j, … of the endless training order."""
-        return self.windows(windows_of(samples, len(self), seed))
+        """Samples i, j, … of the infinite training order (see `prism.train.order`)."""
+        return self.batch(sequence_of(samples, len(self), seed))
 
-    def windows(self, windows: np.ndarray) -> Batch:
-        """These windows, in this order."""
-        starts = np.asarray(windows) * self.context
+    def batch(self, numbers: np.ndarray) -> Batch:
+        """The sequences with these numbers, in this order."""
+        starts = np.asarray(numbers) * self.context
         tokens = torch.from_numpy(np.stack([self.stream.read(s, s + self.context + 1) for s in starts.tolist()]))
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         reset = None if self.end is None else document_starts(inputs, self.end)

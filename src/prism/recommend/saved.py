@@ -26,7 +26,7 @@ def model_folder(path: Path, report: Callable[[str], None] = lambda message: Non
     from prism.recommend.export import write_model  # only a run needs the trainer
     from prism.train import export
 
-    with export.model_folder(path, write_model, report) as folder:
+    with export.resolve_model_folder(path, write_model, report) as folder:
         yield folder
 
 

@@ -48,7 +48,7 @@ class LossSettings:
     With sampled negatives: sampled_softmax, bce (binary cross-entropy), or gbce (gSASRec's calibrated bce)."""
     negatives: Literal["uniform", "popularity", "in_batch"] = "uniform"
     """How negatives are sampled: uniform over all items, by popularity, or from the other targets of the batch."""
-    count: int = 256
+    count: int = field(default=256, metadata={"min": 1})
     """Number of negatives."""
     own: bool = False
     """Sample negatives per target instead of sharing one set per step."""
@@ -60,11 +60,11 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class RecValidationSettings(ValidationSettings):
-    every: int = 0
+    every: int = field(default=0, metadata={"min": 0})
     """Steps between validations. 0: use validation.epochs."""
-    epochs: float = 1.0
+    epochs: float = field(default=1.0, metadata={"min": 0})
     """Epochs between validations. 0: only after the last step."""
-    sequences: int = 0
+    sequences: int = field(default=0, metadata={"min": 0})
     """Number of held-out events to predict, spread evenly. 0: all."""
     metric: str = "NDCG@10"
     """Metric that chooses the best model, on a ranking of all items.
@@ -85,9 +85,9 @@ class RecSettings(RunSettings):
     """Model preset: prism, sasrec or hstu. None: prism."""
     out: Path = Path("runs/rec")
     """Run folder: checkpoints, log, settings and, at the end, the model."""
-    steps: int = 0
+    steps: int = field(default=0, metadata={"min": 0})
     """Number of optimiser steps. 0: as many as `epochs` need."""
-    epochs: float = 20.0
+    epochs: float = field(default=20.0, metadata={"min": 0})
     """Number of passes over the samples; ignored if `steps` is given."""
     batch: BatchSettings = field(default_factory=lambda: BatchSettings(128))
     optimizer: OptimizerSettings = field(
@@ -101,18 +101,6 @@ class RecSettings(RunSettings):
     loss: LossSettings = field(default_factory=LossSettings)
     report: bool = True
     """After training, rank the test events once and write a report to the run folder."""
-
-    def least(self) -> dict[str, tuple[float | None, float]]:
-        return {
-            **super().least(),
-            "steps": (self.steps, 0),
-            "epochs": (self.epochs, 0),
-            "validation.epochs": (self.validation.epochs, 0),
-            "data.length": (self.data.length, 1),
-            "data.min_user": (self.data.min_user, 1),
-            "data.min_item": (self.data.min_item, 1),
-            "loss.count": (self.loss.count, 1),
-        }
 
     def check(self) -> None:
         super().check()

@@ -34,7 +34,7 @@ from prism.train.loop import Report, RunResult, train
 from prism.train.model import check_stack, read_weights
 from prism.train.order import Order
 from prism.train.run import check_folder
-from prism.train.task import Verdict
+from prism.train.task import ValidationResult
 
 LOGGED = ("HR@10", "NDCG@10", "MRR@10")
 METRICS = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "AUC")
@@ -162,7 +162,7 @@ class RecTask:
         loss: Tensor = model(samples)
         return loss
 
-    def validate(self, model: nn.Module, world: World, at_once: int) -> Verdict:
+    def validate(self, model: nn.Module, world: World, at_once: int) -> ValidationResult:
         assert isinstance(model, Learner)
         return self.validation.verdict(model, self.build, world)
 
@@ -218,7 +218,7 @@ class RankingValidation:
         self.targets = split.validation.take(np.arange(count) * len(split.validation) // count)
         self.histories, self.settings, self.length = split.histories, settings, length
 
-    def verdict(self, learner: Learner, build: Callable[[], nn.Module], world: World) -> Verdict:
+    def verdict(self, learner: Learner, build: Callable[[], nn.Module], world: World) -> ValidationResult:
         mine = self.targets.take(slice(world.rank, None, world.size))
         model = _unsharded(learner, build, world).recommender
         share = np.empty((2, 0), dtype=np.int64)  # for a process without targets
@@ -233,7 +233,7 @@ class RankingValidation:
         shown = {name: found[name] for name in dict.fromkeys([self.settings.metric, *LOGGED])}
         text = ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
         record = {f"validation_{name}": value for name, value in shown.items()}
-        return Verdict(found, found[self.settings.metric], record, text)
+        return ValidationResult(found, found[self.settings.metric], record, text)
 
 
 def _unsharded(learner: Learner, build: Callable[[], nn.Module], world: World) -> Learner:

@@ -1,1 +1,1 @@
-"""Training: settings, the loop, checkpoints, several processes as one, export."""
+"""Train a model of any task: settings, loop, optimizers, checkpoints, data parallelism, export."""

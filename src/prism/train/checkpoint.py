@@ -1,14 +1,15 @@
-"""Checkpoints that are whole or absent.
+"""Write, verify and find checkpoints, each of which is complete or absent.
 
     checkpoints/
       step-00000200/
-        tensors/*.safetensors    weights and optimiser state, one file or more a process
+        tensors/*.safetensors    weights and optimizer state, one or more files per process
         rng/00000.safetensors    random state of each process
-        state.json               step, counts, what the run trains on
+        state.json               step, skipped steps, best step so far, versions
         manifest.json            size and SHA-256 of every other file
 
-They are written under a temporary name, synced, hashed and renamed. A damaged one (a byte flipped, a file cut short or
-missing) is reported by the file's name and set aside; training goes on from the newest that is good.
+A checkpoint is written under a temporary name, synced, hashed and renamed. A damaged one (a flipped byte, a truncated or
+missing file) is reported by file name and set aside; training resumes from the newest good one. Non-finite values are
+never saved.
 """
 
 from __future__ import annotations
@@ -40,15 +41,13 @@ from prism.files import (
 from prism.train import tensors as tensor_files
 from prism.train.distributed import World
 
-# Numbers that are none: NaN and infinity must not be learned from, and never be saved.
-
 
 class NotFiniteError(ValueError):
-    """The run met NaN or infinity and cannot go on."""
+    """The run met NaN or infinity and cannot continue."""
 
 
 def refuse_non_finite(tensors: dict[str, Tensor], where: str) -> None:
-    """Of a sharded tensor each process looks at its own part."""
+    """Raise NotFiniteError if a tensor has NaN or infinity; of a sharded tensor each process checks its own shard."""
     for name, value in tensors.items():
         local = value.to_local() if hasattr(value, "to_local") else value
         if local.is_floating_point() and not bool(torch.isfinite(local).all()):
@@ -57,7 +56,7 @@ def refuse_non_finite(tensors: dict[str, Tensor], where: str) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was found good."""
+    """A verified checkpoint."""
 
     folder: Path
 
@@ -71,7 +70,7 @@ class Checkpoint:
         return self.folder / "tensors"
 
     def rng(self, rank: int) -> dict[str, Tensor] | None:
-        """None if the run that wrote it had fewer processes."""
+        """Random state of a process; None if the checkpoint was written with fewer processes."""
         path = self.folder / "rng" / f"{rank:05d}.safetensors"
         return load_safetensors(path.read_bytes()) if path.exists() else None
 
@@ -80,17 +79,17 @@ class Checkpoints:
     """The checkpoints of a run.
 
     Args:
-        folder: where they are; every process must see it.
-        keep: how many of the newest stay; the one that any of them names as the best so far stays with it.
+        folder: a folder that every process can access.
+        keep: number of newest checkpoints to keep; the best one that any of them names is kept as well.
     """
 
     def __init__(self, folder: Path, keep: int, world: World) -> None:
         self.folder, self.keep, self.world = folder, keep, world
 
     def save(self, tensors: dict[str, Tensor], rng: dict[str, Tensor], state: dict[str, Any]) -> Checkpoint:
-        """Write a checkpoint of step `state["step"]`; if that fails, the earlier ones are as they were.
+        """Write a checkpoint of step `state["step"]`; if that fails, earlier ones are unchanged.
 
-        `state["best"]` is None or names the step of the best so far.
+        `state["best"]` is None, or a dict whose `step` is the best so far.
         """
         name = name_of(state["step"])
         partial = self.folder / f".{name}.partial"
@@ -107,16 +106,17 @@ class Checkpoints:
             raise
         except Exception as error:
             if self.world.main:
-                shutil.rmtree(partial, ignore_errors=True)  # on a full disk every byte is wanted
+                shutil.rmtree(partial, ignore_errors=True)  # free the space on a full disk
             raise OSError(self._explain(error, name)) from error
 
     def newest_good(self, report: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that passes every check; damaged ones are reported and set aside."""
-        found = self.world.gather(self.world.on_main(lambda: self._clear_up(report)))[0]
+        """The newest checkpoint that passes all checks, or None; damaged newer ones are reported and set aside."""
+        found = self.world.gather(self.world.on_main(lambda: self._clean_up(report)))[0]
         return None if found is None else Checkpoint(self.folder / found)
 
-    def _clear_up(self, report: Callable[[str], None]) -> str | None:
-        for leftover in self.folder.glob(".step-*"):  # of a writer that was killed
+    def _clean_up(self, report: Callable[[str], None]) -> str | None:
+        """Remove leftovers, set damaged checkpoints aside, and return the name of the newest good one."""
+        for leftover in self.folder.glob(".step-*"):  # left by a killed writer
             shutil.rmtree(leftover)
         names, good = checkpoint_names(self.folder), find_newest_good(self.folder, report)
         if good is None:
@@ -128,11 +128,11 @@ class Checkpoints:
             if aside.exists():
                 remove_folder(aside)
             (self.folder / name).rename(aside)
-            report(f"{name} is set aside as {aside.name}")
+            report(f"{name} was renamed to {aside.name}")
         return good.folder.name
 
     def _digest(self, partial: Path) -> Entries:
-        """Sync and hash the files, each process its share of what the first one sees."""
+        """Sync and hash all files; the processes share the work."""
         files = self.world.on_main(lambda: sorted(path for path in partial.rglob("*") if path.is_file()))
         mine = (self.world.gather(files)[0] or [])[self.world.rank :: self.world.size]
 
@@ -145,6 +145,7 @@ class Checkpoints:
         return {name: entry for share in shares for name, entry in share.items()}
 
     def _commit(self, partial: Path, final: Path, files: Entries) -> None:
+        """Write the manifest, rename the folder, and remove checkpoints that are no longer kept."""
         write_manifest(partial, files)
         commit_folder(partial, final)
         names = checkpoint_names(self.folder)
@@ -155,25 +156,27 @@ class Checkpoints:
             remove_folder(self.folder / name)
 
     def _explain(self, error: Exception, name: str) -> str:
+        """The message for a checkpoint that could not be written."""
         names = [other for other in checkpoint_names(self.folder) if other != name]
-        last = f"the last good checkpoint, {names[-1]}, is untouched" if names else "there is no earlier checkpoint"
-        why, advice = reason(error), "run the same command again to go on"
+        last = f"the last good checkpoint, {names[-1]}, is unchanged" if names else "there is no earlier checkpoint"
+        why, advice = reason(error), "run the same command again to resume"
         if "No space left" in why:
             advice = "free some space and " + advice
         return f"checkpoint {name} could not be written to {self.folder} ({why}): {last}; {advice}"
 
 
 def name_of(step: int) -> str:
+    """The folder name of a checkpoint."""
     return f"step-{step:08d}"
 
 
 def checkpoint_names(folder: Path) -> list[str]:
-    """All that look complete, oldest first."""
+    """Names of all checkpoints in a folder, damaged or not, oldest first."""
     return sorted(path.name for path in folder.glob("step-*") if path.name[5:].isdecimal())
 
 
 def find_newest_good(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that passes every check, None if there is none. Looks only: the run may be under way."""
+    """The newest checkpoint that passes all checks, or None. Read-only, so it is safe while the run is training."""
     for name in reversed(checkpoint_names(folder)):
         damage = find_damage(folder / name)
         if damage is None:
@@ -183,18 +186,18 @@ def find_newest_good(folder: Path, report: Callable[[str], None]) -> Checkpoint 
 
 
 def all_damaged(folder: Path) -> ValueError:
-    """The refusal where a run has checkpoints and none is good."""
-    return ValueError(f"every checkpoint in {folder} is damaged: to start anew, give another run folder")
+    """The error for a run with checkpoints of which none is good."""
+    return ValueError(f"every checkpoint in {folder} is damaged: to start over, give another run folder")
 
 
 def chosen_by(newest: Checkpoint) -> Checkpoint:
-    """The checkpoint that a run's model is made of: the best step, if the newest one names it."""
+    """The checkpoint to export: the best one if the newest names it, else the newest."""
     best = newest.state.get("best")
-    return newest if best is None else good_checkpoint(newest.folder.parent, best["step"])
+    return newest if best is None else checkpoint_at(newest.folder.parent, best["step"])
 
 
-def good_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """The checkpoint of this very step."""
+def checkpoint_at(folder: Path, step: int) -> Checkpoint:
+    """The checkpoint of this step; ValueError if it is damaged."""
     name = name_of(step)
     damage = find_damage(folder / name)
     if damage is not None:

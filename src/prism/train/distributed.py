@@ -1,10 +1,10 @@
-"""Several processes as one: who am I, what do the others say, and how a model is spread over all.
+"""Data parallelism: communication between processes, and models under DDP or FSDP.
 
 Design choices
-- One process needs no process group: every question below then answers itself.
-- Processes agree before they act: if one fails, all raise the same sentence, and none waits for ever.
-- Sharded models are born on the meta device and initialised shard by shard: no device ever holds a whole one.
-- Nothing here knows the model but its `_no_split_modules`, the layers that are sharded one by one.
+- One process needs no process group: every collective below is then local.
+- Processes agree before they act: if one fails, all raise the same error, and none waits forever.
+- Sharded models are created on the meta device and initialised shard by shard: no device ever holds a whole one.
+- Of the model only `_no_split_modules` is used: the layers that are sharded one by one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ T = TypeVar("T")
 
 
 class OtherProcessError(OSError):
-    """What failed, failed elsewhere."""
+    """Another process failed."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all."""
+    """This process, its device, and its place among all processes."""
 
     device: torch.device
     rank: int = 0
@@ -46,7 +46,7 @@ class World:
         return self.rank == 0
 
     def sum(self, *numbers: float) -> list[float]:
-        """Each number summed over the processes, in float64."""
+        """Sum each number over all processes, in float64."""
         if self.size == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -54,13 +54,13 @@ class World:
         return total.tolist()
 
     def add_up(self, numbers: Tensor) -> Tensor:
-        """The sum of a tensor on this process's device over all processes; nothing is read from the device."""
+        """Sum a tensor over all processes, in place on the device: no synchronisation with the host."""
         if self.size > 1:
             dist.all_reduce(numbers)
         return numbers
 
     def gather(self, value: T) -> list[T]:
-        """What every process says, in order of rank."""
+        """The values of all processes, by rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -68,29 +68,29 @@ class World:
         return values
 
     def together(self, action: Callable[[], T]) -> T:
-        """Run an action that talks to nobody in every process; if it fails anywhere, it fails everywhere."""
+        """Run an action without communication in every process; if it fails in one, it raises in all."""
         result: Any = None
         failure: Exception | None = None
         try:
             result = action()
         except Exception as error:
             failure = error
-        said = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        failures = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
-        for rank, message in enumerate(said):
+        for rank, message in enumerate(failures):
             if message is not None:
                 raise OtherProcessError(f"process {rank} stopped with {message}")
         return result
 
     def on_main(self, action: Callable[[], T]) -> T | None:
-        """Run an action in the first process while the others wait; its failure is everyone's."""
+        """Run an action in the main process while the others wait; if it fails, it raises in all."""
         return self.together(lambda: action() if self.main else None)
 
 
 @contextmanager
 def joined(parallel: str, device: str) -> Iterator[World]:
-    """Join the processes that torchrun started (or none) and leave them in the end."""
+    """Join the process group that torchrun started, if any, and leave it at the end."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if parallel == "auto":
         parallel = "fsdp" if size > 1 else "none"
@@ -115,7 +115,7 @@ def joined(parallel: str, device: str) -> Iterator[World]:
 
 
 def spread(build: Callable[[], nn.Module], initialize: Callable[[nn.Module], None], world: World) -> nn.Module:
-    """The model of this process with its initial weights, which are the same whatever `world` is."""
+    """This process's model with initial weights that do not depend on `world`."""
     if world.parallel != "fsdp":
         model = build()
         initialize(model)
@@ -128,20 +128,20 @@ def spread(build: Callable[[], nn.Module], initialize: Callable[[nn.Module], Non
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=world.device)
-    for place, original in ties:
-        _set_parameter(model, place, model.get_parameter(original))
+    for name, original in ties:
+        _set_parameter(model, name, model.get_parameter(original))
     initialize(model)
     return model
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that are sharded, and compiled, one by one: those whose classes the model names as not to be split."""
+    """The layers that are sharded and compiled one by one: instances of the model's `_no_split_modules`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def parallel_forward(model: nn.Module, world: World) -> nn.Module:
-    """What is called in training: the model itself, or DDP around it."""
+    """The module to call in training: the model, or DDP around it."""
     if world.parallel != "ddp":
         return model
     ids = [world.device.index] if world.device.type == "cuda" else None
@@ -150,7 +150,7 @@ def parallel_forward(model: nn.Module, world: World) -> nn.Module:
 
 @contextmanager
 def accumulating(forward: nn.Module, last: bool) -> Iterator[None]:
-    """Only the last of the accumulated backward passes exchanges gradients."""
+    """Exchange gradients only in the last backward pass of gradient accumulation."""
     if isinstance(forward, nn.parallel.DistributedDataParallel) and not last:
         with forward.no_sync():
             yield
@@ -161,7 +161,7 @@ def accumulating(forward: nn.Module, last: bool) -> Iterator[None]:
 
 
 def _ties(model: nn.Module) -> list[tuple[str, str]]:
-    """(name, name of the parameter it shares): making real tensors out of meta ones would lose this."""
+    """(name, name of the parameter it is tied to), to restore ties that `to_empty` loses."""
     names: dict[nn.Parameter, str] = {}
     return [
         (name, names[parameter])
@@ -171,10 +171,11 @@ def _ties(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Set a parameter by its dotted name."""
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, parameter)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded. Every process must ask."""
+    """The full tensor of one that may be sharded. Every process must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -32,20 +32,20 @@ import torch
 from safetensors.torch import save as save_safetensors
 from torch import Tensor, nn
 
+from prism.device import warn_if_crowded
 from prism.engine import InvalidValueError
 from prism.files import write_atomically
 from prism.train import tensors
 from prism.train import tensors as rng
-from prism.train.checkpoint import Checkpoint, Checkpoints, NotFiniteError, good_checkpoint
+from prism.train.checkpoint import Checkpoint, Checkpoints, NotFiniteError, checkpoint_at
 from prism.train.distributed import World, accumulating, joined, layers_of, parallel_forward, spread, whole
 from prism.train.export import write_export
 from prism.train.optimizer import Optimizers
 from prism.train.progress import Bar, StopRequest
 from prism.train.readback import HostCopy, decides_on_device
-from prism.train.run import Log, note_settings, open_run
+from prism.train.run import Log, open_run, store_settings
 from prism.train.settings import ScheduleSettings
 from prism.train.task import Samples, Task
-from prism.train.threads import warn_if_crowded
 
 
 @dataclass
@@ -182,7 +182,7 @@ class _Run:
         with self.bar() as bar:
             self.resume(bar)
             self.advise(bar)
-        self.world.on_main(lambda: note_settings(self.task, self.folder))
+        self.world.on_main(lambda: store_settings(self.task, self.folder))
         if self.settings.compile:
             for layer in layers_of(self.model):  # layers of one class share one compilation
                 layer.compile()
@@ -389,7 +389,7 @@ class _Run:
     def export(self) -> Path:
         chosen = self.saved
         if self.best.step is not None:
-            chosen = good_checkpoint(self.folder / "checkpoints", self.best.step)
+            chosen = checkpoint_at(self.folder / "checkpoints", self.best.step)
         assert chosen is not None
         return write_export(self.task.write_model, self.folder, chosen, self.folder / "model")
 

@@ -1,4 +1,4 @@
-"""The rules and options that settings ask for, and a model's initial weights."""
+"""Rule options from settings, and initial weights: random from a seed, or read from safetensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from prism.train.settings import StackSettings
 
 
 def rule_options(settings: StackSettings) -> dict[str, dict[str, Any]]:
-    """Options by rule: `head_dim` where a rule lets the size of heads be chosen, and what `options` says."""
+    """Options by rule: `head_dim` for rules with a configurable head size, then the entries of `options`."""
     used = {layer.rule for layer in parse_layers(settings.layers)}
     chosen: dict[str, dict[str, Any]] = {}
     for rule in sorted(used) if settings.head_dim is not None else ():
         accepted = rules.get(rule).option_names()
-        sizes = {name: settings.head_dim for name in ("key_dim", "value_dim", "head_dim") if name in accepted}
+        sizes: dict[str, Any] = {
+            name: settings.head_dim for name in ("key_dim", "value_dim", "head_dim") if name in accepted
+        }
         if sizes:
             chosen[rule] = sizes
     for option in settings.options:
@@ -31,20 +33,20 @@ def rule_options(settings: StackSettings) -> dict[str, dict[str, Any]]:
         if not (equals and dot and rule and name):
             raise ValueError(f"model.options has {option!r}: write rule.option=value, for example prism.steps=3")
         if rule not in used:
-            raise ValueError(f"model.options has {option!r}, but model.layers has no {rule}: {', '.join(sorted(used))}")
+            raise ValueError(f"model.options has {option!r}, but model.layers uses only {', '.join(sorted(used))}")
         chosen.setdefault(rule, {})[name] = read_toml_value(value)
     return chosen
 
 
 def check_stack(settings: StackSettings) -> None:
-    """Refuse a rule or an option that does not exist, before any data is read."""
+    """Raise an error for an unknown rule or a malformed option, before any data is read."""
     for layer in parse_layers(settings.layers):
         rules.get(layer.rule)
     rule_options(settings)
 
 
 def initialize(model: nn.Module, seed: int, weights: dict[str, Tensor] | None = None) -> None:
-    """The weights that this seed stands for, whatever device or sharding the model has; or those given."""
+    """Initialise a model from a seed, the same on every device and sharding, or with the given weights."""
     from prism.models.compat import forget_initialised
 
     forget_initialised(model)
@@ -55,13 +57,13 @@ def initialize(model: nn.Module, seed: int, weights: dict[str, Tensor] | None = 
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of all those in a folder. Pickles can run code when opened: they are not."""
+    """The tensors of a safetensors file, or of all in a folder. Pickles are refused: opening one can run code."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not path.exists():
         raise FileNotFoundError(f"there are no weights at {path}")
     if not files or files[0].suffix != ".safetensors":
         raise ValueError(
-            f"{path} holds no safetensors: pickled weights (.pt, .pth, .bin, .ckpt) can run code when opened and are not "
+            f"{path} has no safetensors file: pickled weights (.pt, .pth, .bin, .ckpt) can run code when opened and are not "
             "loaded; convert them with safetensors.torch.save_file"
         )
     return {name: value for file in files for name, value in _read_safetensors(file).items()}
@@ -76,13 +78,14 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _assign_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Copy weights into all parameters of a model, once every name and shape is known to match."""
     for name, parameter in model.named_parameters():
         if name not in weights:
-            raise ValueError(f"model.weights lacks {name}: it belongs to another model")
+            raise ValueError(f"model.weights has no {name}: the weights are of a different model")
         if weights[name].shape != parameter.shape:
             raise ValueError(
                 f"model.weights has {name} of shape {list(weights[name].shape)}, the model expects "
-                f"{list(parameter.shape)}: the model or its vocabulary is another one"
+                f"{list(parameter.shape)}: the weights are of a different model or vocabulary"
             )
     for name, parameter in model.named_parameters():
         assign(parameter, weights[name])

@@ -1,9 +1,10 @@
 """The order of training samples: a pure function of (seed, i), with no state to save.
 
-Sample i lies in epoch i // n at place i % n, and every epoch visits the n windows in an order of its own. That order is
-a keyed bijection of {0 … n-1} computed directly, element by element: a Feistel network on the smallest even number of
-bits that holds n, walked along its cycle until it lands below n (fewer than four turns on average). Nothing is shuffled
-in memory: any process can ask for any sample, and neither a resume nor the number of processes changes what sample i is.
+The data is cut into n sequences. Sample i is at position i % n of epoch i // n, and every epoch visits the n sequences in
+a different order. That order is a keyed bijection of {0 … n-1}, computed element by element: a Feistel network on the
+smallest even number of bits that holds n, applied repeatedly until the result is below n (fewer than four times on
+average). Nothing is shuffled in memory: any process can compute any sample, and neither resuming nor the number of
+processes changes sample i.
 """
 
 from __future__ import annotations
@@ -13,36 +14,36 @@ import numpy as np
 _ROUNDS = 6
 
 
-def windows_of(samples: np.ndarray, windows: int, seed: int) -> np.ndarray:
-    """Which window each sample shows: int `[N]` → int64 `[N]`, all in [0, windows)."""
-    if windows < 1:
-        raise ValueError(f"windows must be ≥ 1, got {windows}")
+def sequence_of(samples: np.ndarray, sequences: int, seed: int) -> np.ndarray:
+    """The sequence that each sample is: int `[N]` → int64 `[N]`, all in [0, sequences)."""
+    if sequences < 1:
+        raise ValueError(f"sequences must be at least 1, got {sequences}")
     samples = np.asarray(samples, dtype=np.uint64)
-    epochs, places = np.divmod(samples, np.uint64(windows))
+    epochs, positions = np.divmod(samples, np.uint64(sequences))
     keys = _mix(epochs ^ _mix(np.uint64(seed % 2**64)))
-    return permute(places, windows, keys).astype(np.int64)
+    return permute(positions, sequences, keys).astype(np.int64)
 
 
 class Order:
-    """`windows_of` for whoever asks for one stretch after another: many are computed at a time, which takes hardly longer."""
+    """`sequence_of` for consecutive calls: it computes many samples ahead, which takes hardly longer than a few."""
 
-    def __init__(self, windows: int, seed: int, at_once: int = 1 << 14) -> None:
-        self.windows, self.seed, self.at_once = windows, seed, at_once
+    def __init__(self, sequences: int, seed: int, at_once: int = 1 << 14) -> None:
+        self.sequences, self.seed, self.at_once = sequences, seed, at_once
         self._first, self._held = 0, np.empty(0, dtype=np.int64)
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
-        """Which window each of these samples shows; the samples are in ascending order."""
+        """The sequence that each sample is; samples must be in ascending order."""
         first, last = int(samples[0]), int(samples[-1])
         if first < self._first or last >= self._first + len(self._held):
             stop = max(last + 1, first + self.at_once)
-            self._first, self._held = first, windows_of(np.arange(first, stop), self.windows, self.seed)
+            self._first, self._held = first, sequence_of(np.arange(first, stop), self.sequences, self.seed)
         return self._held[samples - self._first]
 
 
-def permute(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
+def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """A bijection of {0 … size-1} for every key: uint64 `[N]`, uint64 `[N]` → uint64 `[N]`."""
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    result = _feistel(places, half, keys)
+    result = _feistel(positions, half, keys)
     while (outside := result >= size).any():
         result[outside] = _feistel(result[outside], half, keys[outside])
     return result
@@ -58,7 +59,7 @@ def _feistel(x: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:
 
 def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
     """The output function of SplitMix64: every input bit reaches every output bit."""
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         x = np.atleast_1d(x) + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,8 @@
-"""What a person sees: a bar with loss, speed and time left; in a file or a pipe, a line now and then."""
+"""Progress of a run for the user, and signals from the user.
+
+On a terminal a bar shows loss, speed and time left; in a file or a pipe a line is printed now and then. SIGTERM and
+SIGINT ask the run to save and stop; a second signal stops it at once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Bar:
-    """Shown by the main process only."""
+    """A progress bar, or lines where there is no terminal; only the main process shows it."""
 
     def __init__(self, step: int, steps: int, shown: bool, unit: str = "tokens") -> None:
         self.console = Console(stderr=True, quiet=not shown, soft_wrap=True, highlight=False)
@@ -30,10 +34,11 @@ class Bar:
         self._task = self._progress.add_task("training", total=steps, completed=step, loss="–", speed="–")
 
     def say(self, message: str) -> None:
+        """Print a line above the bar."""
         self.console.print(message, markup=False)
 
     def update(self, step: int, loss: float, speed: float, line: bool) -> None:
-        """After every step; `line` says whether this one is worth a line where there is no bar."""
+        """Show a step; `line`: also print it as a line where there is no bar."""
         self._progress.update(self._task, completed=step, loss=f"{loss:.4f}", speed=f"{speed:,.0f}")
         if line and self._lines:
             left = self._progress.tasks[self._task].time_remaining
@@ -50,18 +55,15 @@ class Bar:
         self._progress.stop()
 
 
-# SIGTERM and SIGINT ask the run to save and end; a second one ends it at once.
-
-
 class StopRequest:
-    """A context in which `name` tells which signal came, if any."""
+    """A context that catches SIGTERM and SIGINT; `name` is the signal received, or None."""
 
     def __init__(self) -> None:
         self.name: str | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # only there does Python allow handlers
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
         return self

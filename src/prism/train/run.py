@@ -1,11 +1,11 @@
-"""The run folder: who may use it, what was started in it, and what must stay the same when it goes on.
+"""The run folder: its lock, its stored settings, the checks when a run resumes, and the log of metrics.
 
 runs/lm/
-  config.json        which task, its settings, and what a resumed run must find unchanged
+  config.json        the task, its settings, and what a resumed run must match
   tokenizer.json     (a recommender: items.json and users.json)
   log.jsonl
   checkpoints/
-  model/             the trained model, for transformers
+  model/             the exported model, for transformers
 """
 
 from __future__ import annotations
@@ -26,13 +26,133 @@ from prism.train.distributed import World
 from prism.train.settings import RunSettings
 from prism.train.task import Task
 
-# The log: one JSON object a line, and TensorBoard events if asked for.
-#
-# A resumed run first cuts the log back to its checkpoint's step, so that the log reads as if nothing had happened.
+CONFIG = "config.json"
+HASHES = ("tokenizer", "tokens", "events")
+"""Entries of an identity that are hashes."""
+_PATHS = (("data", "sources"), ("data", "source"), ("data", "tokenizer"), ("data", "cache"), ("model", "weights"))
+"""Settings that hold paths, as section and name."""
+S = TypeVar("S", bound=RunSettings)
+
+
+def stored_config(folder: Path) -> dict[str, Any] | None:
+    """The contents of a run's config.json; None if the folder holds no run."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return None
+    stored = read_json(path)
+    if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict):
+        raise ValueError(f"{path} is not the config.json of a run")
+    return {"task": "lm", **stored}
+
+
+def stored_settings(folder: Path, task: str, blank: S) -> S | None:
+    """The settings that the run in this folder was last started with, applied to `blank`; None if there is no run."""
+    stored = stored_config(folder)
+    if stored is None:
+        return None
+    if stored["task"] != task:
+        raise ValueError(
+            f"{folder} holds a run of `prism train {stored['task']}`, not of `prism train {task}`: give another folder"
+        )
+    return override(blank, stored["settings"], str(folder / CONFIG))
+
+
+def resumed_settings(folder: Path, task: str, blank: S) -> S | None:
+    """`stored_settings` with relative paths rewritten for the current folder, so that they still lead to the same files.
+
+    Paths that no longer exist stay as they are, and so do all paths of a run that did not record where it was started.
+    """
+    settings = stored_settings(folder, task, blank)
+    stored = stored_config(folder) or {}
+    start = stored.get("started_in")
+    if settings is None or start is None:
+        return settings
+    changes: dict[str, dict[str, Any]] = {}
+    for section, name in _PATHS:
+        value = stored["settings"].get(section, {}).get(name)
+        if isinstance(value, (str, list)):
+            moved = [_relocated(each, start) for each in value] if isinstance(value, list) else _relocated(value, start)
+            changes.setdefault(section, {})[name] = moved
+    return override(settings, changes, str(folder / CONFIG))
+
+
+def _relocated(path: str, start: str) -> str:
+    """A path relative to the folder `start`, made relative to the current folder."""
+    target = Path(start) / path
+    relative = not Path(path).expanduser().is_absolute()
+    return os.path.relpath(target) if relative and target.exists() and not Path(start).samefile(".") else path
+
+
+def check_folder(folder: Path, resume: bool) -> None:
+    """Raise ValueError for a folder that this run must not write to."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: give another run folder with --out")
+    check_target(folder, folder=True, name="out")
+    if not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir()):
+        return
+    if not resume:
+        raise ValueError(f"{folder} is not empty and --no-resume was given: give another run folder with --out")
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is not empty and holds no run: give another run folder with --out")
+
+
+@contextmanager
+def open_run(task: Task, world: World) -> Iterator[Path]:
+    """Create or check the run folder, and hold its lock for the duration of the run."""
+    folder, resume = task.settings.out, task.settings.resume
+    identity = {"task": task.name, **task.identity()}
+    lock = FileLock(folder / ".lock", timeout=0)
+
+    def claim() -> None:
+        check_folder(folder, resume)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(f"another process is training in {folder}") from None
+        stored = stored_config(folder)
+        if stored is not None:
+            _check_identity({"task": stored["task"], **stored["identity"]}, identity, folder)
+        else:
+            store_settings(task, folder)
+
+    try:
+        world.on_main(claim)
+        yield folder
+    finally:
+        if world.main:
+            lock.release()
+
+
+def store_settings(task: Task, folder: Path) -> None:
+    """Write config.json and the task's files. On resuming, call it after all checks: a refused command changes nothing."""
+    for name, content in task.files().items():
+        write_atomically(folder / name, content)
+    identity = {"task": task.name, **task.identity()}
+    write_json(
+        folder / CONFIG, {"task": task.name, "started_in": str(Path.cwd()), **task.config(), "identity": identity}
+    )
+
+
+def _check_identity(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Raise ValueError if a resumed run would have other weights or samples than before."""
+    for name, value in now.items():
+        if before.get(name) != value:
+            was, now_is = (f"{str(z)[:12]}…" if name in HASHES else z for z in (before.get(name), value))
+            what = f"different {name} ({was}; now {now_is})" if name in HASHES else f"{name} {was}, now it is {now_is}"
+            raise ValueError(
+                f"the run in {folder} was started with {what}: keep it to resume, or give another run folder with --out"
+            )
+
+
+# The log: one JSON object per line, and optionally TensorBoard events.
 
 
 class Log:
-    """Records up to `step` are kept, those after it belong to a run that was cut off."""
+    """The log of a run's metrics, opened at a step: 0, or the checkpoint that the run resumes from.
+
+    Records after that step are dropped, so that the log reads as if the run had never been interrupted.
+    """
 
     def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
         self.path = folder / "log.jsonl"
@@ -42,12 +162,13 @@ class Log:
         self._board = _tensorboard(folder / "tensorboard", step) if tensorboard else None
 
     def write(self, step: int, **values: Any) -> None:
+        """Append a record."""
         try:
             self._file.write(json.dumps({"step": step, **values}) + "\n")
             self._file.flush()
         except OSError as error:
             raise OSError(
-                f"the log {self.path} could not be written ({error.strerror}): the checkpoints are untouched"
+                f"the log {self.path} could not be written ({error.strerror}): the checkpoints are unchanged"
             ) from error
         if self._board is not None:
             for name, value in values.items():
@@ -62,7 +183,7 @@ class Log:
     ) -> None:
         try:
             self._file.close()
-        except OSError:  # a full disk, already reported by the write before
+        except OSError:  # a full disk, already reported by `write`
             if error is None:
                 raise
         if self._board is not None:
@@ -70,7 +191,7 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All complete records; what a kill cut off in the middle is left out."""
+    """All complete records; a line truncated by a kill is skipped."""
     if not path.exists():
         return []
     records = []
@@ -90,129 +211,3 @@ def _tensorboard(folder: Path, step: int) -> Any:
     except ImportError as error:
         raise ValueError("log.tensorboard needs the package tensorboard: pip install tensorboard") from error
     return SummaryWriter(str(folder), purge_step=step + 1)
-
-
-CONFIG = "config.json"
-HASHES = ("tokenizer", "tokens", "events")
-"""Parts of an identity that only say whether something is the same."""
-_PATHS = (("data", "sources"), ("data", "source"), ("data", "tokenizer"), ("data", "cache"), ("model", "weights"))
-"""Settings that hold paths, as section and name."""
-S = TypeVar("S", bound=RunSettings)
-
-
-def stored_config(folder: Path) -> dict[str, Any] | None:
-    """What config.json of a run says; None if there is no run."""
-    path = folder / CONFIG
-    if not path.is_file():
-        return None
-    stored = read_json(path)
-    if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict):
-        raise ValueError(f"{path} is not the settings file of a run")
-    return {"task": "lm", **stored}
-
-
-def stored_settings(folder: Path, task: str, blank: S) -> S | None:
-    """What the run in this folder was last started with, laid over `blank`; None if there is no run."""
-    stored = stored_config(folder)
-    if stored is None:
-        return None
-    if stored["task"] != task:
-        raise ValueError(
-            f"{folder} holds a run of `prism train {stored['task']}`, not of `prism train {task}`: give another folder"
-        )
-    return override(blank, stored["settings"], str(folder / CONFIG))
-
-
-def resumed_settings(folder: Path, task: str, blank: S) -> S | None:
-    """`stored_settings`, with relative paths that lead from here to where they led when the run was last started.
-
-    A path that is gone stays as it was, and so do all paths of a run that does not say where it was started.
-    """
-    settings = stored_settings(folder, task, blank)
-    stored = stored_config(folder) or {}
-    start = stored.get("started_in")
-    if settings is None or start is None:
-        return settings
-    changes: dict[str, dict[str, Any]] = {}
-    for section, name in _PATHS:
-        value = stored["settings"].get(section, {}).get(name)
-        if isinstance(value, (str, list)):
-            moved = [_moved(each, start) for each in value] if isinstance(value, list) else _moved(value, start)
-            changes.setdefault(section, {})[name] = moved
-    return override(settings, changes, str(folder / CONFIG))
-
-
-def _moved(path: str, start: str) -> str:
-    """A path relative to the folder `start`, made relative to the current one."""
-    there = Path(start) / path
-    relative = not Path(path).expanduser().is_absolute()
-    return os.path.relpath(there) if relative and there.exists() and not Path(start).samefile(".") else path
-
-
-def check_folder(folder: Path, resume: bool) -> None:
-    """Refuse, before anything is written, a folder that this run must not touch."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: give another run folder with --out")
-    check_target(folder, folder=True, name="out")
-    if not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir()):
-        return
-    if not resume:
-        raise ValueError(f"{folder} is not empty and --no-resume was given: give another run folder with --out")
-    if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} is not empty and holds no run: give another run folder with --out")
-
-
-@contextmanager
-def open_run(task: Task, world: World) -> Iterator[Path]:
-    """The folder, made or found fitting, and kept by this run alone while it lasts."""
-    folder, resume = task.settings.out, task.settings.resume
-    identity = {"task": task.name, **task.identity()}
-    lock = FileLock(folder / ".lock", timeout=0)
-
-    def claim() -> None:
-        check_folder(folder, resume)
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise ValueError(f"another process is training in {folder}") from None
-        stored = stored_config(folder)
-        if stored is not None:
-            _check_identity({"task": stored["task"], **stored["identity"]}, identity, folder)
-        else:
-            note_settings(task, folder)
-
-    try:
-        world.on_main(claim)
-        yield folder
-    finally:
-        if world.main:
-            lock.release()
-
-
-def note_settings(task: Task, folder: Path) -> None:
-    """What the run goes on with. For one that goes on, only once that is sure: a refused command changes nothing."""
-    for name, content in task.files().items():
-        write_atomically(folder / name, content)
-    identity = {"task": task.name, **task.identity()}
-    write_json(
-        folder / CONFIG, {"task": task.name, "started_in": str(Path.cwd()), **task.config(), "identity": identity}
-    )
-
-
-def _check_identity(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    for name, value in now.items():
-        if before.get(name) != value:
-            was, now_is = (f"{str(z)[:12]}…" if name in HASHES else z for z in (before.get(name), value))
-            what = f"other {name} ({was}; now {now_is})" if name in HASHES else f"{name} {was}, now it is {now_is}"
-            raise ValueError(
-                f"the run in {folder} was started with {what}: keep it to go on, or give another run folder with --out"
-            )
-
-
-def training_loss(records: list[dict[str, Any]]) -> str:
-    losses = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
-    if not losses:
-        return "not logged"
-    (first_step, first), (last_step, last) = losses[0], losses[-1]
-    return f"{first:.4f} nats at step {first_step:,}, {last:.4f} at step {last_step:,}"

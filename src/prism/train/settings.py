@@ -1,128 +1,131 @@
-"""Every choice of a training run, with its meaning. The text under a field is its help on the command line.
+"""Settings of a training run, shared by all tasks. The docstring of a field is its help text on the command line.
 
-`RunSettings` is what the loop reads, whatever is learned; `Settings` adds what a language model and its text need.
+`RunSettings` holds what the training loop reads. The tasks add their own sections: `prism.language.settings` and
+`prism.recommend.settings`. A field with `metadata={"min": n}` is refused below n.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class StackSettings:
-    """The stack of layers, whatever stands before and after it."""
+    """The stack of layers, shared by the models of all tasks."""
 
     layers: str = "prism"
-    """The rule of every layer, or a pattern such as prism*3+softmax that is repeated over the layers."""
+    """Rule of every layer, or a pattern such as prism*3+softmax that is repeated over the layers."""
     hidden_size: int = 128
     """Width of the model."""
     num_hidden_layers: int = 4
     """Number of layers."""
     num_heads: int = 2
-    """Memories side by side in each layer."""
+    """Number of heads per layer; each head has its own memory."""
     head_dim: int | None = 64
-    """Size of a head's keys and values, for rules that let it be chosen (kernels like 64 and 128); None: the rule's own."""
+    """Key and value size per head, for rules that let you choose it (kernels are fastest at 64 and 128). None: the rule's
+    default."""
     options: tuple[str, ...] = ()
-    """Options of rules, as rule.option=value, for example prism.steps=3 softmax.kv_heads=2."""
+    """Rule options as rule.option=value, for example prism.steps=3 softmax.kv_heads=2."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, about a third more time."""
     weights: Path | None = None
-    """Start from these weights: a safetensors file, or a folder that holds a saved model."""
+    """Initial weights: a safetensors file, or the folder of a saved model. None: random."""
 
 
 @dataclass(frozen=True)
 class BatchSettings:
-    sequences: int = 16
-    """Samples in one step, over all processes together."""
-    micro: int | None = None
-    """At most this many at once in one process; the gradients of the rest are accumulated. None: all of its share."""
+    sequences: int = field(default=16, metadata={"min": 1})
+    """Global batch size: samples per step, summed over all processes."""
+    micro: int | None = field(default=None, metadata={"min": 1})
+    """Micro-batch size per process (gradient accumulation). None: the whole share at once."""
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
     name: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of hidden layers, AdamW for the rest."""
+    """adamw, or muon: Muon for the matrices of hidden layers and AdamW for all other parameters."""
     lr: float = 2e-3
-    """Learning rate at its height."""
+    """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's averages."""
+    """Beta coefficients of AdamW."""
     eps: float = 1e-8
-    """AdamW's ε."""
+    """Epsilon of AdamW."""
     momentum: float = 0.95
-    """Muon's."""
+    """Momentum of Muon."""
     weight_decay: float = 0.1
-    """Not for gates, skips, norms and biases."""
+    """Weight decay; not applied to gates, skips, norms and biases."""
     clip: float | None = 1.0
-    """Largest norm of the gradient; None: as it comes."""
+    """Maximum gradient norm. None: no clipping."""
 
 
 @dataclass(frozen=True)
 class ScheduleSettings:
     name: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: a cosine, a plateau with a linear end (warm-up, stable, decay), or no change."""
-    warmup: int = 50
-    """Steps of linear warm-up."""
+    """Learning rate after the warmup: cosine decay, wsd (warmup, stable, linear decay) or constant."""
+    warmup: int = field(default=50, metadata={"min": 0})
+    """Steps of linear warmup."""
     final: float = 0.1
-    """Where the learning rate ends, as a share of its height (cosine, wsd)."""
+    """Final learning rate as a fraction of the peak (cosine and wsd)."""
     decay: float = 0.2
-    """Share of the steps that the decay of wsd takes."""
+    """Fraction of the steps spent in the decay phase (wsd)."""
 
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    every: int = 100
-    """Steps between validations; 0: only after the last step."""
-    sequences: int = 64
-    """Samples validated on, spread evenly over what was held out; 0: all of it."""
-    patience: int = 0
-    """Stop after this many validations in a row without a new best, and end with the best model; 0: train to the end."""
+    every: int = field(default=100, metadata={"min": 0})
+    """Steps between validations. 0: only after the last step."""
+    sequences: int = field(default=64, metadata={"min": 0})
+    """Validation samples, spread evenly over the held-out data. 0: all of them."""
+    patience: int = field(default=0, metadata={"min": 0})
+    """Early stopping: stop after this many validations without a new best, and export the best checkpoint. 0: off."""
 
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    every: int = 100
-    """Steps between checkpoints; 0: only after the last step and when the run is stopped."""
-    keep: int = 2
-    """How many to keep."""
+    every: int = field(default=100, metadata={"min": 0})
+    """Steps between checkpoints. 0: only after the last step and on interruption."""
+    keep: int = field(default=2, metadata={"min": 1})
+    """Number of newest checkpoints to keep; with early stopping the best one is kept as well."""
 
 
 @dataclass(frozen=True)
 class LogSettings:
-    every: int = 10
+    every: int = field(default=10, metadata={"min": 1})
     """Steps between lines of log.jsonl."""
     tensorboard: bool = False
-    """Write TensorBoard events as well."""
+    """Also write TensorBoard event files."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What every run has."""
+    """The settings that every run has."""
 
     preset: str | None = None
-    """Sizes to start from."""
+    """Name of the preset to start from."""
     config: Path | None = None
-    """A TOML file with any of these settings."""
+    """TOML file with any of these settings."""
     out: Path = Path("runs/run")
-    """The run folder: checkpoints, log, settings and, at the end, the model."""
+    """Run folder: settings, log, checkpoints and, at the end, the exported model."""
     resume: bool = True
-    """Go on from the newest good checkpoint if the run folder has one."""
-    steps: int = 600
-    """Optimiser steps in all."""
+    """Resume from the newest good checkpoint if the run folder has one."""
+    steps: int = field(default=600, metadata={"min": 1})
+    """Total number of optimizer steps."""
     seed: int = 0
-    """Decides the initial weights and the order of the samples."""
+    """Random seed of the initial weights and the sample order."""
     device: str = "auto"
-    """cpu, cuda …; auto: cuda where there is one."""
+    """cpu, cuda, cuda:1 and so on. auto: cuda if available, else cpu."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """What matrix products are computed in (weights stay float32); auto: bf16 on cuda, fp32 elsewhere."""
+    """Precision of matrix products; weights stay in float32. auto: bf16 on cuda, fp32 elsewhere."""
     compile: bool = False
     """Compile the layers with torch.compile."""
     parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
-    """How several processes (torchrun) share the work; auto: fsdp when there are several."""
-    max_skips: int = 10
-    """Stop after this many steps in a row with a loss or gradient that is not finite."""
+    """Data parallelism over the processes that torchrun starts. auto: fsdp if there is more than one."""
+    max_skips: int = field(default=10, metadata={"min": 1})
+    """Stop after this many consecutive steps with a non-finite loss or gradient."""
     batch: BatchSettings = field(default_factory=BatchSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
@@ -130,34 +133,34 @@ class RunSettings:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
-    def least(self) -> dict[str, tuple[float | None, float]]:
-        """By name: a value, which may be left out (None), and the least it can be."""
-        return {
-            "steps": (self.steps, 1),
-            "max_skips": (self.max_skips, 1),
-            "batch.sequences": (self.batch.sequences, 1),
-            "batch.micro": (self.batch.micro, 1),
-            "schedule.warmup": (self.schedule.warmup, 0),
-            "validation.every": (self.validation.every, 0),
-            "validation.sequences": (self.validation.sequences, 0),
-            "validation.patience": (self.validation.patience, 0),
-            "checkpoint.every": (self.checkpoint.every, 0),
-            "checkpoint.keep": (self.checkpoint.keep, 1),
-            "log.every": (self.log.every, 1),
-        }
-
     def check(self) -> None:
-        """Refuse values that no run can have. (Not at construction: tyro would wrap the sentence in a box.)"""
-        for name, (value, lowest) in self.least().items():
+        """Raise ValueError for values that no run can have. (Not at construction: tyro would put the message in a box.)"""
+        for name, value, lowest in lower_bounds(self):
             if value is not None and value < lowest:
                 raise ValueError(f"{name} must be at least {lowest}, got {value}")
-        if not 0 <= self.schedule.decay <= 1 or not 0 <= self.schedule.final <= 1:
-            raise ValueError("schedule.decay and schedule.final are shares: they must lie between 0 and 1")
-        how = self.optimizer
+        for name in ("decay", "final"):
+            if not 0 <= getattr(self.schedule, name) <= 1:
+                raise ValueError(
+                    f"schedule.{name} is a fraction: it must be between 0 and 1, got {getattr(self.schedule, name)}"
+                )
+        optimizer = self.optimizer
         for name in ("lr", "eps", "weight_decay"):
-            if not 0 <= getattr(how, name) < math.inf:
-                raise ValueError(f"optimizer.{name} must be at least 0, got {getattr(how, name)}")
-        if not all(0 <= share < 1 for share in (*how.betas, how.momentum)):
-            raise ValueError("optimizer.betas and optimizer.momentum must be at least 0 and below 1")
-        if how.clip is not None and not 0 < how.clip < math.inf:
-            raise ValueError(f"optimizer.clip must be above 0 (None: gradients as they come), got {how.clip}")
+            if not 0 <= getattr(optimizer, name) < math.inf:
+                raise ValueError(f"optimizer.{name} must be at least 0, got {getattr(optimizer, name)}")
+        if not all(0 <= fraction < 1 for fraction in (*optimizer.betas, optimizer.momentum)):
+            raise ValueError(
+                "optimizer.betas and optimizer.momentum must be at least 0 and below 1, "
+                f"got {optimizer.betas} and {optimizer.momentum}"
+            )
+        if optimizer.clip is not None and not 0 < optimizer.clip < math.inf:
+            raise ValueError(f"optimizer.clip must be above 0 (None: no clipping), got {optimizer.clip}")
+
+
+def lower_bounds(settings: Any, prefix: str = "") -> Iterator[tuple[str, float | None, float]]:
+    """(dotted name, value, minimum) of every field with a `min` in its metadata, sections included."""
+    for part in fields(settings):
+        value = getattr(settings, part.name)
+        if is_dataclass(value):
+            yield from lower_bounds(value, f"{prefix}{part.name}.")
+        elif "min" in part.metadata:
+            yield f"{prefix}{part.name}", value, part.metadata["min"]

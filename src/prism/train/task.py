@@ -1,4 +1,4 @@
-"""What the loop asks of whatever it trains: a language model on text, a recommender on histories."""
+"""The interface between the training loop and its tasks, such as a language model or a recommender."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prism.train.settings import RunSettings
 
 
 class Samples(Protocol):
-    """The samples of one step: rows can be cut out of them, and all can be moved and saved."""
+    """The samples of one step: they can be sliced by row, moved to a device and saved."""
 
     def __getitem__(self, rows: slice) -> Samples: ...
 
@@ -26,65 +26,66 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a validation found."""
+class ValidationResult:
+    """The result of one validation."""
 
     score: Any
-    """In the task's own terms."""
+    """The task's own score object."""
     quality: float
-    """One number for "is it the best so far": more is better."""
+    """One number for early stopping: higher is better."""
     record: dict[str, float]
-    """For the log."""
+    """Metrics for the log."""
     text: str
-    """For people."""
+    """One line for the terminal."""
 
 
 class Task(Protocol):
-    """What is learned, from what, and what comes of it.
+    """What is trained, on which data, and how it is exported.
 
-    Every process has one and all say the same: a sample, and a weight, is a function of its number.
+    Every process has its own instance, and all agree: samples and weights are functions of their number alone.
     """
 
     @property
     def name(self) -> str:
-        """As in `prism train lm`: which kind of run a folder holds."""
+        """The task's name as in `prism train lm`, stored in the run folder."""
 
     @property
     def unit(self) -> str:
-        """What a loss is the mean over, in the plural."""
+        """What the loss is a mean over, in the plural, such as tokens."""
 
     @property
     def settings(self) -> RunSettings:
-        """With every number that the loop needs."""
+        """The settings of the run."""
 
-    def build(self) -> nn.Module: ...
+    def build(self) -> nn.Module:
+        """A new model; its weights may be on the meta device."""
 
     def initialize(self, model: nn.Module) -> None:
-        """Give the model its first weights, the same whatever device or sharding it has."""
+        """Set the model's initial weights, the same on every device and sharding."""
 
     def identity(self) -> dict[str, Any]:
-        """What decides the weights' shapes and which sample comes when. The rest may change between resumes."""
+        """What decides the shapes of weights and the order of samples. A resumed run must match it; all else may change."""
 
     def config(self) -> dict[str, Any]:
-        """What else config.json says: the settings as they were given, and facts about the data."""
+        """Further entries of config.json: the settings as given, and facts about the data."""
 
     def files(self) -> dict[str, bytes]:
-        """Other files that the run folder holds, by name."""
+        """Further files of the run folder, by name."""
 
     def samples(self, numbers: np.ndarray, device: torch.device) -> Samples:
-        """Samples i, j, … of the endless training order."""
+        """Samples i, j, … of the infinite training order."""
 
     def weight(self, numbers: np.ndarray) -> int:
-        """How many units these samples have: the loss of a step is a sum over them, divided by this."""
+        """Number of units in these samples: a step's loss is their summed loss divided by this."""
 
     def seen(self, step: int) -> dict[str, float]:
-        """How much was learned from up to this step, for the log."""
+        """Amount of data used up to this step, for the log."""
 
     def loss(self, model: nn.Module, samples: Any) -> Tensor:
-        """Summed over the samples' units, float32."""
+        """The loss summed over the samples' units, a float32 scalar."""
 
-    def validate(self, model: nn.Module, world: World, at_once: int) -> Verdict:
-        """All processes take part, with at most `at_once` samples at a time."""
+    def validate(self, model: nn.Module, world: World, at_once: int) -> ValidationResult:
+        """Validate, on all processes together, with at most `at_once` samples per forward pass."""
 
     def write_model(self, run: Path, checkpoint: Checkpoint, folder: Path) -> None:
-        """What others open, from a checkpoint: written into an empty folder."""
+        """Write the model of a checkpoint into an empty folder."""

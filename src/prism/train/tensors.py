@@ -1,8 +1,9 @@
-"""The tensors of a run by flat names, `model.<parameter>` and `optimizer.<parameter>.<key>`, saved and loaded in place.
+"""Save and load the tensors of a run: weights, optimizer state and random state.
 
-torch's distributed checkpoint does the work: every process writes its own shards as safetensors and reads whatever it
-needs of anyone's, so a run resumes on another number of processes. Its default format keeps a pickle beside the tensors; the
-safetensors one used here does not: nothing is ever unpickled.
+Tensors have flat names, `model.<parameter>` and `optimizer.<parameter>.<key>`, and are loaded in place. torch's
+distributed checkpoint does the work: every process writes its own shards as safetensors and reads what it needs from any
+shard, so a run can resume on a different number of processes. Its default format stores a pickle next to the tensors; the
+safetensors format used here does not: nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -23,38 +24,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from prism.train.distributed import World
 from prism.train.optimizer import Optimizers
 
-# Random state as plain tensors, so that it is saved like everything else.
-
-
-def seed(number: int) -> None:
-    random.seed(number)
-    torch.manual_seed(number)
-
-
-def capture(device: torch.device) -> dict[str, Tensor]:
-    """The state of torch's generators (the CPU's, and that of a GPU which the run is on) and of Python's."""
-    version, words, _ = random.getstate()
-    assert version == 3
-    state = {"torch": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def restore(state: dict[str, Tensor], device: torch.device) -> None:
-    """A run may go on where there is no GPU, or come from there."""
-    torch.set_rng_state(state["torch"])
-    random.setstate((3, tuple(state["python"].tolist()), None))
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
 if not hasattr(dcp, "HuggingFaceStorageWriter"):
     raise ImportError(f"checkpoints as safetensors need torch 2.9 or later, this is {torch.__version__}")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters (tied ones once) and the buffers that belong to the state."""
+    """Parameters (tied ones once) and persistent buffers, by name."""
     buffers = {
         name: value for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)
     }
@@ -63,6 +38,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    """The state of all optimizers, by parameter name and key."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"optimizer.{names[parameter]}.{key}": value
@@ -72,13 +48,14 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Ten
 
 
 def save(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
+    """Write tensors as safetensors shards; every process must call it."""
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with _plain_errors():
         dcp.save(tensors, storage_writer=writer, no_dist=world.parallel == "none")
 
 
 def load(folder: Path, model: nn.Module, optimizers: Optimizers | None, world: World) -> None:
-    """Fill the model and its optimisers (None: the model alone) with what `save` wrote."""
+    """Load what `save` wrote into the model and its optimizers (None: the model only), in place."""
     reader = dcp.HuggingFaceStorageReader(str(folder))
     stored = cast(
         dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata
@@ -99,7 +76,7 @@ def load(folder: Path, model: nn.Module, optimizers: Optimizers | None, world: W
 def _make_optimizer_state(
     stored: dict[str, TensorStorageMetadata], model: nn.Module, optimizers: Optimizers
 ) -> dict[str, Tensor]:
-    """Empty state of the stored names and shapes, given to the optimisers to be filled in place."""
+    """Zero state with the stored names and shapes, assigned to the optimizers and returned to be loaded into."""
     owners = {parameter: optimizer for optimizer, parameter in optimizers.parameters()}
     made: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -108,7 +85,7 @@ def _make_optimizer_state(
             size, dtype = stored[prefix + key].size, stored[prefix + key].properties.dtype
             if size == parameter.shape:
                 value = torch.zeros_like(parameter, dtype=dtype)
-            else:  # a step count: beside the parameter for fused optimisers, else on the CPU
+            else:  # a step count: on the device for fused optimizers, else on the CPU
                 fused = optimizer.defaults.get("fused")
                 value = torch.zeros(size, dtype=dtype, device=parameter.device if fused else "cpu")
             optimizer.state[parameter][key] = made[prefix + key] = value
@@ -116,18 +93,46 @@ def _make_optimizer_state(
 
 
 def _check_names(expected: set[str], found: set[str], folder: Path) -> None:
-    for what, names in (("lacks", expected - found), ("has", found - expected)):
+    """Raise ValueError unless the stored names are exactly the model's."""
+    for what, names in (("has no", expected - found), ("has", found - expected)):
         if names:
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"{folder} {what} {min(names)}{others}, unlike the model: was it made by another model?")
+            raise ValueError(f"{folder} {what} {min(names)}{others}, unlike the model: is it of a different model?")
 
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """A failure as the process that had it saw it (torch wraps it in a BaseException that no `except Exception` catches)."""
+    """Raise the original error of a failed save or load. torch wraps it in a BaseException, which `except Exception` misses."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant to be one
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected with one process
         try:
             yield
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from error
+
+
+# Random state as tensors, so that it is saved like everything else.
+
+
+def seed(number: int) -> None:
+    """Seed the random generators of torch and Python."""
+    random.seed(number)
+    torch.manual_seed(number)
+
+
+def capture(device: torch.device) -> dict[str, Tensor]:
+    """The random state of torch (CPU, and the GPU of the run if it has one) and of Python."""
+    version, words, _ = random.getstate()
+    assert version == 3
+    state = {"torch": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(state: dict[str, Tensor], device: torch.device) -> None:
+    """Restore what `capture` returned; a run may move between machines with and without a GPU."""
+    torch.set_rng_state(state["torch"])
+    random.setstate((3, tuple(state["python"].tolist()), None))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -60,9 +60,9 @@ class EventRecipe:
     """Columns that describe the item (a category, a brand); the model learns an embedding of each."""
     duplicates: Literal["keep", "drop"] = "keep"
     """Keep or drop events that repeat user, item and time of an earlier one."""
-    min_user: int = 1
+    min_user: int = field(default=1, metadata={"min": 1})
     """Drop users with fewer events than this (repeated together with min_item until both hold)."""
-    min_item: int = 1
+    min_item: int = field(default=1, metadata={"min": 1})
     """Drop items with fewer events than this."""
     synthetic: Synthetic = field(default_factory=Synthetic)
 
@@ -77,7 +77,7 @@ class RecDataSettings(EventRecipe):
     """global_time: start of validation, in the unit of the time column. None: where the last fifth of the events begins."""
     test_from: float | None = None
     """global_time: start of the test. None: where the last tenth of the events begins."""
-    length: int = 50
+    length: int = field(default=50, metadata={"min": 1})
     """Events per training sample, and most events of a history that are read when ranking."""
     order: Literal["windows", "last"] = "windows"
     """windows: whole histories, cut into samples of that length. last: only the last sample of each user, as in SASRec."""
