@@ -1,7 +1,7 @@
 """Replayed steps give exactly the numbers of ordinary steps, with any cache, batch and call in between.
 
-Without a GPU a recorder stands in for CUDA graphs (recorded.py), so that a missing new capture is noticed. Changes of the model
-between steps are in test_replay_changes.py. `benchmarks/throughput.py` compares replayed graphs with ordinary steps on a GPU.
+A recorder stands in for CUDA graphs (recorded.py), so that a missing new capture is noticed on any machine. Changes of the
+model between steps are in test_replay_changes.py. `benchmarks/throughput.py` compares replayed graphs with ordinary steps.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from tests.models.stacks import HYBRIDS, STACKS, label, left_padded, model, toke
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture at the first step."""
+    """Capture at the first step, with a recorder in place of CUDA graphs."""
     monkeypatch.setattr(replay, "PATIENCE", 0)
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(replay, "record", recorded.record)
+    monkeypatch.setattr(replay, "record", recorded.record)  # the models of these tests are on the CPU
 
 
 @pytest.mark.parametrize("layers", STACKS, ids=label)

@@ -96,6 +96,7 @@ def test_falling_back_to_torch_is_warned_about_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_there_is_no_warning_where_no_kernel_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_default_device("cpu")  # also where the other tests run on a GPU
     monkeypatch.setattr(available, "PROBLEM", "needs Triton 3.6 to 3.9 (pip install …), but none is installed")
     monkeypatch.setattr(available, "_warned", False)
     with warnings.catch_warnings():
