@@ -1,4 +1,4 @@
-"""Few files explain the idea and a rule (its own, and those of `prism.rules` that it imports). docs/design.md has the numbers."""
+"""Few files explain the idea, or a rule (its own and those of `prism.rules` that it imports). docs/design.md counts them."""
 
 from __future__ import annotations
 
