@@ -16,15 +16,16 @@ keys = F.normalize(torch.randn(B, T, H, L, K), dim=-1)
 
 update = prism.Update(
     q=torch.randn(B, T, H, K),
-    k=keys,  # L directions are written at every token …
-    w=torch.randn(B, T, H, L, V),  # … with these values,
-    log_decay=-torch.rand(B, T, H) / 10,  # after everything has faded a little
-    erase_key=keys[..., 0, :],  # and what the memory answered to the first key
-    erase_strength=torch.rand(B, T, H),  # has been erased, more or less.
+    k=keys,  # L directions are written at every token,
+    w=torch.randn(B, T, H, L, V),  # with these values
+    log_decay=-torch.rand(B, T, H) / 10,  # before that, everything decays a little,
+    erase_key=keys[..., 0, :],  # and what is stored under the first key
+    erase_strength=torch.rand(B, T, H),  # is erased in part
 )
 
 reference, _ = prism.memory(update, form="recurrent")
 for form in ("recurrent", "parallel", "chunkwise", "scan"):
+    prism.memory(update, form=form)  # the first call also loads what the form needs
     start = time.perf_counter()
     o, state = prism.memory(update, form=form)
     error = ((o - reference).norm() / reference.norm()).item()

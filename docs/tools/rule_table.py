@@ -2,7 +2,7 @@
 
     python docs/tools/rule_table.py         # rewrites the table in README.md; a test compares the two
 
-What serves a rule on a GPU is asked of the engine itself, with tensors that only pretend to be on one.
+The engine itself says what serves a rule on a GPU, for fake tensors that need none.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _on_gpu(update: Any) -> Any:
         values = {field.name: _fake(getattr(update, field.name)) for field in dataclasses.fields(update) if field.init}
     first = values.pop("erase_first", False)
     copy = type(update)(**values)
-    if first:  # set afterwards: taking the first key of a pretended tensor needs a GPU
+    if first:  # set afterwards: taking the first key of a fake tensor needs a GPU
         object.__setattr__(copy, "erase_first", True)
     return copy
 

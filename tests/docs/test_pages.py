@@ -16,6 +16,7 @@ import pytest
 
 import prism
 from prism.cli import COMMANDS, main
+from prism.rules import parts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -136,6 +137,14 @@ def test_a_file_that_a_page_names_exists(page: Path) -> None:
     named = set(_FILE.findall(page.read_text(encoding="utf-8")))
     gone = [path for path in named if not (ROOT / path).exists() and not (ROOT / "src" / "prism" / path).exists()]
     assert not [path for path in gone if not path.startswith("benchmarks/results/")]
+
+
+def test_the_parts_of_rules_that_a_page_names_exist() -> None:
+    text = (ROOT / "docs" / "howto" / "own-rule.md").read_text(encoding="utf-8").replace("\n", " ")
+    named = re.search(r"`prism\.rules\.parts` has building blocks that do this correctly: ([^.]+)\.", text)
+    assert named is not None
+    names = re.findall(r"`(\w+)`", named[1])
+    assert len(names) > 1 and not [part for part in names if not hasattr(parts, part)]
 
 
 def _source_names() -> set[str]:

@@ -1,4 +1,4 @@
-"""Few files explain a rule: its own, and those of `prism.rules` that it imports. docs/design.md names the same numbers."""
+"""Few files explain the idea, or a rule (its own and those of `prism.rules` that it imports). docs/design.md counts them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ def test_a_rule_needs_few_files(rule: str, others: list[str], most: int) -> None
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     row = re.search(rf"^\| understand the rule `{rule}` \| (\d+) \|$", design, re.MULTILINE)
     assert row is not None and int(row[1]) == len(found), f"docs/design.md: {rule} needs {len(found)} files"
+
+
+def test_the_idea_needs_four_files() -> None:
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    row = re.search(r"^\| understand the idea \| (\d+) \|$", design, re.MULTILINE)
+    paragraph = re.search(r"^\*\*The idea\*\*(.+?)\n\n", design, re.MULTILINE | re.DOTALL)
+    assert row is not None and paragraph is not None
+    files = re.findall(r"`([\w/]+\.py)`", paragraph[1])
+    assert len(files) == int(row[1]) <= 4
+    assert all((ROOT / "src" / "prism" / file).is_file() for file in files)
 
 
 def test_the_walk_follows_imports() -> None:

@@ -53,7 +53,7 @@ def row(update: Update, name: str, index: int) -> Tensor:
 def test_adding_is_a_step_on_the_correlation(name: str) -> None:
     rule = perturbed_rule(name, torch.float64)
     update, state = one_token(rule)
-    assert (update.log_decay is None) == (rule.objective.text == "-⟨Sk, v⟩")
+    assert (update.log_decay is None) == (rule.objective.text == "-⟨Sᵀk, v⟩")
     k, v = row(update, "k", 0).squeeze(2), row(update, "w", 0).squeeze(2)
     expected = rule.objective.descend(state, k, v, rate=1.0, keep=keep(update))
     assert_close(name, prism.memory(update, state)[1], expected, 1e-12)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prism import Mixer, rules
+from prism.cli import main
 from prism.engine import Update
 from prism.language.settings import ModelSettings
 from prism.models import PrismConfig, PrismForCausalLM
@@ -167,3 +168,42 @@ def test_a_mixture_of_a_rule_whose_map_asks_first(monkeypatch: pytest.MonkeyPatc
     alone.rule.load_state_dict({"packed.weight": whole, "out.weight": inner.out.weight})
     x = torch.randn(2, 5, 8)
     assert torch.allclose(mixture(x)[0], alone(x)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        (None, "got NoneType"),
+        (("update", {}), "got (str, dict)"),
+        (("update", None, None), "got (str, NoneType, NoneType)"),
+    ],
+)
+def test_an_update_of_the_wrong_form_is_refused(returned: Any, shown: str) -> None:
+    class Wrong(Mine):
+        def update(self, x: Tensor, carry: Any, span: Any) -> Any:
+            return returned
+
+    message = refusal(lambda: Mixer(Wrong, 8, 2)(torch.zeros(1, 3, 8)))
+    assert "rule 'Wrong' must return (update, carry, extra)" in message and message.endswith(shown)
+
+
+def test_an_output_of_the_wrong_shape_is_refused() -> None:
+    class Unprojected(Mine):
+        def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+            return o
+
+    message = refusal(lambda: Mixer(Unprojected, 8, 2)(torch.zeros(1, 3, 8)))
+    assert "rule 'Unprojected'" in message and message.endswith("[1, 3, 8], got [1, 3, 2, 4]")
+
+
+def test_a_write_without_its_rank_dimension_is_explained() -> None:
+    z = torch.zeros(1, 3, 2, 4)
+    assert refusal(lambda: Update(z, z, z.unsqueeze(3))).endswith("for one write per token pass k.unsqueeze(3)")
+    assert refusal(lambda: Update(z, z.unsqueeze(3), z)).endswith("for one write per token pass w.unsqueeze(3)")
+    assert "unsqueeze" not in refusal(lambda: Update(z, z[0, 0], z))
+
+
+def test_the_command_line_knows_a_registered_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    rules.register("mine", Mine)
+    assert main(["rules", "mine"]) == 0
+    assert "Linear attention in its shortest form." in capsys.readouterr().out

@@ -192,7 +192,7 @@ def test_a_delta_product_of_one_factor_is_the_delta_rule(gated: bool, alone: str
 
 
 def test_longhorn_with_one_number_a_channel_is_the_exact_implicit_step() -> None:
-    """N = 1: k kᵀ is its own diagonal, and S_t minimises ‖S - S_{t-1}‖² + β‖Sk - x‖²."""
+    """N = 1: k kᵀ is its own diagonal, and S_t minimises ‖S - S_{t-1}‖² + β‖Sᵀk - x‖²."""
     rule: Any = small_mixer("longhorn", key_dim=1).rule
     x = small_tokens(1, 1)
     update, (u, _) = update_and_extra(rule, x)

@@ -150,7 +150,8 @@ def _check_shapes(u: Update) -> None:
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a tensor of shape {letters}, got {type(x).__name__}")
         if x.ndim != rank:
-            raise ValueError(f"{name} must have {rank} dimensions {letters}, got shape {list(x.shape)}")
+            hint = f"; for one write per token pass {name}.unsqueeze(3)" if rank == 5 and x.ndim == 4 else ""
+            raise ValueError(f"{name} must have {rank} dimensions {letters}, got shape {list(x.shape)}{hint}")
         check_floating(name, x)
     if u.erase_on not in ("decayed", "undecayed"):
         raise ValueError(f"erase_on must be 'decayed' or 'undecayed', got {u.erase_on!r}")

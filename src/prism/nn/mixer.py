@@ -15,7 +15,7 @@ from prism.engine.checks import check_flags
 from prism.engine.dispatch import in_place_equivalent
 from prism.nn.parameters import full_precision, gates, keep_gates_exact
 from prism.nn.state import State
-from prism.rules.rule import Span
+from prism.rules.rule import Carry, Span
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -95,6 +95,10 @@ class Mixer(nn.Module):
             else:
                 o, new = memory(update, state.memory, form, backend)
             y = self.rule.output(o, x, extra)
+        if not torch.compiler.is_compiling() and y.shape != x.shape:
+            raise ValueError(
+                f"output of rule {self.rule.name!r} must return [B, T, width] = {list(x.shape)}, got {list(y.shape)}"
+            )
         if order is not None:
             assert span.mask is not None  # nothing else is reordered
             y = _reorder(torch.where(span.mask.unsqueeze(-1), y, 0.0), order.argsort(1))
@@ -139,16 +143,27 @@ class Mixer(nn.Module):
         """The rule's update. Refuses a carry of another rule or width; the engine checks the memory."""
         fresh = state.memory is None and not state.carry
         if fresh or torch.compiler.is_compiling():
-            return self.rule.update(x, state.carry, span)
+            return self._call_rule(x, state.carry, span)
         try:
-            update, carry, extra = self.rule.update(x, state.carry, span)
+            update, carry, extra = self._call_rule(x, state.carry, span)
         except (RuntimeError, IndexError) as error:
             with torch.no_grad():  # the carry after one token has the expected shapes
-                _, carry, _ = self.rule.update(torch.zeros_like(x[:1, :1]), {}, Span(None, None, None))
+                _, carry, _ = self._call_rule(torch.zeros_like(x[:1, :1]), {}, Span(None, None, None))
             self._check_carry(state, carry, error)
             raise
         self._check_carry(state, carry)
         return update, carry, extra
+
+    def _call_rule(self, x: Tensor, carry: Carry, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
+        """What the rule's `update` returns. Refuses anything but (update, carry, extra)."""
+        returned = self.rule.update(x, carry, span)
+        if not isinstance(returned, tuple) or len(returned) != 3 or not isinstance(returned[1], dict):
+            parts = ", ".join(type(part).__name__ for part in returned) if isinstance(returned, tuple) else ""
+            raise ValueError(
+                f"update of rule {self.rule.name!r} must return (update, carry, extra) with a dict as the carry, got "
+                f"{f'({parts})' if parts else type(returned).__name__}"
+            )
+        return returned
 
     def _check_carry(self, state: State, carry: dict[str, Tensor], error: Exception | None = None) -> None:
         expected = {name: list(value.shape[1:]) for name, value in carry.items() if value.numel()}

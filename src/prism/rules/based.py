@@ -37,7 +37,7 @@ class Based(HebbianFamily):
 
     name = "based"
     paper = Paper("Simple Linear Attention Language Models", "Arora et al. 2024", "https://arxiv.org/abs/2402.18668")
-    objective = Objective("-⟨Sφ(k), v⟩, normalised")
+    objective = Objective("-⟨Sᵀφ(k), v⟩, normalised")
     forgetting = "none"
     transition = "I"
 

@@ -1,10 +1,10 @@
 """DeltaNet, Gated DeltaNet and DeltaProduct: erase the value stored under a key, then write the new one.
 
-    DeltaNet         S_t = S_{t-1}(I - β k kᵀ) + β v kᵀ                                  (Schlag 2021, Yang 2024)
-    Gated DeltaNet   S_t = α_t S_{t-1}(I - β k kᵀ) + β v kᵀ                   (Yang, Kautz, Hatamizadeh 2024)
-    DeltaProduct     S ← α_t S_{t-1};   S ← S(I - β_j k_j k_jᵀ) + β_j v_j k_jᵀ  for j = 1 … n_h   (Siems et al., 2025)
+    DeltaNet         S_t = (I - β k kᵀ) S_{t-1} + β k vᵀ                                 (Schlag 2021, Yang 2024)
+    Gated DeltaNet   S_t = α_t (I - β k kᵀ) S_{t-1} + β k vᵀ                  (Yang, Kautz, Hatamizadeh 2024)
+    DeltaProduct     S ← α_t S_{t-1};   S ← (I - β_j k_j k_jᵀ) S + β_j k_j v_jᵀ  for j = 1 … n_h   (Siems et al., 2025)
 
-DeltaNet is one gradient step of size β on ½‖Sk - v‖². Gated DeltaNet first lets the memory decay by α, one per head, chosen
+DeltaNet is one gradient step of size β on ½‖Sᵀk - v‖². Gated DeltaNet first lets the memory decay by α, one per head, chosen
 by the input. DeltaProduct takes n_h steps per token, each with its own key, value and β, and reads after the last.
 
 Queries and keys go through a short convolution, SiLU and L2 normalisation, so the eigenvalue along k is 1 - β: in [0, 1],

@@ -32,7 +32,7 @@ class Gsa(HebbianFamily):
 
     name = "gsa"
     paper = Paper("Gated Slot Attention", "Zhang et al. 2024", "https://arxiv.org/abs/2409.07146")
-    objective = Objective("-⟨Sk, v⟩ + decay, in slots")
+    objective = Objective("-⟨Sᵀk, v⟩ + decay, in slots")
     forgetting = "per slot"
     transition = "diagonal"
     forms = ("recurrent", "chunkwise")

@@ -2,7 +2,7 @@
 
     S_t = Diag(decay_t) S_{t-1} + k_t v_tᵀ          o_t = S_tᵀ q_t
 
-One gradient step on -⟨Sk, v⟩ with weight decay. The rules differ in how they forget (not at all, per head, per channel;
+One gradient step on -⟨Sᵀk, v⟩ with weight decay. The rules differ in how they forget (not at all, per head, per channel;
 constant or from the data), in how they transform q, k and v, and in how they normalise the output.
 """
 

@@ -1,6 +1,6 @@
 """Kimi Delta Attention: Gated DeltaNet with a separate decay for every key channel.
 
-    S_t = S_{t-1} Diag(α_t)(I - β k kᵀ) + β v kᵀ                                              (Kimi team, 2025)
+    S_t = (I - β k kᵀ) Diag(α_t) S_{t-1} + β k vᵀ                                              (Kimi team, 2025)
 
 The decay comes first, so the erase sees the *decayed* state; the other order is a different model. Decay and output gate are
 low-rank maps of rank V; the output is normalised per head and multiplied by the sigmoid (not SiLU) of its gate.

@@ -1,6 +1,6 @@
 """Mesa: at every token the memory is the exact solution of a regularised regression on all previous tokens.
 
-    S_t = argmin_S Σ_j ζ_j ‖Sk_j - v_j‖² + tr(S Λ Sᵀ)          o_t = S_t q_t          (von Oswald et al., 2025)
+    S_t = argmin_S Σ_j ζ_j ‖Sᵀk_j - v_j‖² + tr(Sᵀ Λ S)          o_t = S_tᵀ q_t          (von Oswald et al., 2025)
 
 with ζ_j = β_j γ_{j+1} … γ_t. Where the delta rule takes one step towards the solution, this is the solution; see
 engine/memories/least_squares.py for how it is computed. q and k go through a short convolution, SiLU and L2 normalisation;
@@ -35,7 +35,7 @@ class Mesa(Rule):
 
     name = "mesa"
     paper = Paper("MesaNet", "von Oswald et al. 2025", "https://arxiv.org/abs/2506.05233")
-    objective = Objective("Σζ‖Sk - v‖² + tr SΛSᵀ, solved")
+    objective = Objective("Σζ‖Sᵀk - v‖² + tr SᵀΛS, solved")
     forgetting = "per head"
     transition = "scalar"
     forms = ("recurrent", "chunkwise")

@@ -35,7 +35,7 @@ class Mlstm(Rule):
 
     name = "mlstm"
     paper = Paper("xLSTM", "Beck et al. 2024", "https://arxiv.org/abs/2405.04517")
-    objective = Objective("-⟨Sk, v⟩ + decay, normalised")
+    objective = Objective("-⟨Sᵀk, v⟩ + decay, normalised")
     forgetting = "per head"
     transition = "scalar"
     shared_maps = ("query", "out")

@@ -1,6 +1,6 @@
 """Mixture of memories: a router sends every token to a few of several memories, all of one inner rule.
 
-    o_t = Σ_{m routed} g_{t,m} S^m_t q_t  (+ S^shared_t q_t)      g = top-k of softmax(W_r x), renormalised    (Du et al., 2025)
+    o_t = Σ_{m routed} g_{t,m} (S^m_t)ᵀq_t  (+ (S^shared_t)ᵀq_t)   g = top-k of softmax(W_r x), renormalised  (Du et al., 2025)
 
 A memory is left unchanged by a token that is not sent to it: it is neither written nor decayed, and its convolution sees
 the neighbours that were sent to it, not those in the text. Memories share everything for queries and outputs (q, output

@@ -1,9 +1,9 @@
 """PRISM: forgets like Gated DeltaNet, and writes a rank-L correction computed by an unrolled residual solver.
 
-    S_t = α_t S_{t-1}(I - β₁ k₁ k₁ᵀ) + Σ_l β_l δ_l k_lᵀ
+    S_t = α_t (I - β₁ k₁ k₁ᵀ) S_{t-1} + Σ_l β_l k_l δ_lᵀ
 
-The solver imitates L steps of test-time gradient descent on ½‖σ(Sk) - v‖² without reading S: a short convolution u of the
-input (the *anchor*) stands in for Sk, a linear map p_l of u for σ', and the residual is reduced step by step:
+The solver imitates L steps of test-time gradient descent on ½‖σ(Sᵀk) - v‖² without reading S. A short convolution u of
+the input (the *anchor*) stands in for Sᵀk, and a linear map p_l of u for σ'. The residual is reduced step by step:
 
     gelu     δ_l = GELU(p_l ⊙ r_l),             r_{l+1} = r_l - δ_l                        (the paper's loop, Eqs. 9-18)
     closed   δ_l = P_l ⊙ Π_{j<l}(1 - P_j) ⊙ r,  P = σ(p)                                   (the same loop without GELU)
@@ -44,10 +44,10 @@ _TRANSITION = "α · Householder"
 
 
 class Prism(GatedDelta):
-    """PRISM's `lm` layer: Gated DeltaNet and L - 1 solver writes.
+    """PRISM's `lm` layer: Gated DeltaNet plus L - 1 solver writes.
 
     Args:
-        preset: `"lm"` for this layer or `"paper"` for `PaperPrism`, which has no `rank`, `step_scale` and `gate`.
+        preset: `"lm"` for this layer or `"paper"` for `PaperPrism`, which has no `rank`, `step_scale` or `gate`.
         steps: L, the number of writes per token; 1 is Gated DeltaNet itself.
         solver: `"closed"` or `"gelu"`; the default of `paper` is `"gelu"`.
         residual: `"anchored"` starts from v - W_u u, `"value"` from v.

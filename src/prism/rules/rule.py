@@ -74,13 +74,13 @@ def _squared_error(S: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return 0.5 * (read(S, k) - v).square().sum(-1)
 
 
-CORRELATION = Objective("-⟨Sk, v⟩", _correlation)
-DECAYED_CORRELATION = Objective("-⟨Sk, v⟩ + decay", _correlation)
-REGRESSION = Objective("½‖Sk - v‖²", _squared_error)
-DECAYED_REGRESSION = Objective("½‖Sk - v‖² + decay", _squared_error)
-REPEATED_REGRESSION = Objective("½‖Sk - v‖², several steps", _squared_error)
-GENERALISED_REGRESSION = Objective("generalised ½‖Sk - v‖²")
-RESIDUAL_PROXY = Objective("proxy of ½‖σ(Sk) - v‖²")
+CORRELATION = Objective("-⟨Sᵀk, v⟩", _correlation)
+DECAYED_CORRELATION = Objective("-⟨Sᵀk, v⟩ + decay", _correlation)
+REGRESSION = Objective("½‖Sᵀk - v‖²", _squared_error)
+DECAYED_REGRESSION = Objective("½‖Sᵀk - v‖² + decay", _squared_error)
+REPEATED_REGRESSION = Objective("½‖Sᵀk - v‖², several steps", _squared_error)
+GENERALISED_REGRESSION = Objective("generalised ½‖Sᵀk - v‖²")
+RESIDUAL_PROXY = Objective("proxy of ½‖σ(Sᵀk) - v‖²")
 
 
 class Paper(NamedTuple):

@@ -3,7 +3,7 @@
     Mamba-1 (S6)   h_t[c,n] = exp(-Δ_t[c] e^{A[c,n]}) h_{t-1}[c,n] + Δ_t[c] B_t[n] x_t[c]              (Gu & Dao, 2023)
     Longhorn       h_t[c,n] = (1 - Δ_t[c] k_t[n]²) h_{t-1}[c,n] + Δ_t[c] k_t[n] x_t[c],  Δ = β/(1 + β kᵀk)  (Liu et al., 2024)
 
-Longhorn is the implicit step on ‖S - S_{t-1}‖² + ‖Sk - x‖²_β with the diagonal of kkᵀ in place of the full matrix: its decay
+Longhorn is the implicit step on ‖S - S_{t-1}‖² + ‖Sᵀk - x‖²_β with the diagonal of kkᵀ in place of the full matrix: its decay
 follows from what is written, without a forget gate. Neither decay is an outer product, so there is a scan but no chunk form.
 
 Both have the same block around the memory: x comes from a short convolution with bias, y = Σ_n read_n h[c,n] + D x, and the
@@ -116,7 +116,7 @@ class Longhorn(SelectiveFamily):
 
     name = "longhorn"
     paper = Paper("Longhorn", "Liu et al. 2024", "https://arxiv.org/abs/2407.14207")
-    objective = Objective("implicit ½‖Sk - x‖²")
+    objective = Objective("implicit ½‖Sᵀk - x‖²")
     forgetting = "along the key, per channel and state"
 
     def diagonal(self, u: Tensor, step: Tensor, k: Tensor, q: Tensor, span: Span) -> Diagonal:

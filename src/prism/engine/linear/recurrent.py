@@ -17,7 +17,7 @@ from prism.engine.update import Update, check_state
 
 def recurrent(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the outputs `[B, T, H, V]` and the memory after the last token `[B, H, K, V]`."""
-    steps = resolve(update)
+    steps = resolve(update)  # one row per (sub-)step, with all heads; padding becomes the identity
     S = steps.initial(state)
     outputs = []
     for row in _rows(steps):
