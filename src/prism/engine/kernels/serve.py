@@ -15,6 +15,7 @@ from prism.engine.kernels import available
 from prism.engine.kernels.available import INTERPRETED, outdated, tile_widths
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.linear.steps import at_substep
+from prism.engine.padding import real_resets, repeat_heads, zero_padding
 from prism.engine.update import Update, wants_gradients
 
 WIDEST_KEY, WIDEST_VALUE, MOST_WRITES = 256, 512, 4
@@ -93,12 +94,7 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
     per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
 
     def converted(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
-        if z is None:
-            return None
-        z = z.to(dtype)
-        if mask is not None:  # `where`, because NaN · 0 is NaN
-            z = torch.where(mask.reshape(*mask.shape, *[1] * (z.ndim - 2)), z, 0.0)
-        return z if z.shape[2] == H else z.repeat_interleave(H // z.shape[2], 2)
+        return None if z is None else repeat_heads(zero_padding(z.to(dtype), mask), H)
 
     q, g = converted(u.q, u.mask), converted(u.log_decay, u.mask, torch.float32)
     x, w, b = converted(u.k, per_row), converted(u.w, per_row), None
@@ -110,10 +106,8 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
         w = torch.cat([torch.zeros_like(w[..., :1, :]), w], 3)
         if u.erase_write is None:
             b = None
-    documents = None
-    if u.reset is not None:
-        reset = u.reset if u.mask is None else u.reset & u.mask
-        documents = at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
+    reset = real_resets(u.reset, u.mask)
+    documents = None if reset is None else at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
     keys, values = tile_widths(u.key_dim, u.value_dim, u.w.is_cuda)
     keys, values = keys - u.key_dim, values - u.value_dim
     return (
