@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.engine.kernels import available
-from prism.engine.kernels.available import INTERPRETED, outdated, tile_widths
+from prism.engine.kernels.available import device_refuses, tile_widths
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.linear.steps import at_substep
 from prism.engine.padding import real_resets, repeat_heads, zero_padding
@@ -29,14 +29,8 @@ def on_gpu(u: Update) -> bool:
 
 def step_refuses(u: Update) -> str | None:
     """Why the decode kernel cannot serve an update, in one clause; None if it can."""
-    if available.PROBLEM is not None:
-        return available.PROBLEM
-    if not u.w.is_cuda and not (INTERPRETED and u.w.device.type == "cpu"):
-        return (
-            f"needs a CUDA device, not {u.w.device.type} (on a CPU, TRITON_INTERPRET=1 runs it in Triton's interpreter)"
-        )
-    if outdated(u.w):
-        return "needs a GPU of compute capability 8.0 or newer"
+    if (problem := device_refuses(u.w)) is not None:
+        return problem
     if not u.w.is_cuda and u.w.dtype == torch.bfloat16:
         return "has no bfloat16 on a CPU: Triton's interpreter multiplies matrices of it wrongly"
     if u.per_channel:
@@ -50,14 +44,14 @@ def step_refuses(u: Update) -> str | None:
     if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
         return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
     if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # which the chunk kernels compute
-        return f"serves up to {MOST_WRITES} writes a token where gradients are wanted, not {u.writes}"
+        return f"serves up to {MOST_WRITES} writes per token where gradients are wanted, not {u.writes}"
     return None
 
 
 def chunks_refuse(u: Update) -> str | None:
     """Why the chunk kernels cannot serve an update, in one clause; None if they can."""
     if u.writes > MOST_WRITES:
-        return f"serves up to {MOST_WRITES} writes a token, not {u.writes}"
+        return f"serves up to {MOST_WRITES} writes per token, not {u.writes}"
     return step_refuses(u)
 
 
