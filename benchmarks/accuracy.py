@@ -42,7 +42,7 @@ class Case:
     value_dim: int = 128
     dtype: str = "bfloat16"
     decay: str = "weak"  # "none", "weak", "strong", or "shut": weak, and now and then a gate of -10⁶
-    erase: str = "first"  # along the first key, along a key of its "own", or "none"
+    erase: str = "first"  # along the first key; "own": along a separate key; or "none"
     alike: bool = False  # correlated keys, at a cosine of about .999
     packed: bool = False  # several documents and padding
     segments: int | None = None

@@ -1,7 +1,7 @@
 """Compute a memory through one call: `memory`, and `memory_` for decoding in place.
 
-An *engine* serves one type of update. It lists its forms and says, per backend, what it cannot serve. All engines are
-registered in registry.py; a type of update from outside the package is added with `register`.
+An *engine* serves one type of update. It has a *path* for each form and backend, which says what it cannot serve. All engines
+are registered in registry.py; a type of update from outside the package is added with `register`.
 """
 
 from __future__ import annotations
