@@ -142,7 +142,8 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
             return.
         backend: `"torch"`, `"triton"` or `"auto"`.
 
-    It has neither reverse- nor forward-mode gradients, and raises ValueError where one is wanted; `memory` has both.
+    It has neither reverse- nor forward-mode gradients, and raises ValueError where one is wanted. `memory` has both
+    (forward mode with `backend="torch"`).
 
     >>> import torch
     >>> q, k, w = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 1, 8), torch.randn(1, 1, 2, 1, 4)
