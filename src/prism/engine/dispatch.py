@@ -92,14 +92,15 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     """
     engine = engine_of(type(update))
     form, backend = resolve(form, backend)
+    if engine.delegate is not None:  # which calls `memory` on an update that has forms
+        engine.check_state(update, state)
+        return engine.delegate(update, state, form, backend)
     known = tuple(dict.fromkeys((*FORMS, *engine.forms)))
     if form != "auto" and form not in known:
         raise ValueError(f"unknown form {form!r}: choose from auto, {', '.join(known)}")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: choose from auto, {', '.join(BACKENDS)}")
     engine.check_state(update, state)
-    if engine.delegate is not None:
-        return engine.delegate(update, state, form, backend)
     run = choose_path(engine, update, form, backend).run
     return run(update, state) if engine.autocast else without_autocast(run, update, state)
 
