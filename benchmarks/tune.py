@@ -81,11 +81,11 @@ def tune(width: int, writes: int, arguments: argparse.Namespace) -> Configuratio
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128], help="K = V")
-    parser.add_argument("--writes", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--blocks", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--writes", nargs="+", type=int, default=[1, 2, 4], help="writes per token: columns")
+    parser.add_argument("--blocks", nargs="+", type=int, default=[64, 128], help="value channels per tile")
     # Not eight warps: Triton 3.6 compiles the forward scan with 4 columns into an illegal access; elsewhere they were slower.
-    parser.add_argument("--warps", nargs="+", type=int, default=[4])
-    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--warps", nargs="+", type=int, default=[4], help="warps per program")
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3], help="loads prefetched")
     parser.add_argument(
         "--registers",
         nargs="+",

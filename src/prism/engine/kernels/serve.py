@@ -15,7 +15,7 @@ from prism.engine.kernels import available
 from prism.engine.kernels.available import device_refuses, tile_widths
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.linear.steps import at_substep
-from prism.engine.padding import real_resets, repeat_heads, zero_padding
+from prism.engine.padding import real_resets, repeat_heads, repeat_mask, zero_padding
 from prism.engine.update import Update, wants_gradients
 
 WIDEST_KEY, WIDEST_VALUE, MOST_WRITES = 256, 512, 4
@@ -85,7 +85,7 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
 def _kernel_inputs(u: Update) -> tuple[Any, ...]:
     """The fields of `launch.KernelInputs`: masked tokens set to zero, heads repeated, widths padded."""
     n, H, dtype = u.substeps, u.heads, u.w.dtype
-    per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
+    per_row = repeat_mask(u.mask, n)
 
     def converted(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
         return None if z is None else repeat_heads(zero_padding(z.to(dtype), mask), H)
