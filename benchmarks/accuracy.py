@@ -19,7 +19,7 @@ from torch import Tensor
 
 import prism
 from low_precision import low_precision
-from prism.engine import fused as operations
+from prism.engine import fused
 from prism.engine.kernels.configurations import Configuration, forced
 
 Tensors = dict[str, Tensor]
@@ -42,7 +42,7 @@ class Case:
     value_dim: int = 128
     dtype: str = "bfloat16"
     decay: str = "weak"  # "none", "weak", "strong", or "shut": weak, and now and then a gate of -10⁶
-    erase: str = "first"  # along the first key, along a key of its "own", or "none"
+    erase: str = "first"  # along the first key; "own": along a separate key; or "none"
     alike: bool = False  # correlated keys, at a cosine of about .999
     packed: bool = False  # several documents and padding
     segments: int | None = None
@@ -191,8 +191,8 @@ def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
     return configuration(case.key_dim, case.value_dim, case.writes, dtype, torch.device(device))
 
 
-def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """The kernels around the memory (PRISM's solver, a memory's columns, the short convolution), checked in the same way."""
+def around_the_memory(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """Check the kernels of the operations around the memory (prism.engine.fused) in the same way."""
     from prism.engine.fused import UNIT_EPS, Corrections, delta_columns, solve
     from prism.engine.kernels import columns, short_conv, solver
 
@@ -227,11 +227,11 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         with _no_kernels():
             return flat(*delta_columns(mixed, beta, K, corrections=Corrections(keys, *rest, "closed", True)))
 
-    def fused(*tensors: Tensor) -> Tensor:
+    def by_kernel(*tensors: Tensor) -> Tensor:
         return flat(*columns.columns(*tensors, K, K**-0.5, UNIT_EPS, False, True))
 
     rows = [normal(B, T, H * (2 * K + V)), normal(B, T, H).sigmoid(), normal(B, T, H, L, K)]
-    yield _compare("columns", fused, in_torch, [*rows, *anchored])
+    yield _compare("columns", by_kernel, in_torch, [*rows, *anchored])
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         y = torch.zeros_like(x) + bias
@@ -250,11 +250,11 @@ def passes(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _no_kernels() -> Iterator[None]:
     """Compute the operations of `prism.engine.fused` in torch."""
-    chosen, operations.use_kernel = operations.use_kernel, lambda x: False
+    chosen, fused.use_kernel = fused.use_kernel, lambda x: False
     try:
         yield
     finally:
-        operations.use_kernel = chosen
+        fused.use_kernel = chosen
 
 
 def _compare(

@@ -5,7 +5,8 @@
     python benchmarks/gpu.py --peers                  # also flash-linear-attention; its autotuning takes minutes
     TRITON_INTERPRET=1 python benchmarks/gpu.py --tiny    # a smoke test of the accuracy part on a CPU
 
-Prints one table per part and writes JSON. Exits with 1 if any error is more than twice that of torch (accuracy.py).
+Prints one table per part and writes JSON. Accuracy comes first: if any error is more than twice that of torch (accuracy.py),
+nothing is timed and the exit status is 1. `--only speed` times without checking.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def check_all(device: str, tiny: bool, keep: Keep, part: int, parts: int) -> Non
         result = accuracy.reference(device)
         note(result, str(accuracy.RECURRENT_UP_TO), "2", "64 × 64", "float64", result["case"]["what"])
     for dtype in (torch.float32,) if tiny else (torch.bfloat16, torch.float32) if part == 0 else ():
-        for result in accuracy.passes(device, dtype):
+        for result in accuracy.around_the_memory(device, dtype):
             note(result, "", "", "", result["case"]["dtype"], result["case"]["what"])
     if tiny:
         one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1))
@@ -161,6 +162,9 @@ def main() -> None:
     if "accuracy" in parts:
         device = "cpu" if arguments.tiny else "cuda"
         check_all(device, arguments.tiny, lambda rows: keep("accuracy", rows), *arguments.part)
+        wrong = sum(not row["good"] for row in results["accuracy"])
+        if wrong:
+            sys.exit(f"{wrong} of {len(results['accuracy'])} cases exceed the bound (WRONG above): nothing is timed")
     if {"speed", "decode"} & set(parts):
         have = speed.ceilings()
         keep("ceilings", have._asdict())
@@ -171,8 +175,6 @@ def main() -> None:
         print("seconds from an empty compile cache:", results["first call"])
     if "speed" in parts:
         time_all(have, arguments.peers, lambda rows: keep("speed", rows))
-    if not all(row["good"] for row in results.get("accuracy", [])):
-        sys.exit(1)
 
 
 if __name__ == "__main__":

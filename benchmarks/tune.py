@@ -1,4 +1,4 @@
-"""Measure tilings on this machine's GPU and print rows for `prism/engine/kernels/configurations.py`.
+"""Measure tilings on this machine's GPU and print rows for `src/prism/engine/kernels/configurations.py`.
 
     python benchmarks/tune.py --widths 64 128 --writes 1 2 4
     python benchmarks/tune.py --widths 256 --writes 2 --blocks 32 64
@@ -67,7 +67,8 @@ def tune(width: int, writes: int, arguments: argparse.Namespace) -> Configuratio
             except Exception as error:  # a tiling may need too much shared memory, or not compile
                 if "illegal" in str(error):  # the CUDA context is lost
                     raise SystemExit(
-                        f"{name} {choice} was compiled wrongly: {error}\nExclude it and run again."
+                        f"{name} {choice} was compiled wrongly: {error}\n"
+                        "Exclude it with --blocks, --warps, --stages or --registers, and run again."
                     ) from error
                 print(f"  {name} {choice}: {type(error).__name__}", flush=True)
                 continue
@@ -80,11 +81,11 @@ def tune(width: int, writes: int, arguments: argparse.Namespace) -> Configuratio
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128], help="K = V")
-    parser.add_argument("--writes", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--blocks", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--writes", nargs="+", type=int, default=[1, 2, 4], help="writes per token: columns")
+    parser.add_argument("--blocks", nargs="+", type=int, default=[64, 128], help="value channels per tile")
     # Not eight warps: Triton 3.6 compiles the forward scan with 4 columns into an illegal access; elsewhere they were slower.
-    parser.add_argument("--warps", nargs="+", type=int, default=[4])
-    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--warps", nargs="+", type=int, default=[4], help="warps per program")
+    parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3], help="loads prefetched")
     parser.add_argument(
         "--registers",
         nargs="+",

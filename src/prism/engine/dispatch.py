@@ -1,7 +1,7 @@
 """Compute a memory through one call: `memory`, and `memory_` for decoding in place.
 
-An *engine* serves one type of update. It lists its forms and says, per backend, what it cannot serve. All engines are
-registered in registry.py; a type of update from outside the package is added with `register`.
+An *engine* serves one type of update. It has a *path* for each form and backend, which says what it cannot serve. All engines
+are registered in registry.py; a type of update from outside the package is added with `register`.
 """
 
 from __future__ import annotations
@@ -92,14 +92,15 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     """
     engine = engine_of(type(update))
     form, backend = resolve(form, backend)
+    if engine.delegate is not None:  # which calls `memory` on an update that has forms
+        engine.check_state(update, state)
+        return engine.delegate(update, state, form, backend)
     known = tuple(dict.fromkeys((*FORMS, *engine.forms)))
     if form != "auto" and form not in known:
         raise ValueError(f"unknown form {form!r}: choose from auto, {', '.join(known)}")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: choose from auto, {', '.join(BACKENDS)}")
     engine.check_state(update, state)
-    if engine.delegate is not None:
-        return engine.delegate(update, state, form, backend)
     run = choose_path(engine, update, form, backend).run
     return run(update, state) if engine.autocast else without_autocast(run, update, state)
 
@@ -142,7 +143,8 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
             return.
         backend: `"torch"`, `"triton"` or `"auto"`.
 
-    It has neither reverse- nor forward-mode gradients, and raises ValueError where one is wanted; `memory` has both.
+    It has neither reverse- nor forward-mode gradients, and raises ValueError where one is wanted. `memory` has both
+    (forward mode with `backend="torch"`).
 
     >>> import torch
     >>> q, k, w = torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 1, 8), torch.randn(1, 1, 2, 1, 4)

@@ -7,8 +7,9 @@
         gelu     δ_l = GELU(p_l ⊙ r_l),   r_{l+1} = r_l - δ_l
         closed   δ_l = P_l ⊙ r_l,         r_{l+1} = r_l - δ_l,   P = σ(p)     =>   δ_l = P_l ⊙ Π_{j<l}(1 - P_j) ⊙ r
 
-Rules call these functions and import no kernel. On a GPU one kernel computes each of them, with the same results. Kernels are
-imported when they first run, so that `import prism` does not import Triton.
+Rules call these functions and import no kernel. On a GPU one kernel computes each of them, with the same results up to
+rounding: engine/kernels/short_conv.py, columns.py and solver.py. They are imported when they first run, so that
+`import prism` does not import Triton.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from prism.engine.networks.serial import (
 from prism.engine.networks.update import InnerUpdate
 from prism.engine.update import Update, check_state
 
-LONGEST_KERNEL = 4096
+LONGEST_CONVOLUTION = 4096
 """Tokens. The table of powers behind a convolution has T·D·N numbers; beyond this a scan is the better choice."""
 
 
@@ -41,7 +41,11 @@ def _choose_linear(update: Update) -> str:
 def _choose_diagonal(update: diagonal.Diagonal) -> str:
     if update.tokens == 1:
         return "recurrent"
-    if update.tokens > LONGEST_KERNEL or update.reset is not None or diagonal.convolution_refuses(update) is not None:
+    if (
+        update.tokens > LONGEST_CONVOLUTION
+        or update.reset is not None
+        or diagonal.convolution_refuses(update) is not None
+    ):
         return "scan"
     return "parallel"
 

@@ -15,7 +15,7 @@ import prism
 from prism.engine import InvalidValueError, engine_of
 from prism.engine.memories import diagonal
 from prism.engine.memories.diagonal import Diagonal
-from prism.engine.registry import LONGEST_KERNEL
+from prism.engine.registry import LONGEST_CONVOLUTION
 from tests.helpers import assert_close, examples
 from tests.rules.rule_cases import small_mixer, small_tokens, update_and_extra
 
@@ -157,7 +157,7 @@ def test_a_steady_system_is_convolved_and_a_long_or_packed_one_scanned() -> None
     choose = engine_of(Diagonal).choose
     assert choose(update) == "parallel"
     assert choose(Diagonal(update.write, update.log_decay, read=update.read, reset=torch.zeros(1, 6).bool())) == "scan"
-    long = (torch.zeros(1, 1, 1, 1).expand(1, LONGEST_KERNEL + 1, 16, 1), update.write[1])
+    long = (torch.zeros(1, 1, 1, 1).expand(1, LONGEST_CONVOLUTION + 1, 16, 1), update.write[1])
     assert choose(Diagonal(long, update.log_decay, read=update.read)) == "scan"
     assert choose(update_and_extra(small_mixer("mamba1").rule, small_tokens(1, 6))[0]) == "scan"
     assert choose(update_and_extra(small_mixer("mamba1").rule, small_tokens(1, 1))[0]) == "recurrent"

@@ -1,24 +1,20 @@
-"""The kernels of the serial form, on a GPU and in Triton's interpreter.
-
-The interpreter runs in a separate process, because Triton chooses it when it is imported.
-"""
+"""The kernels of the serial form, on a GPU and in Triton's interpreter."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 import prism
+from prism.engine.dispatch import engine_of, path_taken
 from prism.engine.kernels import available
 from prism.engine.networks import Averaged, InnerUpdate, Network
+from prism.engine.networks.serial import kernel_refuses
 
-ROOT = Path(__file__).parents[3]
+CAN_INTERPRET = available.PROBLEM is None and available.INTERPRETED
 SMALL = [
     {"tokens": 4, "bias": True, "norm": True, "residual": True},
     {"tokens": 3, "bias": False, "norm": False, "residual": False, "loss_scale": 1.0, "hidden": 32},
@@ -84,13 +80,12 @@ def check(device: str, cases: list[dict]) -> None:
             assert error <= max(1e-5, 3 * plain[name]), f"{case} {name}: {error:.2g}, torch has {plain[name]:.2g}"
 
 
-@pytest.mark.skipif(os.environ.get("PRISM_TEST_GPU") == "1", reason="`make test` runs the interpreter")
+needs_interpreter = pytest.mark.skipif(not CAN_INTERPRET, reason="needs Triton's interpreter")
+
+
+@needs_interpreter
 def test_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="Triton is for Linux")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["checked", str(len(SMALL))]
+    check("cpu", SMALL)
 
 
 @pytest.mark.gpu
@@ -98,15 +93,46 @@ def test_kernels_on_a_gpu() -> None:
     check("cuda", SMALL + LARGE)
 
 
+def draw(B: int, H: int) -> InnerUpdate:
+    """An update of two tokens, for a network with biases, and a norm whose channels are not adjacent in memory."""
+    q, k, v = (torch.randn(B, 2, H, 16) for _ in range(3))
+    biases = torch.randn(H, 32), torch.randn(H, 16)
+    norm = torch.randn(16, H).t(), torch.randn(16, H).t()
+    network = Network((torch.randn(H, 16, 32), torch.randn(H, 32, 16)), biases, norm)
+    return InnerUpdate(q, k, v, torch.full((B, 2, H), 0.01), network, Averaged(torch.ones(1)), 1)
+
+
+@needs_interpreter
+def test_the_kernel_reads_tensors_of_any_strides() -> None:
+    """Of the norm, of a state that is one row expanded to a batch, and of gradients."""
+    B, H = 3, 2
+    update = draw(B, H)
+    shapes = {"w1": (16, 32), "w2": (32, 16), "b1": (1, 32), "b2": (1, 16)}
+    leaves = {name: torch.randn(1, H, *shape, requires_grad=True) for name, shape in shapes.items()}
+    gradients = {name: torch.randn(H, B, *shape).transpose(0, 1) for name, shape in shapes.items()}
+
+    def run(backend: str) -> list[Tensor]:
+        o, end = prism.memory(update, {n: x.expand(B, -1, -1, -1) for n, x in leaves.items()}, "serial", backend)
+        ends = [end[name] for name in shapes]
+        return [o, *ends, *torch.autograd.grad(ends, list(leaves.values()), list(gradients.values()))]
+
+    for got, wanted in zip(run("triton"), run("torch"), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_without_a_gpu_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "INTERPRETED", False)
-    q = torch.zeros(1, 2, 1, 16)
-    network = Network((torch.zeros(1, 16, 64), torch.zeros(1, 64, 16)))
-    update = InnerUpdate(q, q, q, torch.zeros(1, 2, 1), network, Averaged(torch.ones(1)), 1)
     with pytest.raises(ValueError, match=r"'triton' needs .*form 'serial' is served here by backend 'torch'"):
-        prism.memory(update, form="serial", backend="triton")
+        prism.memory(draw(1, 1), form="serial", backend="triton")
 
 
-if __name__ == "__main__":
-    check("cpu", SMALL)
-    print("checked", len(SMALL))
+def test_the_automatic_choice_on_a_cpu_is_torch() -> None:
+    """Also where Triton's interpreter could run the kernel."""
+    assert path_taken(engine_of(InnerUpdate), draw(1, 1)) == ("serial", "torch")
+
+
+def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(available, "PROBLEM", None)
+    old = SimpleNamespace(q=SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0)))
+    assert kernel_refuses(old) == "needs a GPU of compute capability 8.0 or newer"

@@ -1,8 +1,7 @@
 """Triton kernels: the linear memory with one decay per head, and the operations around it.
 
 **The chunk form** that all kernels of the memory share. A token has J *columns*: keys X_j, written with values Y_j. With an
-erase, column 0 is special. It looks up B (X_0 itself, unless the update has a separate erase direction) and writes the
-remainder:
+erase, column 0 is special. It looks up B (X_0 itself, unless the update has `erase_write`) and writes the remainder:
 
     Y_0 = W_0 - β ⊙ R,     R = (B ⊙ e^G) S + Σ_j tril(B X_jᵀ ⊙ Γ, -1) Y_j,        Y_j = W_j for j > 0
         = T⁻¹ (W_0 - β ⊙ [(B ⊙ e^G) S + Σ_{j>0} tril(B X_jᵀ ⊙ Γ, -1) W_j]),       T = I + β ⊙ tril(B X_0ᵀ ⊙ Γ, -1)
@@ -11,9 +10,9 @@ remainder:
 
 S is the state before a chunk and S' after it, G the cumulative log-decay inside the chunk, and Γ the fraction of each
 column's write that remains at each row. PRISM with L writes has J = L columns, and the same triangular matrix T as Gated
-DeltaNet.
+DeltaNet. An erase along another key than the first one written gets its own column 0, with W_0 = 0: J = L + 1.
 
-**One call.** `engine.dispatch` asks `serve.py` whether the kernels serve an update. `serve.py` turns the update into
+**One call.** `engine/dispatch.py` asks `serve.py` whether the kernels serve an update. `serve.py` turns the update into
 `KernelInputs` and calls the operator in `memory.py`, which runs the passes in order:
 
     forward     prepare (T⁻¹ and the products inside each chunk), then a scan that carries the state from chunk to chunk
@@ -32,8 +31,8 @@ configurations; nothing is tuned at run time. The first call of a kind compiles 
 | tiles.py | device functions that these kernels share |
 | segments.py | how a sequence is cut into segments, and the kernel that links them |
 | decode.py | one token at a time: kernel, launch and operator |
-| short_conv.py, solver.py, columns.py | the same three for each operation around the memory (defined in `engine/fused.py`) |
-| serial_mlp.py | the same three for online gradient descent of a two-layer network |
+| short_conv.py, solver.py, columns.py | kernel, launch and operator of each operation around the memory (engine/fused.py) |
+| serial_mlp.py | kernel, launch and operator of online gradient descent of a two-layer network (engine/networks/serial.py) |
 | configurations.py | measured tile sizes per shape and GPU |
 | runtime.py | compiling and starting kernels; `Operator`, the shortest path from torch to them |
 | compat.py | private Triton calls, each with a fallback |

@@ -72,6 +72,17 @@ def outdated(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
 
 
+def device_refuses(x: Tensor) -> str | None:
+    """Why no kernel can run on a tensor's device, or with the installed versions, in one clause; None if kernels can."""
+    if PROBLEM is not None:
+        return PROBLEM
+    if not x.is_cuda and not (INTERPRETED and x.device.type == "cpu"):
+        return (
+            f"needs a CUDA device, not {x.device.type} (on a CPU, TRITON_INTERPRET=1 runs it in Triton's interpreter)"
+        )
+    return "needs a GPU of compute capability 8.0 or newer" if outdated(x) else None
+
+
 _initialised = threading.local()
 
 

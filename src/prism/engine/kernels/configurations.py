@@ -16,10 +16,10 @@ import torch
 
 @dataclass(frozen=True)
 class Tiling:
-    """The channels of one program, its warps, and how it loads."""
+    """Channels per tile, warps per program, and how it loads."""
 
     block: int
-    """Value (or key) channels per program."""
+    """Value channels per tile."""
     warps: int = 4
     stages: int = 1
     """Loads that are prefetched (software pipelining)."""
@@ -31,7 +31,8 @@ class Tiling:
 class Configuration:
     """Tile sizes of all passes. The two scans use chunks of `step` tokens, the parallel passes of `chunk`, a multiple.
 
-    All passes are split along V; `backward_queries` and `backward_writes` also by `key_block` along K.
+    A program of a scan has one block of value channels. A program of `backward_queries` or `backward_writes` has `key_block`
+    key channels and loops over the blocks of value channels.
     """
 
     forward_scan: Tiling
@@ -67,7 +68,11 @@ MEASURED: dict[tuple[int, int, int, str], Configuration] = {
     (128, 128, 3, "sm90"): _HOPPER,
     (128, 128, 4, "sm90"): _SHORT,
 }
-"""(K, V, columns, architecture) → the configuration that was fastest in bfloat16."""
+"""(K, V, columns, architecture) → the configuration that was fastest in bfloat16.
+
+K and V are padded widths (`available.tile_widths`). Columns are the writes of a token, and one more if it erases along another
+key than its first. The architecture is `architecture(device)`. Float32 has no rows: it always uses `default`.
+"""
 
 _forced: list[Configuration] = []
 
@@ -106,7 +111,7 @@ def forced(choice: Configuration) -> Iterator[None]:
 
 
 def architecture(device: torch.device) -> str:
-    """`"sm90"`, or `"interpreter"` on the CPU."""
+    """The compute capability, such as `"sm90"` for 9.0; `"interpreter"` on the CPU."""
     if device.type != "cuda":
         return "interpreter"
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""Run decays per key channel in flash-linear-attention's kernels, where it is installed and has an operator for the update.
+"""Run decays per key channel in flash-linear-attention's kernels, if it is installed and has an operator for the update.
 
 | update | their operator |
 |---|---|
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.kernels.available import installed_version
+from prism.engine.padding import repeat_heads, zero_padding
 from prism.engine.update import Update
 
 INSTALLED = (installed_version("flash-linear-attention", "fla-core") or (0, 0)) >= (0, 6)
@@ -37,7 +38,7 @@ def refuses(u: Update) -> str | None:
     if u.w.dtype not in (torch.bfloat16, torch.float16):
         return f"serves bfloat16 and float16, not {u.w.dtype}"
     if u.writes != 1 or u.substeps != 1:
-        return "serves one write a token"
+        return "serves one write per token"
     if u.reset is not None:
         return "is not used for packed documents"
     if u.key_dim > WIDEST_KEY:
@@ -54,10 +55,7 @@ def run(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     dtype, H = u.w.dtype, u.heads
 
     def converted(z: Tensor, dtype: torch.dtype = dtype) -> Tensor:
-        z = z.to(dtype)
-        if u.mask is not None:
-            z = torch.where(u.mask.reshape(*u.mask.shape, *[1] * (z.ndim - 2)), z, 0.0)
-        return (z if z.shape[2] == H else z.repeat_interleave(H // z.shape[2], 2)).contiguous()
+        return repeat_heads(zero_padding(z.to(dtype), u.mask), H).contiguous()
 
     assert u.log_decay is not None
     q, k, v = converted(u.q), converted(u.k[..., 0, :]), converted(u.w[..., 0, :])

@@ -59,7 +59,7 @@ class TokenGradients(NamedTuple):
 
 
 class TokenBuffers(NamedTuple):
-    """Memory that those passes write: results, and partial sums over `key_blocks` blocks of key channels."""
+    """Memory that the passes over the tokens write: results, and partial sums over `key_blocks` blocks of key channels."""
 
     d_q: Tensor
     d_x: Tensor
@@ -71,7 +71,7 @@ class TokenBuffers(NamedTuple):
 
 
 class KeyTiles(NamedTuple):
-    """Descriptors of tiles of `key_block` key channels, for both of those passes."""
+    """Descriptors of tiles of `key_block` key channels, for the passes over queries and over writes."""
 
     q: Any
     x: Any
@@ -80,7 +80,7 @@ class KeyTiles(NamedTuple):
 
 
 class ValueTiles(NamedTuple):
-    """Descriptors of tiles of BV value channels."""
+    """Descriptors of tiles of BV value channels, for one of these passes."""
 
     BV: int
     w: Any
@@ -93,8 +93,7 @@ class ValueTiles(NamedTuple):
 class Launch:
     """The arguments that the kernels share, and one method per pass.
 
-    Args:
-        u: the inputs. A step is the chunk of the scans, a chunk that of the parallel passes (`Configuration`).
+    A step is the chunk of the scans, a chunk that of the parallel passes (`Configuration`). `heads` is B · H.
     """
 
     def __init__(self, u: KernelInputs) -> None:

@@ -142,7 +142,7 @@ _compiling = threading.Lock()
 
 
 class Compiled:
-    """The programs for one kind of memory: all inputs of the compiler that do not differ between its kernels."""
+    """The programs of one kind of memory, and the constants that its kernels share."""
 
     def __init__(self, constants: dict[str, Any], device: torch.device) -> None:
         self.constants, self.device = constants, device
@@ -172,7 +172,7 @@ def compiled(
     K: int, V: int, J: int, dtype: torch.dtype, device: torch.device,
     erases: bool, tied: bool, strength: bool, decay: bool, documents: bool, how: Configuration,
 ) -> Compiled:  # fmt: skip
-    """The programs for these sizes and options, one object per combination."""
+    """The programs for these sizes, options and tile sizes (`how`), one object per combination."""
     constants = {
         "J": J,
         "K": K,

@@ -250,8 +250,8 @@ def serial_mlp(
     B, T, H, D = q.shape
     with device_guard(q):
         serial_mlp_kernel[(B * H,)](
-            *[x.contiguous() for x in (q, k, target, rate)], scale, shift,
-            w1.contiguous(), b1, w2_t, b2, z, end1, end_b1, end, end_b2, *saved, T, H,
+            *_contiguous(q, k, target, rate, scale, shift, w1, b1, w2_t, b2),
+            z, end1, end_b1, end, end_b2, *saved, T, H,
             D=D, M=w1.shape[-1], NORM=scale is not None, BIAS=b1 is not None, SAVE=save, num_warps=WARPS,
         )  # fmt: skip
     end2.copy_(end.transpose(-1, -2))
@@ -302,14 +302,14 @@ def serial_mlp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, target, rate, the first W1, W2, b1, b2, and of scale and shift. `w1`, `w2`: the last weights."""
     B, T, H, D = q.shape
-    tokens = [x.contiguous() for x in (q, k, target, rate)]
+    tokens = _contiguous(q, k, target, rate)
     d_tokens = [torch.empty_like(x) for x in tokens]
-    first1, first2 = d_w1.clone(memory_format=torch.contiguous_format), _transposed(d_w2)
-    first_b1, first_b2 = (None if x is None else x.clone() for x in (d_b1, d_b2))
+    first1, first2 = _copy(d_w1), _transposed(d_w2)
+    first_b1, first_b2 = (None if x is None else _copy(x) for x in (d_b1, d_b2))
     d_scale, d_shift = (None if scale is None else q.new_empty(B, H, D) for _ in range(2))
     with device_guard(q):
         serial_mlp_backward_kernel[(B * H,)](
-            *tokens, scale, shift, w1.clone(), _transposed(w2), z1, back, z2, asked, d_z.contiguous(),
+            *tokens, *_contiguous(scale, shift), _copy(w1), _transposed(w2), *_contiguous(z1, back, z2, asked, d_z),
             first1, first_b1, first2, first_b2, *d_tokens, d_scale, d_shift, T, H,
             D=D, M=w1.shape[-1], NORM=scale is not None, BIAS=d_b1 is not None, num_warps=WARPS,
         )  # fmt: skip
@@ -355,6 +355,16 @@ def _differentiate(
 serial_mlp.register_autograd(_differentiate, setup_context=_setup_context)
 
 
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
+    """The kernels read contiguous tensors. A saved-tensor hook may return any strides."""
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A contiguous copy, which a kernel overwrites."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _transposed(x: Tensor) -> Tensor:
-    """A copy with the last two dimensions exchanged."""
-    return x.transpose(-1, -2).clone(memory_format=torch.contiguous_format)
+    """A contiguous copy with the last two dimensions exchanged."""
+    return _copy(x.transpose(-1, -2))

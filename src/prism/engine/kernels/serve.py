@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.engine.kernels import available
-from prism.engine.kernels.available import INTERPRETED, outdated, tile_widths
+from prism.engine.kernels.available import device_refuses, tile_widths
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.linear.steps import at_substep
+from prism.engine.padding import real_resets, repeat_heads, repeat_mask, zero_padding
 from prism.engine.update import Update, wants_gradients
 
 WIDEST_KEY, WIDEST_VALUE, MOST_WRITES = 256, 512, 4
@@ -28,14 +29,8 @@ def on_gpu(u: Update) -> bool:
 
 def step_refuses(u: Update) -> str | None:
     """Why the decode kernel cannot serve an update, in one clause; None if it can."""
-    if available.PROBLEM is not None:
-        return available.PROBLEM
-    if not u.w.is_cuda and not (INTERPRETED and u.w.device.type == "cpu"):
-        return (
-            f"needs a CUDA device, not {u.w.device.type} (on a CPU, TRITON_INTERPRET=1 runs it in Triton's interpreter)"
-        )
-    if outdated(u.w):
-        return "needs a GPU of compute capability 8.0 or newer"
+    if (problem := device_refuses(u.w)) is not None:
+        return problem
     if not u.w.is_cuda and u.w.dtype == torch.bfloat16:
         return "has no bfloat16 on a CPU: Triton's interpreter multiplies matrices of it wrongly"
     if u.per_channel:
@@ -49,14 +44,14 @@ def step_refuses(u: Update) -> str | None:
     if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
         return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
     if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # which the chunk kernels compute
-        return f"serves up to {MOST_WRITES} writes a token where gradients are wanted, not {u.writes}"
+        return f"serves up to {MOST_WRITES} writes per token where gradients are wanted, not {u.writes}"
     return None
 
 
 def chunks_refuse(u: Update) -> str | None:
     """Why the chunk kernels cannot serve an update, in one clause; None if they can."""
     if u.writes > MOST_WRITES:
-        return f"serves up to {MOST_WRITES} writes a token, not {u.writes}"
+        return f"serves up to {MOST_WRITES} writes per token, not {u.writes}"
     return step_refuses(u)
 
 
@@ -90,15 +85,10 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
 def _kernel_inputs(u: Update) -> tuple[Any, ...]:
     """The fields of `launch.KernelInputs`: masked tokens set to zero, heads repeated, widths padded."""
     n, H, dtype = u.substeps, u.heads, u.w.dtype
-    per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
+    per_row = repeat_mask(u.mask, n)
 
     def converted(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
-        if z is None:
-            return None
-        z = z.to(dtype)
-        if mask is not None:  # `where`, because NaN · 0 is NaN
-            z = torch.where(mask.reshape(*mask.shape, *[1] * (z.ndim - 2)), z, 0.0)
-        return z if z.shape[2] == H else z.repeat_interleave(H // z.shape[2], 2)
+        return None if z is None else repeat_heads(zero_padding(z.to(dtype), mask), H)
 
     q, g = converted(u.q, u.mask), converted(u.log_decay, u.mask, torch.float32)
     x, w, b = converted(u.k, per_row), converted(u.w, per_row), None
@@ -110,10 +100,8 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
         w = torch.cat([torch.zeros_like(w[..., :1, :]), w], 3)
         if u.erase_write is None:
             b = None
-    documents = None
-    if u.reset is not None:
-        reset = u.reset if u.mask is None else u.reset & u.mask
-        documents = at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
+    reset = real_resets(u.reset, u.mask)
+    documents = None if reset is None else at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
     keys, values = tile_widths(u.key_dim, u.value_dim, u.w.is_cuda)
     keys, values = keys - u.key_dim, values - u.value_dim
     return (

@@ -20,6 +20,7 @@ from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, gradi
 
 # One warp holds whole rows of a tile, so that sums over tokens stay within a thread.
 TILE: dict[str, int] = {"ROWS": 4, "COLUMNS": 256, "num_warps": 1}
+# The weights' gradient: a program sums over SUM_REPEAT tiles, one after the other.
 SUM_TILE, SUM_REPEAT = {**TILE, "ROWS": 2}, 64
 
 

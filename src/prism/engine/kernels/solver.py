@@ -28,7 +28,7 @@ from prism.engine.kernels.runtime import (
 )
 
 ELEMENTS = 2048
-"""Tokens × channels per program of the solver."""
+"""Tokens × channels per program, of the kernels here and in columns.py."""
 
 
 @triton.jit
@@ -178,7 +178,7 @@ def solve_kernel(
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
-    """v, u `[rows, H, V]`, p and w `[rows, H, L, V]`, β `[rows, H, L]`, γ `[L, H, V]`."""
+    """`value` (v) and u `[rows, H, V]`, p and w `[rows, H, L, V]`, β `[rows, H, L]`, γ `[L, H, V]`."""
     h, head, known = tokens_of_a_head(rows, H, ROWS)
     v = tl.arange(0, BV)
     inside = known[:, None] & (v < V)[None, :]

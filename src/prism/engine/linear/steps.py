@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prism.engine.padding import real_resets, repeat_heads, zero_padding
+from prism.engine.padding import real_resets, repeat_heads, repeat_mask, zero_padding
 from prism.engine.update import Update
 
 
@@ -51,7 +51,7 @@ class Steps:
 def resolve(u: Update) -> Steps:
     """The steps of an update."""
     n, H, dtype = u.substeps, u.heads, u.state_dtype
-    per_row = None if u.mask is None else u.mask.repeat_interleave(n, 1) if n > 1 else u.mask
+    per_row = repeat_mask(u.mask, n)
 
     def prepare(x: Tensor | None, mask: Tensor | None) -> Tensor | None:
         return None if x is None else repeat_heads(zero_padding(x.to(dtype), mask), H)

@@ -14,8 +14,8 @@ Three exact forms:
 
     recurrent   the definition, token by token
     chunkwise   a mini-batch in matrix products (the literature's dual form)
-    serial      for b = 1, where one token's gradient needs the weights that the previous token left (in Triton, for two
-                layers, one kernel per sequence)
+    serial      for b = 1, where one token's gradient needs the weights that the previous token left (on a GPU, one Triton
+                kernel for networks of two layers)
 
 A state is a flat dict of tensors and includes the current partial mini-batch, so a sequence may be cut anywhere.
 

@@ -110,10 +110,8 @@ def gradients(
 
 def kernel_refuses(u: InnerUpdate) -> str | None:
     """Why the kernel cannot serve an update, in one clause, or None."""
-    if available.PROBLEM is not None:
-        return available.PROBLEM
-    if u.q.device.type != "cuda" and not available.INTERPRETED:
-        return f"needs a CUDA device, not {u.q.device.type!r}"
+    if (problem := available.device_refuses(u.q)) is not None:
+        return problem
     if u.state_dtype != torch.float32:
         return "computes in float32, not float64"
     if u.reset is not None:
@@ -127,13 +125,13 @@ def kernel_refuses(u: InnerUpdate) -> str | None:
 
 
 def kernel_is_automatic(u: InnerUpdate) -> bool:
-    """`backend="auto"` tries the kernel first. Warns once on a GPU if the installed versions rule it out."""
+    """Whether the update is on a GPU, where `backend="auto"` tries the kernel. Warns once if the versions rule it out."""
     available.warn_if_unavailable(u.q)
-    return True
+    return u.q.is_cuda
 
 
 def serial_by_kernel(u: InnerUpdate, state: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """`serial` for a network of two layers, in one kernel per sequence (kernels/serial_mlp.py)."""
+    """`serial` for a network of two layers, in one kernel (kernels/serial_mlp.py)."""
     dtype, u = u.v.dtype, u.prepared()
     assert isinstance(u.learner, Averaged)
     network, start = u.network, unpack(u, state).learned.start
