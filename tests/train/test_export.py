@@ -97,7 +97,7 @@ def test_commands_notice_damage_and_open_what_has_no_manifest(run: Path, capsys:
     for path in (run, model):
         assert main(["generate", str(path), *words[2:]]) == 2
         captured = capsys.readouterr()
-        assert captured.out == "" and "is damaged: model.safetensors does not have its SHA-256" in captured.err
+        assert captured.out == "" and "is damaged: model.safetensors does not match its SHA-256" in captured.err
     (model / "manifest.json").unlink()  # as older exports are
     assert main(words) == 0
 
