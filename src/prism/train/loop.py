@@ -193,7 +193,9 @@ class _Run:
                     bar.say(f"stopped at step {self.step} and saved: the same command resumes from here")
                     return self.result(None, stopped=True)
             if self.best.run_out:
-                bar.say(f"no improvement in {self.best.patience} validations: the model is that of step {self.best.step}")
+                bar.say(
+                    f"no improvement in {self.best.patience} validations: the model is that of step {self.best.step}"
+                )
         return self.result(self.world.on_main(self.export))
 
     def advise(self, bar: Bar) -> None:
