@@ -41,10 +41,10 @@ recommender = Recommender.fit(
 print("c0 did  ", list(events[events["customer"] == "c0"]["product"]))
 print("c0 next ", recommender.recommend(users=["c0"], k=5).items[0])
 
-# A user nobody has seen: a history, or a state that one event at a time keeps up to date.
+# A user who is not in the table: a history, or a state that each event updates.
 print("2, 4, 6 ", recommender.recommend(sequences=[["p2", "p4", "p6"]], k=5).items[0])
 states = recommender.start(1)
 for item in ("p2", "p4", "p6"):
     states = recommender.observe(states, [item])
 print("streamed", recommender.recommend(states, k=5, exclude=[["p2", "p4", "p6"]]).items[0])
-print(f"a user's state takes {states.nbytes:,} bytes, whatever the history")
+print(f"a user's state takes {states.nbytes:,} bytes, for any history")
