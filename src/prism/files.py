@@ -256,7 +256,7 @@ def find_damage(folder: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
     if manifest != _signed(manifest["files"]) or path.read_bytes() != json_bytes(manifest):
-        return f"{MANIFEST} does not have its SHA-256"
+        return f"{MANIFEST} does not match its SHA-256"
     for name, (size, digest) in expected.items():
         path = folder / name
         if not path.is_file():
@@ -264,7 +264,7 @@ def find_damage(folder: Path) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes instead of {size}"
         if sha256(path) != digest:
-            return f"{name} does not have its SHA-256"
+            return f"{name} does not match its SHA-256"
     return None
 
 

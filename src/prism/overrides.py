@@ -111,11 +111,8 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     return tuple(_convert(kind, item) for kind, item in zip(kinds, value, strict=True))
 
 
-# Settings as a command line: the flags that differ from the preset, wherever the values came from.
-
-
 def train_command(task: str, settings: Any, start: Any) -> str:
-    """The `prism train TASK …` command that gives `settings`, where `start` is their preset."""
+    """The `prism train TASK …` command that gives `settings`: the flags that differ from `start`, their preset."""
     words = ["prism", "train", task, *(["--preset", settings.preset] if settings.preset else [])]
     return shlex.join([*words, *_differences(to_plain(start), to_plain(settings), "--")])
 

@@ -169,8 +169,9 @@ def test_a_hub_dataset_is_asked_for_by_name_and_a_failure_is_one_sentence(monkey
 def test_a_folder_of_other_files_is_refused_with_the_pattern_that_reads_them(tmp_path: Path) -> None:
     for name in ("a.py", "b.py", "c.toml"):
         (tmp_path / name).write_text("x = 1\n")
-    with pytest.raises(
-        ValueError, match=r"holds no file that ends in .*; to read others, .* --data\.pattern '\*\.py'$"
-    ):
-        text.find_files([str(tmp_path)])
+    refused = r"holds no file that ends in .*; to read others, "
+    with pytest.raises(ValueError, match=refused + r"give a pattern: --data\.pattern '\*\.py'$"):
+        text.find_files([str(tmp_path)], pattern_flag="--data.pattern")
+    with pytest.raises(ValueError, match=refused + r"give the files themselves: .*\*\.py$"):
+        text.find_files([str(tmp_path)])  # `prism evaluate lm` has no flag for a pattern
     assert [path.name for path in text.find_files([str(tmp_path)], "*.py")] == ["a.py", "b.py"]

@@ -210,7 +210,10 @@ def test_bad_input_is_named() -> None:
         (lambda: it.recommend(sequences=[[["i1"]]]), "items must be text or integers, got list"),
         (lambda: it.recommend(sequences=[["i1"]], unknown="ignore"), "unknown must be"),
         (lambda: it.observe(states, ["i1", None], [datetime(2020, 1, 1), None]), "seconds since 1970"),
-        (lambda: it.start(0), "users must be at least 1"),
+        (lambda: it.recommend(["ann"], k=True), "k must be an integer of at least 1, got True"),
+        (lambda: it.recommend(["i1", "i2"]), r"2 of 2 users are unknown: 'i1', 'i2'; .* give the history \(sequences"),
+        (lambda: it.start(0), "users must be an integer of at least 1, got 0"),
+        (lambda: it.start("ann"), "users must be an integer of at least 1, got 'ann'"),
         (lambda: it.observe(states, ["i1"]), "one entry for each of the 2 users"),
         (lambda: it.observe(states, ["i1", "i2"], [1.0, float("nan")]), "finite"),
         (lambda: Recommender(it.model, Catalogue(["a"])), "the catalogue has 1 items, but the model 12"),
@@ -220,6 +223,15 @@ def test_bad_input_is_named() -> None:
         ),
         (lambda: UserStates.concatenate([]), "must not be empty"),
         (lambda: Recommender.fit("events.csv", data={"source": "other.csv"}), "leave it out"),
+        (
+            lambda: Recommender.fit("events.csv", users="name"),
+            r"no argument users \(did you mean user\?\): name columns",
+        ),
+        (lambda: Recommender.fit("events.csv", epoch=3), r"no argument epoch \(did you mean epochs\?\)"),
+        (
+            lambda: Recommender.fit("events.csv", column="name"),
+            "name columns with user, item, time, features; all else",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             call()

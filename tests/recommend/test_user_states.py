@@ -50,7 +50,7 @@ def close(it: Recommender, states: UserStates, histories: list[list[str]], times
 @torch.no_grad()
 def test_streamed_is_read_anew(layers: str) -> None:
     """After 1, 10 and 1000 events: one at a time at both ends, a long list between."""
-    # ATLAS's inner optimiser makes a rounding error grow a hundred-thousandfold in a thousand tokens, however they are cut.
+    # ATLAS's inner optimizer makes a rounding error grow a hundred-thousandfold in a thousand tokens, however they are cut.
     it = recommender(layers, torch.float64 if layers == "atlas" else torch.float32)
     histories = sequences(2, LONG)
     states = it.start(2)

@@ -97,9 +97,18 @@ def test_commands_notice_damage_and_open_what_has_no_manifest(run: Path, capsys:
     for path in (run, model):
         assert main(["generate", str(path), *words[2:]]) == 2
         captured = capsys.readouterr()
-        assert captured.out == "" and "is damaged: model.safetensors does not have its SHA-256" in captured.err
+        assert captured.out == "" and "is damaged: model.safetensors does not match its SHA-256" in captured.err
     (model / "manifest.json").unlink()  # as older exports are
     assert main(words) == 0
+
+
+def test_a_folder_that_is_no_run_is_not_exported(run: Path, capsys: Captured) -> None:
+    for folder, sentence in (
+        (run / "nowhere", f"{run / 'nowhere'} is not a run folder: it has no config.json"),
+        (run / "model", "is not the config.json of a run"),
+    ):
+        assert main(["export", str(folder), "--out", str(run.parent / "out")]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def test_edited_text_files_are_no_damage(run: Path) -> None:

@@ -156,7 +156,7 @@ def test_a_finished_run_is_not_trained_again_but_can_be_prolonged(tmp_path: Path
     assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
     assert train_lm(small(tmp_path, steps=30), build_plain).step == 30
     config = (tmp_path / "run" / "config.json").read_bytes()
-    with pytest.raises(ValueError, match="is at step 30, beyond steps 24"):
+    with pytest.raises(ValueError, match="is at step 30, but steps is 24"):
         train_lm(small(tmp_path), build_plain)
     assert (tmp_path / "run" / "config.json").read_bytes() == config, "a refused command changes nothing"
 

@@ -60,6 +60,10 @@ def evaluate_rec(
     """
     if output is not None:
         check_target(output, folder=True)
+    among = None if sampled is None else Sampled(sampled, sampled_by)
+    for name, value in (("max_length", max_length), ("batch", batch)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     with model_folder(model, say) as folder:
         recommender = open_weights(PrismForRecommendation, folder, device)
         training = training_of(folder)
@@ -76,7 +80,7 @@ def evaluate_rec(
             max_length=recommender.config.max_length if max_length is None else max_length,
             filter_seen=filter_seen,
             batch=batch,
-            sampled=None if sampled is None else Sampled(sampled, sampled_by),
+            sampled=among,
             progress=lambda done, total: progress.update(bar, completed=done, total=total),
         )
     show(results)

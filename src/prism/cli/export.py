@@ -28,14 +28,14 @@ def export(run: Annotated[Positional[Path], arg(metavar="RUN")], out: Path | Non
     if out is not None and out.exists():
         raise ValueError(f"{out} exists already: give another folder with --out")
     check_target(run if out is None else out, folder=True, name="out")
+    stored = stored_config(run)
+    if stored is None:
+        raise ValueError(f"{run} is not a run folder: it has no {CONFIG}")
     found = find_newest_good(run / "checkpoints", say)
     if found is None and checkpoint_names(run / "checkpoints"):
         raise all_damaged(run / "checkpoints")
     if found is None:
         raise ValueError(f"{run} has no checkpoint to export")
-    stored = stored_config(run)
-    if stored is None:
-        raise ValueError(f"{run} is not a run folder: it has no {CONFIG}")
     module, function = WRITERS[stored["task"]].split(":")
     write = getattr(import_module(module), function)
     chosen = chosen_by(found)

@@ -120,7 +120,7 @@ class _Source:
         self.hubs = hubs
         self.files: list[Path] = []
         if not hubs:
-            named = text.find_files(recipe.sources, recipe.pattern)
+            named = text.find_files(recipe.sources, recipe.pattern, "--data.pattern")
             self.files = named if recipe.sources else text.standard_library()
 
     @property

@@ -33,8 +33,12 @@ def standard_library() -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-def find_files(sources: Iterable[str], pattern: str | None = None) -> list[Path]:
-    """All files of the sources; folders are searched for text, jsonl and parquet files, or for `pattern` (a glob)."""
+def find_files(sources: Iterable[str], pattern: str | None = None, pattern_flag: str | None = None) -> list[Path]:
+    """All files of the sources; folders are searched for text, jsonl and parquet files, or for `pattern` (a glob).
+
+    Args:
+        pattern_flag: the flag that gives a pattern, named in the error for a folder without such files.
+    """
     found: list[Path] = []
     for source in sources:
         path = Path(source).expanduser()
@@ -46,20 +50,22 @@ def find_files(sources: Iterable[str], pattern: str | None = None) -> list[Path]
         inside = path.rglob(pattern or "*")
         files = [file for file in inside if file.is_file() and (pattern or inner_suffix(file) in _IN_FOLDERS)]
         if not files:
-            raise ValueError(f"the folder {source} holds no {_wanted(path, pattern)}")
+            raise ValueError(f"the folder {source} holds no {_wanted(path, pattern, pattern_flag)}")
         found += sorted(files, key=lambda file: file.relative_to(path).as_posix())
     return found
 
 
-def _wanted(folder: Path, pattern: str | None) -> str:
-    """What a folder has no file of, for the message; with a pattern that would match its files."""
+def _wanted(folder: Path, pattern: str | None, flag: str | None) -> str:
+    """What a folder has no file of, for the message; and how to read the files that it has."""
     if pattern:
         return f"file that matches {pattern!r}"
     endings = Counter(file.suffix for file in folder.rglob("*") if file.is_file() and file.suffix)
     usual = f"file that ends in {', '.join(_IN_FOLDERS)} (or one of these with .gz or .xz)"
     if not endings:
         return usual
-    return f"{usual}; to read others, give a pattern: --data.pattern '*{endings.most_common(1)[0][0]}'"
+    others = f"*{endings.most_common(1)[0][0]}"
+    how = f"give the files themselves: {folder / others}" if flag is None else f"give a pattern: {flag} '{others}'"
+    return f"{usual}; to read others, {how}"
 
 
 def documents(path: Path, field: str = "text") -> Iterator[Document]:

@@ -118,11 +118,8 @@ def byte_alphabet() -> list[str]:
     return [chr(byte if byte in shown else next(others)) for byte in range(256)]
 
 
-# Incremental decoding: tokens one at a time to the text that no later token can change.
-
-
 class TextStream:
-    """Decode tokens one at a time.
+    """Decode tokens one at a time, to text that no later token can change.
 
     The texts that `push` returns and the final `flush` are together what `Tokenizer.decode` gives for all tokens.
 

@@ -74,6 +74,8 @@ def fingerprint_mismatch(found: dict[str, str], model: PreTrainedModel) -> str |
 
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+_KINDS = {"prism": "PRISM language model", "prism_rec": "PRISM recommender"}
+"""What a folder holds, by the model_type in its config.json."""
 
 
 def open_weights(kind: type[Model], folder: Path, device: str = "auto") -> Model:
@@ -112,8 +114,10 @@ def _check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
     wanted = kind.config_class.model_type  # type: ignore[union-attr]  # both of our models have one
     found = read_json(config).get("model_type")
     if found != wanted:
-        what = "PRISM recommender" if wanted == "prism_rec" else "PRISM model"
-        raise ValueError(f"{folder} holds no {what}: model_type in its config.json is {found!r}, not {wanted!r}")
+        raise ValueError(
+            f"{folder} holds no {_KINDS[wanted]}: model_type in its config.json is {found!r}, not {wanted!r}"
+            + (f"; it is a {_KINDS[found]}" if found in _KINDS else "")
+        )
 
 
 def _load(kind: type[PreTrainedModel], folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:

@@ -40,7 +40,7 @@ def _gates(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def no_weight_decay(module: nn.Module) -> set[str]:
-    """The names of parameters that an optimiser should not decay: gates, skips, norms and biases."""
+    """The names of parameters that an optimizer should not decay: gates, skips, norms and biases."""
     small = {name for name, parameter in module.named_parameters() if parameter.ndim < 2}
     return small | set(gates(module))
 

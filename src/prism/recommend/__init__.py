@@ -1,6 +1,6 @@
-"""Recommenders: trained on events, asked for users or sequences, kept up to date event by event.
+"""Recommenders: train on events, recommend to users or after sequences, keep up with new events.
 
-This half serves and imports nothing of prism.train; `Recommender.fit` imports task.py when it is called.
+Serving imports nothing of prism.train; `Recommender.fit` imports task.py when it is called.
 """
 
 from prism.recommend.recommender import Recommender

@@ -297,8 +297,6 @@ def _repeats(targets: Targets, histories: Histories) -> np.ndarray:
     """Which targets' items already are in their contexts, bool `[M]`."""
     stride = int(histories.items.max(initial=0)) + 1
     pairs = np.repeat(np.arange(len(histories)), histories.lengths) * stride + histories.items
-    _, first, each = np.unique(
-        pairs, return_index=True, return_inverse=True
-    )  # the first place of the pair, for every event
+    _, first, each = np.unique(pairs, return_index=True, return_inverse=True)
     places = histories.offsets[targets.users] + targets.ends
-    return first[each[places]] < places
+    return first[each[places]] < places  # the pair of user and item occurred earlier

@@ -55,9 +55,8 @@ def ranks(
     if candidate_mask is None:
         candidate_mask = candidates(scores.shape[1] - 1, targets, exclude)
     own = scores.gather(1, targets[:, None])
-    return count(
-        (scores < own).logical_not_().logical_and_(candidate_mask)
-    )  # the target is among them: ranks start from 1
+    not_below = (scores < own).logical_not_().logical_and_(candidate_mask)
+    return count(not_below)  # the target is among them: ranks start from 1
 
 
 def count(mask: Tensor) -> Tensor:

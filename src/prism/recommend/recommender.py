@@ -120,9 +120,8 @@ class Recommender:
             dataset = training.other_dataset(str(data), everyone=True)
         else:
             dataset = prepare_dataset(EventRecipe(source=str(data)))
-        dataset = (
-            dataset if list(dataset.catalogue.items) == list(catalogue.items) else reindex_items(dataset, catalogue)
-        )
+        if list(dataset.catalogue.items) != list(catalogue.items):
+            dataset = reindex_items(dataset, catalogue)
         return cls(model, catalogue, dataset.users, dataset.histories, training)
 
     def save(self, folder: Path | str, histories: bool = True) -> None:
@@ -170,7 +169,7 @@ class Recommender:
             sequences: histories as lists of item ids. An empty history gets the most popular items.
             states: states from `start` or `observe`.
             filter_seen: leave out items of the history. A state does not remember items: use `exclude` with states.
-            exclude: for each row, ids of items to leave out.
+            exclude: for each row, ids of items to leave out (a list, or one id).
             times: times of the sequences' events, for models with time gaps. Events stay in the order given; an event that
                 is earlier than the previous one counts as simultaneous.
             max_length: number of last events to read. None: as many as in training. 0: all, as a stream does.
@@ -188,8 +187,7 @@ class Recommender:
             _check_list(name, value)
         if sequences is not None:
             _check_lists(sequences)
-        if not isinstance(k, Integral) or k < 1:
-            raise ValueError(f"k must be an integer of at least 1, got {k!r}")
+        _check_count("k", k)
         if states is not None:
             self._check(states)
             return self._best(states.hidden, states.events, self._excluded(len(states), None, exclude), k)
@@ -214,8 +212,7 @@ class Recommender:
 
     def start(self, users: int) -> UserStates:
         """States of new users, before their first event."""
-        if users < 1:
-            raise ValueError(f"users must be at least 1, got {users}")
+        _check_count("users", users)
         return self._blank.index_select([0] * users)
 
     @torch.no_grad()
@@ -284,6 +281,11 @@ class Recommender:
     def __repr__(self) -> str:
         known = "" if self.users is None else f", {len(self.users):,} users"
         return f"Recommender({len(self.catalogue):,} items{known}, layers={self.model.config.layers!r}, {self.device})"
+
+
+def _check_count(name: str, given: Any) -> None:
+    if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {given!r}")
 
 
 def _check_list(name: str, given: Any) -> None:

@@ -86,7 +86,7 @@ class RecSettings(RunSettings):
     out: Path = Path("runs/rec")
     """Run folder: checkpoints, log, settings and, at the end, the model."""
     steps: int = field(default=0, metadata={"min": 0})
-    """Number of optimiser steps. 0: as many as `epochs` need."""
+    """Number of optimizer steps. 0: as many as `epochs` need."""
     epochs: float = field(default=20.0, metadata={"min": 0})
     """Number of passes over the samples; ignored if `steps` is given."""
     batch: BatchSettings = field(default_factory=lambda: BatchSettings(128))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prism.messages import say
+from prism.messages import did_you_mean, say
 from prism.overrides import override, to_plain
 from prism.recommend.evaluate import rank_targets
 from prism.recommend.events import Dataset, RecBatch, Samples, Split, prepare_dataset
@@ -71,6 +71,7 @@ def fit(
     Returns:
         The model's folder, the dataset and the device.
     """
+    _check_arguments(settings)
     data = settings.get("data", {})
     if "source" in data:
         raise ValueError("data.source is the first argument of fit: leave it out of data")
@@ -89,6 +90,18 @@ def fit(
     if outcome.model is None:
         raise ValueError(f"training was stopped after step {outcome.step}, before a model was written")
     return outcome.model, dataset, chosen.device
+
+
+def _check_arguments(settings: dict[str, Any]) -> None:
+    """Refuse names that are neither columns nor settings; a misspelt column must not be taken for a setting."""
+    known = [part.name for part in fields(RecSettings)]
+    columns = [part.name for part in fields(Columns)]
+    for name in settings:
+        if name not in known:
+            raise ValueError(
+                f"fit has no argument {name}{did_you_mean(name, [*columns, *known], str)}: name columns with "
+                f"{', '.join(columns)}; all else are the settings of `prism train rec`"
+            )
 
 
 class RecTask:

@@ -37,7 +37,7 @@ from prism.rules.ttt import FastWeights
 class NeuralMemory(Rule):
     """Base of Titans and ATLAS: M, its gates, and the projections around it.
 
-    Subclasses define the inputs of M (`features`) and the optimiser (`learner`).
+    Subclasses define the inputs of M (`features`) and the optimizer (`learner`).
 
     Args:
         features: number of inputs of M for a key.
@@ -100,7 +100,7 @@ class NeuralMemory(Rule):
         return x
 
     def learner(self, x: Tensor) -> tuple[Tensor, Momentum]:
-        """The weight of each example `[B, T, H]`, and the optimiser that is applied to its gradient."""
+        """The weight of each example `[B, T, H]`, and the optimizer that is applied to its gradient."""
         log_decay = F.logsigmoid(at_least_float32(self.decay(x)))
         log_momentum = None if self.momentum is None else F.logsigmoid(at_least_float32(self.momentum(x)))
         return self.largest_rate * at_least_float32(self.rate(x)).sigmoid(), Momentum(log_decay, log_momentum)

@@ -113,7 +113,7 @@ def model_card(
     """
     rows = {
         **facts,
-        "optimiser": f"{settings.optimizer.name}, learning rate {settings.optimizer.lr:g}, {settings.schedule.name}",
+        "optimizer": f"{settings.optimizer.name}, learning rate {settings.optimizer.lr:g}, {settings.schedule.name}",
         "training loss": _training_loss(records),
         "skipped steps": state["skipped"],
         "seed": settings.seed,

@@ -36,7 +36,6 @@ from prism.device import warn_if_crowded
 from prism.engine import InvalidValueError
 from prism.files import write_atomically
 from prism.train import tensors
-from prism.train import tensors as rng
 from prism.train.checkpoint import Checkpoint, Checkpoints, NotFiniteError, checkpoint_at
 from prism.train.distributed import World, accumulating, joined, layers_of, parallel_forward, spread, whole
 from prism.train.export import write_export
@@ -177,7 +176,7 @@ class _Run:
         self.best = EarlyStopping(settings.validation.patience)
 
     def go(self) -> RunResult:
-        rng.seed(self.settings.seed + 1 + self.world.rank)  # dropout masks differ between processes
+        tensors.seed(self.settings.seed + 1 + self.world.rank)  # dropout masks differ between processes
         self.model.train()
         with self.bar() as bar:
             self.resume(bar)
@@ -194,7 +193,9 @@ class _Run:
                     bar.say(f"stopped at step {self.step} and saved: the same command resumes from here")
                     return self.result(None, stopped=True)
             if self.best.run_out:
-                bar.say(f"no better validation in {self.best.patience}: the model is that of step {self.best.step}")
+                bar.say(
+                    f"no improvement in {self.best.patience} validations: the model is that of step {self.best.step}"
+                )
         return self.result(self.world.on_main(self.export))
 
     def advise(self, bar: Bar) -> None:
@@ -227,13 +228,16 @@ class _Run:
         state = checkpoint.state
         self.step, self.skipped = state["step"], state["skipped"]
         if self.step > self.settings.steps:
-            raise ValueError(f"the run in {self.folder} is at step {self.step}, beyond steps {self.settings.steps}")
+            raise ValueError(
+                f"the run in {self.folder} is at step {self.step}, but steps is {self.settings.steps}: "
+                "raise --steps, or give another run folder with --out"
+            )
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.best.restore(state)
         tensors.load(checkpoint.tensors, self.model, self.optimizers, self.world)
         random = checkpoint.rng(self.world.rank)
         if random is not None:
-            rng.restore(random, self.world.device)
+            tensors.restore(random, self.world.device)
         self.saved = checkpoint
         bar.say(f"resuming from {checkpoint.folder.name} in {self.folder}")
 
@@ -370,17 +374,14 @@ class _Run:
             "torch": torch.__version__,
         }
         held = tensors.model_tensors(self.model) | tensors.optimizer_tensors(self.model, self.optimizers)
-        self.saved = self.checkpoints.save(held, rng.capture(self.world.device), state)
+        self.saved = self.checkpoints.save(held, tensors.capture(self.world.device), state)
 
     def give_up(self, step: _Step) -> str:
         """Write the step's samples to a file; the message that says where it is and why the run ends."""
         path = self.folder / f"not-finite-step-{step.number:08d}-process-{self.world.rank}.safetensors"
         write_atomically(path, save_safetensors(step.samples.tensors()))
-        kept = (
-            "no checkpoint was written yet"
-            if self.saved is None
-            else f"the last checkpoint is {self.saved.folder.name}"
-        )
+        last = None if self.saved is None else self.saved.folder.name
+        kept = "no checkpoint was written yet" if last is None else f"the last checkpoint is {last}"
         return (
             f"loss or gradient was not finite {max(1, self.skipped_in_a_row)} times in a row, up to step {step.number}: "
             f"the run stops; the samples are in {path}, {kept}"

@@ -145,11 +145,10 @@ def _check_identity(before: dict[str, Any], now: dict[str, Any], folder: Path) -
             )
 
 
-# The log: one JSON object per line, and optionally TensorBoard events.
-
-
 class Log:
-    """The log of a run's metrics, opened at a step: 0, or the checkpoint that the run resumes from.
+    """The log of a run's metrics: one JSON object per line, and optionally TensorBoard events.
+
+    It is opened at a step: 0, or the checkpoint that the run resumes from.
 
     Records after that step are dropped, so that the log reads as if the run had never been interrupted.
     """

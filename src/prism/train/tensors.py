@@ -57,9 +57,8 @@ def save(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
 def load(folder: Path, model: nn.Module, optimizers: Optimizers | None, world: World) -> None:
     """Load what `save` wrote into the model and its optimizers (None: the model only), in place."""
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    stored = cast(
-        dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata
-    )  # no other kind is written
+    # only tensors are written, so all metadata is of tensors
+    stored = cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)
     targets = model_tensors(model)
     _check_names(set(targets), {name for name in stored if name.startswith("model.")}, folder)
     for name, target in targets.items():
@@ -111,9 +110,6 @@ def _plain_errors() -> Iterator[None]:
             raise next(iter(error.failures.values()))[0] from error
 
 
-# Random state as tensors, so that it is saved like everything else.
-
-
 def seed(number: int) -> None:
     """Seed the random generators of torch and Python."""
     random.seed(number)
@@ -121,7 +117,7 @@ def seed(number: int) -> None:
 
 
 def capture(device: torch.device) -> dict[str, Tensor]:
-    """The random state of torch (CPU, and the GPU of the run if it has one) and of Python."""
+    """The random state of torch (CPU, and the GPU of the run if it has one) and of Python, as tensors to save."""
     version, words, _ = random.getstate()
     assert version == 3
     state = {"torch": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}

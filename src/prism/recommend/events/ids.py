@@ -21,6 +21,8 @@ class Ids:
 
     first: ClassVar[int]
     kind: ClassVar[str]
+    if_unknown: ClassVar[str] = ""
+    """Appended to the message about unknown ids: what to do instead."""
 
     @property
     def ids(self) -> Sequence[Id]:
@@ -42,7 +44,7 @@ class Ids:
         missing = [asked[place] for place in np.flatnonzero(rows < 0)]
         if missing and unknown == "error":
             shown = ", ".join(repr(name) for name in missing[:5]) + (" …" if len(missing) > 5 else "")
-            raise ValueError(f"{len(missing)} of {len(asked)} {self.kind}s are unknown: {shown}")
+            raise ValueError(f"{len(missing)} of {len(asked)} {self.kind}s are unknown: {shown}{self.if_unknown}")
         return rows[rows >= 0]
 
     def rows(self, ids: Sequence[Any]) -> np.ndarray:
@@ -88,6 +90,7 @@ class Users(Ids):
 
     first: ClassVar[int] = 0
     kind: ClassVar[str] = "user"
+    if_unknown: ClassVar[str] = "; for a user who is not in the events, give the history (sequences, --sequence)"
 
     @property
     def ids(self) -> Sequence[Id]:

@@ -109,10 +109,8 @@ def _events(
     order = np.argsort(-lengths, kind="stable")  # active users are then always the first rows
     active_at = np.searchsorted(-lengths[order], -np.arange(lengths.max()), "left")  # users with more than t events
     users = len(lengths)
-    cluster_odds, item_odds = (
-        np.log(_zipf(clusters)),
-        np.log(random.permuted(np.tile(_zipf(cluster), (clusters, 1)), axis=1)),
-    )
+    cluster_odds = np.log(_zipf(clusters))
+    item_odds = np.log(random.permuted(np.tile(_zipf(cluster), (clusters, 1)), axis=1))
     followed = np.argsort(random.gumbel(size=(users, clusters)) + cluster_odds, axis=1)[:, -interests:]
     weights = np.cumsum(random.dirichlet(np.full(interests, 2.0), users), axis=1)
     current = np.zeros(users, dtype=np.int64)
@@ -127,9 +125,8 @@ def _events(
         leaving = np.flatnonzero((random.random(active) < drift) | ~free[rows, followed[rows, slot]].any(1))
         # the largest of log-odds with Gumbel noise is a draw by those odds
         draw = random.gumbel(size=(len(leaving), clusters)) + cluster_odds
-        draw[np.arange(len(leaving))[:, None], followed[leaving]] -= (
-            1e6  # already followed: only if nothing else is left
-        )
+        # clusters that are already followed: only if nothing else is left
+        draw[np.arange(len(leaving))[:, None], followed[leaving]] -= 1e6
         draw[free[leaving].sum(2) == 0] = -np.inf
         followed[leaving, slot[leaving]] = draw.argmax(1)
         where = followed[rows, slot]
