@@ -1,7 +1,8 @@
 """Replayed steps give exactly the numbers of ordinary steps, with any cache, batch and call in between.
 
-A recorder stands in for CUDA graphs (recorded.py), so that a missing new capture is noticed on any machine. Changes of the
-model between steps are in test_replay_changes.py. `benchmarks/throughput.py` compares replayed graphs with ordinary steps.
+A recorder stands in for CUDA graphs (recorded.py) except in tests marked gpu, so that a missing new capture is noticed on
+any machine. Changes of the model between steps are in test_replay_changes.py. `benchmarks/throughput.py` compares replayed
+graphs with ordinary steps.
 """
 
 from __future__ import annotations
@@ -18,16 +19,10 @@ from torch import Tensor
 
 from prism.models import PrismCache, ReplayedCache, replay
 from prism.models.replay import cache_for
-from tests.models import recorded
 from tests.models.recorded import assert_same, pair, steps
 from tests.models.stacks import HYBRIDS, STACKS, label, left_padded, model, tokens
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture at the first step, with a recorder in place of CUDA graphs."""
-    monkeypatch.setattr(replay, "PATIENCE", 0)
-    monkeypatch.setattr(replay, "record", recorded.record)  # the models of these tests are on the CPU
+pytestmark = pytest.mark.usefixtures("captured_at_once")
 
 
 @pytest.mark.parametrize("layers", STACKS, ids=label)

@@ -12,16 +12,10 @@ from torch import Tensor, nn
 from prism.models import PrismForCausalLM, replay
 from prism.models.replay import CapturedStep
 from prism.nn import mixer
-from tests.models import recorded
 from tests.models.recorded import pair, steps
 from tests.models.stacks import model, tokens
 
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture at the first step, with a recorder in place of CUDA graphs."""
-    monkeypatch.setattr(replay, "PATIENCE", 0)
-    monkeypatch.setattr(replay, "record", recorded.record)  # the models of these tests are on the CPU
+pytestmark = pytest.mark.usefixtures("captured_at_once")
 
 
 def replaced_weight(lm: PrismForCausalLM) -> None:

@@ -90,13 +90,13 @@ def forward_hooks(modules: Iterable[nn.Module]) -> list[dict[Any, Any]] | None:
     """Torch's own dictionaries of forward hooks, the global ones first. Fallback: None, unknown."""
     kept = [getattr(torch_module, name, None) for name in GLOBAL_HOOKS]
     kept += [getattr(m, name, None) for m in modules for name in FORWARD_HOOKS]
-    return None if any(hooks is None for hooks in kept) else kept  # type: ignore[return-value]
+    return None if any(hooks is None for hooks in kept) else kept  # type: ignore[return-value]  # none is None
 
 
 def registries(modules: Iterable[nn.Module]) -> list[dict[str, Any]] | None:
     """Torch's own dictionaries of parameters, buffers and submodules. Fallback: None, unknown."""
     kept = [getattr(m, name, None) for m in modules for name in REGISTRIES]
-    return None if any(registry is None for registry in kept) else kept  # type: ignore[return-value]
+    return None if any(registry is None for registry in kept) else kept  # type: ignore[return-value]  # none is None
 
 
 def is_unmodified(m: nn.Module) -> bool:

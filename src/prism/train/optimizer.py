@@ -148,7 +148,7 @@ class Optimizers:
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["lr"] = self.settings.lr * factor
-            optimizer.found_inf = skip  # type: ignore[attr-defined]
+            optimizer.found_inf = skip  # type: ignore[attr-defined]  # the GradScaler protocol
             optimizer.step()
 
     def zero_grad(self) -> None:
