@@ -1,9 +1,8 @@
 """Short causal depthwise convolution with its SiLU, in one pass: y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}).
 
 Taps that reach before x read `window`, the conv state, if there is one; taps that reach into an earlier document read zeros.
-The backward computes the sum before the SiLU again, writes its gradient dz and each program's part of the weights' gradient,
-and computes dx from dz in a second pass. The parts are summed by torch, in a fixed order. The definition in torch is
-`short_conv` in `engine/fused.py`.
+The backward computes the sum before the SiLU again, and from it dx and each program's part of the weights' gradient, in one
+pass. The parts are summed by torch, in a fixed order. The definition in torch is `short_conv` in `engine/fused.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, gradi
 
 # One warp holds whole rows of a tile, so that sums over tokens stay within a thread.
 TILE: dict[str, int] = {"ROWS": 4, "COLUMNS": 256, "num_warps": 1}
-# The weights' gradient: a program sums over SUM_REPEAT tiles, one after the other.
-SUM_TILE, SUM_REPEAT = {**TILE, "ROWS": 2}, 64
+# The backward: one warp walks along STRIP tokens and loads UNROLL of them at a time.
+STRIP_TILE: dict[str, int] = {"COLUMNS": 256, "STRIP": 64, "UNROLL": 4, "num_warps": 1}
 
 
 @triton.jit
@@ -112,94 +111,145 @@ def short_conv_kernel(
 
 
 @triton.jit
-def zeros_each(count: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tuple of `count` zero vectors `[COLUMNS]`."""
-    zeros = ()
+def repeated(value, count: tl.constexpr):
+    """A tuple of `count` times the same value."""
+    same = ()
     for _ in tl.static_range(count):
-        zeros = joined(zeros, (tl.zeros((COLUMNS,), tl.float32),))
-    return zeros
+        same = joined(same, (value,))
+    return same
 
 
 @triton.jit
-def add_each(sums, dz, seen, W: tl.constexpr):
-    """`sums` plus Σ_t dz_t x_{t-back} for every tap, and Σ_t dz_t for the bias."""
-    more = ()
+def pushed(new, values, count: tl.constexpr):
+    """`values` with `new` in front and the last of its `count` dropped."""
+    kept = (new,)
+    for i in tl.static_range(count - 1):
+        kept = joined(kept, (values[i],))
+    return kept
+
+
+@triton.jit
+def weights_of(weight, c, D, W: tl.constexpr):
+    """The factors of x_t, x_{t-1} …, each `[COLUMNS]`."""
+    factors = ()
     for back in tl.static_range(W):
-        more = joined(more, (sums[back] + tl.sum(dz * seen[back], 0),))
-    return joined(more, (sums[W] + tl.sum(dz, 0),))
+        factors = joined(factors, (tl.load(weight + (W - 1 - back) * D + c, mask=c < D, other=0.0).to(tl.float32),))
+    return factors
+
+
+@triton.jit
+def row(x, b, t, c, T, D):
+    """x_t `[COLUMNS]` in float32, zero outside the sequence."""
+    width = tl.where((t >= 0) & (t < T), D, 0)
+    return tl.load(x + (b * T + t) * D + c, mask=c < width, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def document(documents, b, t, T):
+    """The number of t's document: 0 before the sequence, -1 after it."""
+    return tl.load(documents + b * T + t, mask=(t >= 0) & (t < T), other=tl.where(t < 0, 0, -1))
+
+
+@triton.jit
+def rows_before(x, window, b, first, c, T, D, W: tl.constexpr):
+    """x_{first-1}, x_{first-2} … as a tuple of W - 1 rows; before the sequence, those of the window."""
+    seen = ()
+    for back in tl.static_range(1, W):
+        there = first - back
+        value = row(x, b, there, c, T, D)
+        if window is not None:
+            place = window + (b * (W - 1) + W - 1 + there) * D + c
+            value += tl.load(place, mask=c < tl.where(there < 0, D, 0), other=0.0).to(tl.float32)
+        seen = joined(seen, (value,))
+    return seen
+
+
+@triton.jit
+def documents_before(documents, b, first, T, W: tl.constexpr):
+    """The documents of the W - 1 tokens before `first`; 0 for all where there are no documents."""
+    numbers = ()
+    for back in tl.static_range(1, W):
+        number = 0
+        if documents is not None:
+            number = document(documents, b, first - back, T)
+        numbers = joined(numbers, (number,))
+    return numbers
 
 
 @triton.jit(do_not_specialize=["T"])
-def short_conv_weights_kernel(
+def short_conv_backward_kernel(
     x,
     weight,
     bias,
     window,
     documents,
     d_y,
-    d_z,
+    d_x,
     d_weight,
     T,
     D,
     W: tl.constexpr,
     SILU: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    REPEAT: tl.constexpr,
+    STRIP: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """d_z `[B, T, D]`, and the gradients of weights and bias summed over REPEAT · ROWS tokens, `[parts, W + 1, D]`."""
-    parts = tl.cdiv(T, ROWS * REPEAT)
-    b = (tl.program_id(0) // parts).to(tl.int64)
-    first = tl.program_id(0) % parts * (ROWS * REPEAT)
+    """One program per STRIP tokens of COLUMNS channels, token after token: d_x `[B, T, D]`, and the gradients of weights and
+    bias summed over the strip, `[strips, W + 1, D]`. The last W - 1 rows of x, dz and documents stay in registers, so that
+    x and d_y are read once. dx of the strip's last tokens needs dz of the W - 1 tokens after it, which are computed again."""
+    strips = tl.cdiv(T, STRIP)
+    b = (tl.program_id(0) // strips).to(tl.int64)
+    first = tl.program_id(0) % strips * STRIP
+    end = tl.minimum(first + STRIP, T)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    sums = zeros_each(W + 1, COLUMNS)
-    for r in range(REPEAT):
-        t = first + r * ROWS + tl.arange(0, ROWS)
-        place = (b * T + t)[:, None] * D + c[None, :]
-        inside = (t < T)[:, None] & (c < D)[None, :]
-        dz = tl.load(d_y + place, mask=inside, other=0.0).to(tl.float32)
-        seen = taps(x, window, documents, b, t, c, T, D, W)
-        if SILU:
-            z = before_silu(seen, weight, bias, c, D, W)
-            s = tl.sigmoid(z)
-            dz *= s * (1.0 + z * (1.0 - s))
-        tl.store(d_z + place, dz.to(d_z.dtype.element_ty), mask=inside)
-        sums = add_each(sums, dz, seen, W)
+    factors = weights_of(weight, c, D, W)
+    added = tl.zeros((COLUMNS,), tl.float32)
+    if bias is not None:
+        added = tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)
+    before = rows_before(x, window, b, first, c, T, D, W)
+    numbers = documents_before(documents, b, first, T, W)
+    gradients = repeated(tl.zeros((COLUMNS,), tl.float32), W - 1)
+    sums = repeated(tl.zeros((COLUMNS,), tl.float32), W + 1)
+    for r in range(0, end - first + W - 1, UNROLL):
+        start = first + r
+        values, answers, places = (), (), ()
+        for u in tl.static_range(UNROLL):  # all loads first: they wait for nothing
+            values = joined(values, (row(x, b, start + u, c, T, D),))
+            answers = joined(answers, (row(d_y, b, start + u, c, T, D),))
+            if documents is not None:
+                places = joined(places, (document(documents, b, start + u, T),))
+        for u in tl.static_range(UNROLL):
+            t = start + u
+            now = 0
+            if documents is not None:
+                now = places[u]
+            z = added + factors[0] * values[u]
+            for back in tl.static_range(1, W):
+                z += factors[back] * tl.where(numbers[back - 1] == now, before[back - 1], 0.0)
+            dz = answers[u]
+            if SILU:
+                s = tl.sigmoid(z)
+                dz *= s * (1.0 + z * (1.0 - s))
+            own = tl.where(t < end, dz, 0.0)  # later tokens belong to the next strip
+            more = (sums[0] + own * values[u],)
+            for back in tl.static_range(1, W):
+                seen = tl.where(numbers[back - 1] == now, before[back - 1], 0.0)
+                more = joined(more, (sums[back] + own * seen,))
+            sums = joined(more, (sums[W] + own,))
+            # Token t - W + 1 has now met all tokens that saw it.
+            done = t - (W - 1)
+            dx = factors[W - 1] * tl.where(numbers[W - 2] == now, dz, 0.0)
+            for ahead in tl.static_range(W - 1):
+                dx += factors[ahead] * tl.where(numbers[W - 2] == numbers[W - 2 - ahead], gradients[W - 2 - ahead], 0.0)
+            width = tl.where((done >= first) & (done < end), D, 0)
+            tl.store(d_x + (b * T + done) * D + c, dx.to(d_x.dtype.element_ty), mask=c < width)
+            before = pushed(values[u], before, W - 1)
+            numbers = pushed(now, numbers, W - 1)
+            gradients = pushed(dz, gradients, W - 1)
     share = d_weight + tl.program_id(0).to(tl.int64) * (W + 1) * D + c
     for back in tl.static_range(W):
         tl.store(share + (W - 1 - back) * D, sums[back], mask=c < D)
     tl.store(share + W * D, sums[W], mask=c < D)
-
-
-@triton.jit(do_not_specialize=["T"])
-def short_conv_inputs_kernel(
-    d_z,
-    weight,
-    documents,
-    d_x,
-    T,
-    D,
-    W: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """dx_t = Σ_i weight[W-1-i] dz_{t+i}, within one document."""
-    parts = tl.cdiv(T, ROWS)
-    b = (tl.program_id(0) // parts).to(tl.int64)
-    t = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    dx = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for ahead in tl.static_range(W):
-        inside = t + ahead < T
-        if documents is not None:
-            own = documents + b * T
-            now = tl.load(own + t, mask=t < T, other=-1)
-            inside = inside & (tl.load(own + t + ahead, mask=inside, other=-2) == now)
-        place = (b * T + t + ahead)[:, None] * D + c[None, :]
-        dz = tl.load(d_z + place, mask=inside[:, None] & (c < D)[None, :], other=0.0).to(tl.float32)
-        dx += tl.load(weight + (W - 1 - ahead) * D + c, mask=c < D, other=0.0).to(tl.float32)[None, :] * dz
-    place = (b * T + t)[:, None] * D + c[None, :]
-    tl.store(d_x + place, dx.to(d_x.dtype.element_ty), mask=(t < T)[:, None] & (c < D)[None, :])
 
 
 class ConvInputs(NamedTuple):
@@ -234,14 +284,12 @@ def _short_conv_backward(d_y: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Ten
     given, silu = ConvInputs(*tensors), inputs[INPUT_COUNT]
     x, weight, bias = given[:3]
     (B, T, D), W = x.shape, weight.shape[0]
-    programs = B * -(-T // (SUM_TILE["ROWS"] * SUM_REPEAT))
-    d_z, d_x = torch.empty_like(x), torch.empty_like(x)
-    shares = x.new_empty(programs, W + 1, D, dtype=torch.float32)
+    strips, d_x = B * -(-T // STRIP_TILE["STRIP"]), torch.empty_like(x)
+    shares = x.new_empty(strips, W + 1, D, dtype=torch.float32)
     with device_guard(x):
-        short_conv_weights_kernel[(programs, -(-D // SUM_TILE["COLUMNS"]))](
-            *given, d_y, d_z, shares, T, D, W=W, SILU=silu, **SUM_TILE, REPEAT=SUM_REPEAT
+        short_conv_backward_kernel[(strips, -(-D // STRIP_TILE["COLUMNS"]))](
+            *given, d_y, d_x, shares, T, D, W=W, SILU=silu, **STRIP_TILE
         )
-        short_conv_inputs_kernel[_grid(x)](d_z, weight, given.documents, d_x, T, D, W=W, **TILE)
     d_bias = None if bias is None else shares[:, W].sum(0).to(bias.dtype)
     return d_x, shares[:, :W].sum(0).to(weight.dtype), present(d_bias, weight)
 
