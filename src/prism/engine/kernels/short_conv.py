@@ -17,97 +17,15 @@ from torch import Tensor
 from prism.engine.kernels.available import device_guard
 from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, gradient_like, present, schema_of
 
-# One warp holds whole rows of a tile, so that sums over tokens stay within a thread.
-TILE: dict[str, int] = {"ROWS": 4, "COLUMNS": 256, "num_warps": 1}
-# The backward: one warp walks along STRIP tokens and loads UNROLL of them at a time.
-STRIP_TILE: dict[str, int] = {"COLUMNS": 256, "STRIP": 64, "UNROLL": 4, "num_warps": 1}
-
-
-@triton.jit
-def tap(
-    x,
-    window,
-    documents,
-    b,
-    t,
-    c,
-    back: tl.constexpr,
-    T,
-    D,
-    W: tl.constexpr,
-):
-    """x_{t-back} `[ROWS, COLUMNS]` in float32, zero in another document and outside the sequence."""
-    there = t - back
-    inside = (t < T) & (there >= 0)
-    if documents is not None:
-        own = documents + b * T
-        # A document that began before this span has number 0, and so have the tokens of the window.
-        now = tl.load(own + t, mask=t < T, other=0)
-        inside = inside & (tl.load(own + there, mask=inside, other=-1) == now)
-    seen = tl.load(x + (b * T + there)[:, None] * D + c[None, :], mask=inside[:, None] & (c < D)[None, :], other=0.0)
-    seen = seen.to(tl.float32)
-    if window is not None:
-        before = (t < T) & (there < 0)
-        if documents is not None:
-            before = before & (now == 0)
-        place = window + (b * (W - 1) + W - 1 + there)[:, None] * D + c[None, :]
-        seen += tl.load(place, mask=before[:, None] & (c < D)[None, :], other=0.0).to(tl.float32)
-    return seen
+# One warp walks along STRIP tokens and loads UNROLL of them at a time.
+TILE: dict[str, int] = {"COLUMNS": 256, "STRIP": 32, "UNROLL": 4, "num_warps": 1}
+BACKWARD_TILE: dict[str, int] = {"COLUMNS": 256, "STRIP": 64, "UNROLL": 4, "num_warps": 1}
 
 
 @triton.jit
 def joined(some, more):
     """Two tuples as one: Triton adds tuples, but does not unpack them."""
     return some + more
-
-
-@triton.jit
-def taps(x, window, documents, b, t, c, T, D, W: tl.constexpr):
-    """x_t, x_{t-1} … as a tuple."""
-    seen = ()
-    for back in tl.static_range(W):
-        seen = joined(seen, (tap(x, window, documents, b, t, c, back, T, D, W),))
-    return seen
-
-
-@triton.jit
-def before_silu(seen, weight, bias, c, D, W: tl.constexpr):
-    """The weighted sum of the taps, with the bias."""
-    z = tl.zeros_like(seen[0])
-    for back in tl.static_range(W):
-        factor = tl.load(weight + (W - 1 - back) * D + c, mask=c < D, other=0.0).to(tl.float32)
-        z += factor[None, :] * seen[back]
-    if bias is not None:
-        z += tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)[None, :]
-    return z
-
-
-@triton.jit(do_not_specialize=["T"])
-def short_conv_kernel(
-    x,
-    weight,
-    bias,
-    window,
-    documents,
-    y,
-    T,
-    D,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """One program per ROWS tokens of COLUMNS channels. x, y `[B, T, D]`, weight `[W, D]`, window `[B, W - 1, D]`, documents
-    `[B, T]`."""
-    parts = tl.cdiv(T, ROWS)
-    b = (tl.program_id(0) // parts).to(tl.int64)
-    t = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
-    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    z = before_silu(taps(x, window, documents, b, t, c, T, D, W), weight, bias, c, D, W)
-    if SILU:
-        z *= tl.sigmoid(z)
-    place = (b * T + t)[:, None] * D + c[None, :]
-    tl.store(y + place, z.to(y.dtype.element_ty), mask=(t < T)[:, None] & (c < D)[None, :])
 
 
 @triton.jit
@@ -176,6 +94,70 @@ def documents_before(documents, b, first, T, W: tl.constexpr):
     return numbers
 
 
+@triton.jit
+def convolved(value, now, before, numbers, factors, added, W: tl.constexpr):
+    """The sum before the SiLU at one token of document `now`, from x at that token and at the W - 1 tokens before it."""
+    z = added + factors[0] * value
+    for back in tl.static_range(1, W):
+        z += factors[back] * tl.where(numbers[back - 1] == now, before[back - 1], 0.0)
+    return z
+
+
+@triton.jit
+def bias_of(bias, c, D, COLUMNS: tl.constexpr):
+    """The bias `[COLUMNS]`, zero where there is none."""
+    added = tl.zeros((COLUMNS,), tl.float32)
+    if bias is not None:
+        added = tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)
+    return added
+
+
+@triton.jit(do_not_specialize=["T"])
+def short_conv_kernel(
+    x,
+    weight,
+    bias,
+    window,
+    documents,
+    y,
+    T,
+    D,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIP: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One program per STRIP tokens of COLUMNS channels, token after token. x, y `[B, T, D]`, weight `[W, D]`, window
+    `[B, W - 1, D]`, documents `[B, T]`."""
+    strips = tl.cdiv(T, STRIP)
+    b = (tl.program_id(0) // strips).to(tl.int64)
+    first = tl.program_id(0) % strips * STRIP
+    end = tl.minimum(first + STRIP, T)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    factors = weights_of(weight, c, D, W)
+    added = bias_of(bias, c, D, COLUMNS)
+    before = rows_before(x, window, b, first, c, T, D, W)
+    numbers = documents_before(documents, b, first, T, W)
+    for r in range(0, end - first, UNROLL):
+        values, places = (), ()
+        for u in tl.static_range(UNROLL):  # all loads first: they wait for nothing
+            values = joined(values, (row(x, b, first + r + u, c, T, D),))
+            if documents is not None:
+                places = joined(places, (document(documents, b, first + r + u, T),))
+        for u in tl.static_range(UNROLL):
+            t = first + r + u
+            now = 0
+            if documents is not None:
+                now = places[u]
+            z = convolved(values[u], now, before, numbers, factors, added, W)
+            if SILU:
+                z *= tl.sigmoid(z)
+            tl.store(y + (b * T + t) * D + c, z.to(y.dtype.element_ty), mask=c < tl.where(t < end, D, 0))
+            before = pushed(values[u], before, W - 1)
+            numbers = pushed(now, numbers, W - 1)
+
+
 @triton.jit(do_not_specialize=["T"])
 def short_conv_backward_kernel(
     x,
@@ -203,9 +185,7 @@ def short_conv_backward_kernel(
     end = tl.minimum(first + STRIP, T)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     factors = weights_of(weight, c, D, W)
-    added = tl.zeros((COLUMNS,), tl.float32)
-    if bias is not None:
-        added = tl.load(bias + c, mask=c < D, other=0.0).to(tl.float32)
+    added = bias_of(bias, c, D, COLUMNS)
     before = rows_before(x, window, b, first, c, T, D, W)
     numbers = documents_before(documents, b, first, T, W)
     gradients = repeated(tl.zeros((COLUMNS,), tl.float32), W - 1)
@@ -223,9 +203,7 @@ def short_conv_backward_kernel(
             now = 0
             if documents is not None:
                 now = places[u]
-            z = added + factors[0] * values[u]
-            for back in tl.static_range(1, W):
-                z += factors[back] * tl.where(numbers[back - 1] == now, before[back - 1], 0.0)
+            z = convolved(values[u], now, before, numbers, factors, added, W)
             dz = answers[u]
             if SILU:
                 s = tl.sigmoid(z)
@@ -270,7 +248,7 @@ def _short_conv(*inputs: Any) -> Tensor:
     given, silu = ConvInputs(*all_contiguous_aligned(*inputs[:INPUT_COUNT])), inputs[INPUT_COUNT]
     x, y = given.x, torch.empty_like(given.x)
     with device_guard(x):
-        short_conv_kernel[_grid(x)](*given, y, *x.shape[1:], W=given.weight.shape[0], SILU=silu, **TILE)
+        short_conv_kernel[_grid(x, TILE)](*given, y, *x.shape[1:], W=given.weight.shape[0], SILU=silu, **TILE)
     return y
 
 
@@ -283,13 +261,11 @@ def _short_conv_backward(d_y: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Ten
     d_y, *tensors = all_contiguous_aligned(d_y, *inputs[:INPUT_COUNT])
     given, silu = ConvInputs(*tensors), inputs[INPUT_COUNT]
     x, weight, bias = given[:3]
-    (B, T, D), W = x.shape, weight.shape[0]
-    strips, d_x = B * -(-T // STRIP_TILE["STRIP"]), torch.empty_like(x)
-    shares = x.new_empty(strips, W + 1, D, dtype=torch.float32)
+    (_, T, D), W = x.shape, weight.shape[0]
+    grid, d_x = _grid(x, BACKWARD_TILE), torch.empty_like(x)
+    shares = x.new_empty(grid[0], W + 1, D, dtype=torch.float32)
     with device_guard(x):
-        short_conv_backward_kernel[(strips, -(-D // STRIP_TILE["COLUMNS"]))](
-            *given, d_y, d_x, shares, T, D, W=W, SILU=silu, **STRIP_TILE
-        )
+        short_conv_backward_kernel[grid](*given, d_y, d_x, shares, T, D, W=W, SILU=silu, **BACKWARD_TILE)
     d_bias = None if bias is None else shares[:, W].sum(0).to(bias.dtype)
     return d_x, shares[:, :W].sum(0).to(weight.dtype), present(d_bias, weight)
 
@@ -299,9 +275,9 @@ def _short_conv_backward_shapes(d_y: Tensor, *inputs: Any) -> tuple[Tensor, Tens
     return x.new_empty(x.shape), weight.new_empty(weight.shape), gradient_like(bias, weight)
 
 
-def _grid(x: Tensor) -> tuple[int, int]:
+def _grid(x: Tensor, tile: dict[str, int]) -> tuple[int, int]:
     B, T, D = x.shape
-    return B * -(-T // TILE["ROWS"]), -(-D // TILE["COLUMNS"])
+    return B * -(-T // tile["STRIP"]), -(-D // tile["COLUMNS"])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
