@@ -18,8 +18,8 @@ from prism.engine.kernels.available import device_guard
 from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, gradient_like, present, schema_of
 
 # One warp walks along STRIP tokens and loads UNROLL of them at a time.
-TILE: dict[str, int] = {"COLUMNS": 256, "STRIP": 32, "UNROLL": 4, "num_warps": 1}
-BACKWARD_TILE: dict[str, int] = {"COLUMNS": 256, "STRIP": 64, "UNROLL": 4, "num_warps": 1}
+TILE: dict[str, int] = {"COLUMNS": 128, "STRIP": 32, "UNROLL": 4, "num_warps": 1}
+BACKWARD_TILE: dict[str, int] = {"COLUMNS": 128, "STRIP": 64, "UNROLL": 4, "num_warps": 1}
 
 
 @triton.jit
