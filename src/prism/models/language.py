@@ -295,8 +295,11 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"input_ids must have at least 1 token, got {list(input_ids.shape)}: start an empty text with the end token"
             )
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        seen = 0 if cache is None else cache.get_seq_length()
+        if next_sequence_length is None and seen and mask is not None and mask.shape[1] == input_ids.shape[1]:
+            next_sequence_length = input_ids.shape[1] - seen  # assisted generation passes all tokens, also read ones
         if next_sequence_length is not None and next_sequence_length < 1:
-            seen = kwargs["past_key_values"].get_seq_length()
             raise ValueError(
                 f"the cache has seen {seen} tokens, input_ids has {input_ids.shape[1]}: to continue, pass all tokens and then "
                 "new ones, or only the new ones with an attention_mask over all"
@@ -320,6 +323,9 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         cache, recorded = model_kwargs.get("past_key_values"), tokens_to_record(generation_config, generation_mode)
         if recorded and isinstance(cache, PrismCache):
             cache.activate_past_recording(recorded)
+            if cache.tokens and generation_mode == "assisted_generation" and model_kwargs.get("attention_mask") is None:
+                # Shows how many of the tokens are new (see prepare_inputs_for_generation); transformers lengthens it.
+                model_kwargs["attention_mask"] = torch.ones(1, cache.tokens, dtype=torch.long, device=self.device)
 
 
 def _padding_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
