@@ -149,9 +149,11 @@ def test_a_growing_cache_is_not_copied() -> None:
     for _ in range(20):
         text.read(1)
         assert shared() and all(shared())
+    text.read(1, "padded")
     text.read(1, "documents")
+    text.read(1)
     assert not any(shared()), "the cache has moved: earlier states keep their own"
-    text.crop(1)
+    text.crop(4)
     text.read(2)
 
 
@@ -293,6 +295,24 @@ def test_a_buffer_that_the_caller_reuses() -> None:
             cache.crop(-5)
             buffer.zero_()
             assert_close("logits", lm(ids[:, 15:], past_key_values=cache).logits, lm(ids).logits[:, 15:], EXACT)
+
+
+def test_a_document_may_start_after_a_crop_within_the_first_call() -> None:
+    """The states are empty then, but something was read."""
+    lm, ids, cache = model("prism"), tokens(1, 9), PrismCache(rollback=DEPTH)
+    lm(ids, past_key_values=cache)
+    cache.crop(-4)
+    reset = torch.tensor([[True, False, False, False]])
+    assert_close("logits", lm(ids[:, 5:], past_key_values=cache, reset=reset).logits, lm(ids[:, 5:]).logits, EXACT)
+
+
+def test_replayed_steps_do_not_overwrite_what_is_kept() -> None:
+    text = Text(model("prism*2"), ReplayedCache(rollback=DEPTH))
+    text.read(5)
+    for _ in range(11):
+        text.read(1)
+    text.crop(6)
+    text.read(1)
 
 
 def test_embeddings_are_cropped_too() -> None:
