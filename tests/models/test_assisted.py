@@ -154,3 +154,13 @@ def test_only_assisted_generation_records() -> None:
     cache = PrismCache()
     generate(lm, ids, past_key_values=cache, assistant_model=lm)
     assert cache.rollback is not None and cache.rollback.depth == DEPTH
+
+
+@pytest.mark.gpu
+def test_assisted_generation_on_a_gpu() -> None:
+    lm, ids = model("prism*2").to("cuda"), tokens(1, 20).to("cuda")
+    helper = similar(lm, "prism*2").to("cuda", torch.float64)
+    plain = generate(lm, ids)
+    assert torch.equal(generate(lm, ids, assistant_model=helper), plain)
+    twice = torch.cat([ids, plain[:, 20:], ids], 1)
+    assert torch.equal(generate(lm, twice, prompt_lookup_num_tokens=6), generate(lm, twice))

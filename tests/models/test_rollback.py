@@ -321,3 +321,21 @@ def test_embeddings_are_cropped_too() -> None:
     assert text.removable < 60, "a prompt of embeddings is not kept"
     text.crop(3)
     text.read(2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", ["prism*2", "gated_delta+sliding_window"])
+def test_graphs_on_a_gpu_are_cropped(layers: str) -> None:
+    lm, ids = model(layers, torch.float32).to("cuda"), tokens(2, 60).to("cuda")
+    cache = ReplayedCache(rollback=DEPTH)
+    with torch.no_grad():
+        lm(ids[:, :20], past_key_values=cache, logits_to_keep=1)
+        logits = [lm(ids[:, 19:20]).logits[:, :0]]
+        while cache.get_seq_length() < 60:
+            start = cache.get_seq_length()
+            steps(lm, cache, ids[:, :7])
+            cache.crop(-7)
+            logits.append(steps(lm, cache, ids[:, start : start + 4]))
+        whole = lm(ids).logits[:, 20:]
+    assert cache._step is not None
+    assert_close("logits", torch.cat(logits, 1), whole, 1e-3)

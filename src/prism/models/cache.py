@@ -60,7 +60,7 @@ class PrismCache(Cache):
         shared: dict[str, Tensor],
         embed: Callable[[Tensor], Tensor],
         update: bool,
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Any, list[Any]]:
         """Run a stack on what a `crop` left unread, then on these inputs: its output and hidden states on the latter.
 
         Args:
@@ -230,7 +230,7 @@ class PrismCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        parts = [*self.states, *self.unread]
+        parts: list[State | Inputs] = [*self.states, *self.unread]
         sizes = [len(x) for part in parts for x in part.tensors().values()]
         return sizes[0] if sizes else -1
 

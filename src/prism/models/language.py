@@ -174,8 +174,8 @@ class PrismModel(PrismPreTrainedModel):
         reset: Tensor | None,
         shared: dict[str, Tensor],
         use_cache: bool,
-        output_hidden_states: bool,
-    ) -> tuple[Tensor, list[State], list[Tensor]]:
+        output_hidden_states: bool | None,
+    ) -> tuple[Any, list[State], list[Any]]:
         """The stack on ids `[B, T]` or embeddings `[B, T, hidden_size]`: its output, new states, and the layers' inputs."""
         x = self.embed_tokens(x) if x.ndim == 2 else x
         form, backend = resolve(self.config.form, self.config.backend)
