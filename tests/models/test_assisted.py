@@ -33,6 +33,7 @@ def similar(lm: PrismForCausalLM, layers: Any, noise: float = 0.15) -> PrismForC
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter += noise * parameter.std() * torch.randn(parameter.shape, generator=random)
+    twin.generation_config.assistant_confidence_threshold = 0.0  # also writes what it is not sure of
     return twin
 
 
@@ -76,7 +77,6 @@ def test_an_assistant_may_write_more_and_more() -> None:
     helper = similar(lm, "prism", noise=0.01)
     helper.generation_config.num_assistant_tokens = 12
     helper.generation_config.num_assistant_tokens_schedule = "heuristic"
-    helper.generation_config.assistant_confidence_threshold = 0.0
     plain = generate(lm, ids, max_new_tokens=120)
     assert torch.equal(generate(lm, ids, max_new_tokens=120, assistant_model=helper), plain)
 
