@@ -126,7 +126,7 @@ class PrismCache(Cache):
     def activate_past_recording(self, tokens: int = DEPTH) -> None:
         """Record from now on what `crop` needs to remove the last `tokens` tokens. transformers calls this, too.
 
-        It takes up to two more copies of states of fixed size, and no time for most tokens.
+        It takes up to two more copies of states of fixed size; they are copied once every `tokens` tokens.
         """
         if not isinstance(tokens, int) or tokens < 1:
             raise ValueError(f"the number of tokens that crop can remove must be an integer ≥ 1, got {tokens!r}")
