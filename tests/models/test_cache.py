@@ -114,11 +114,6 @@ def test_rows_of_a_cache() -> None:
     )
 
 
-def test_a_cache_cannot_be_cropped_and_says_why() -> None:
-    with pytest.raises(ValueError, match="cannot remove its last tokens"):
-        model("prism")(tokens(1, 3)).past_key_values.crop(1)
-
-
 def test_a_cache_of_another_model_is_refused() -> None:
     cache = model("prism*2")(tokens(1, 3)).past_key_values
     with pytest.raises(ValueError, match="past_key_values has 2 layers, the model 3"):

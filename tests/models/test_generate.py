@@ -121,9 +121,3 @@ def test_prompts_as_embeddings() -> None:
 def test_caches_of_another_kind_are_refused() -> None:
     with pytest.raises(ValueError, match="cache_implementation 'static' is for growing caches"):
         generate(model("prism"), tokens(1, 4), cache_implementation="static")
-
-
-def test_guessing_ahead_is_refused() -> None:
-    lm = model("prism")
-    with pytest.raises(ValueError, match="not supported with stateful models"):
-        generate(lm, tokens(1, 4), assistant_model=model("linear"))

@@ -52,7 +52,7 @@ class Reader:
     @torch.no_grad()
     def read(self, tokens: Tensor, keep: int = 0) -> Tensor:
         """Read tokens `[T]` in one forward pass; returns next-token logits `[T, V]` (with `keep`, of the last), float32."""
-        reset = needed_starts(document_starts(tokens[None], self.end), fresh=not self.cache.states)
+        reset = needed_starts(document_starts(tokens[None], self.end), fresh=not self.cache.is_initialized)
         out = self.model(
             tokens[None].to(self.model.device),
             past_key_values=self.cache,

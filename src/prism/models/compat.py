@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import warnings
 from importlib.metadata import version
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from prism.models.rollback import DEPTH
 
 LOADED_MARK = "_is_hf_initialized"
 
@@ -20,7 +23,6 @@ OVERRIDDEN = {
     "PreTrainedModel": (
         "_init_weights",
         "_initialize_weights",
-        "_is_stateful",
         "_keep_in_fp32_modules_strict",
         "_no_split_modules",
         "_skip_keys_device_placement",
@@ -30,6 +32,31 @@ OVERRIDDEN = {
     "PreTrainedConfig": ("_get_generation_parameters",),
 }
 """Private names that PRISM's models override, by the class of transformers they belong to."""
+
+
+def tokens_removed(number: int, tokens: int) -> int:
+    """How many of `tokens` tokens `crop(number)` removes: -n is n; a positive number is the length that remains.
+
+    `crop(0)` removes none, except in versions of transformers that always pass a length.
+    """
+    if number < 0:
+        return -number
+    from transformers import Cache  # not needed to create a configuration
+
+    if number == 0 and "max_length" not in signature(Cache.crop).parameters:
+        return 0
+    return max(tokens - number, 0)
+
+
+def tokens_to_record(generation_config: Any, generation_mode: Any) -> int:
+    """How many last tokens this call of `generate` must be able to remove from its cache; 0: it never removes any.
+
+    From an assistant's cache all that it writes. From an assisted model's cache only tokens of the last forward pass, which
+    can always be removed.
+    """
+    if getattr(generation_config, "is_assistant", None):
+        return max(DEPTH, (generation_config.max_new_tokens or 0) + 1)
+    return DEPTH if generation_mode == "assisted_generation" else 0
 
 
 def is_loaded(parameter: Tensor) -> bool:

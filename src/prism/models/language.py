@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from prism.documents import needed_starts, starts_of_positions
 from prism.engine.checks import values_may_be_read
 from prism.engine.defaults import resolve
 from prism.models.cache import PrismCache
-from prism.models.compat import is_loaded, require_marks, warn_of_missing
+from prism.models.compat import is_loaded, require_marks, tokens_to_record, warn_of_missing
 from prism.models.config import PrismConfig
 from prism.models.replay import ReplayedCache, cache_for
+from prism.models.rollback import Inputs
 from prism.nn.block import Block, place_options
 from prism.nn.parameters import assign, gates, initial_weights
 from prism.nn.pattern import LayerSpec
@@ -54,7 +56,6 @@ class PrismPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["PrismLayer"]  # noqa: RUF012  (declared this way by transformers)
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012  (likewise)
-    _is_stateful = True  # the cache cannot be cropped, so generate refuses speculative decoding
 
     def post_init(self) -> None:
         self._keep_in_fp32_modules_strict = set(gates(self))
@@ -111,6 +112,7 @@ class PrismModel(PrismPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         shared: dict[str, Tensor] | None = None,
+        removable: int = 0,
         **_: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Hidden states `[B, T, hidden_size]`, and with `use_cache` the states after the last token.
@@ -123,11 +125,16 @@ class PrismModel(PrismPreTrainedModel):
             past_key_values: the cache that an earlier call returned.
             reset: `[B, T]` bool, the same as `position_ids == 0`. Omit it too where no document starts.
             shared: a new dict that is passed from layer to layer; a mixture of memories stores its balance loss there.
+            removable: number of last tokens that a recording cache can `crop` after this call (0: all).
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds, not both and not none")
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        B, T = x.shape[:2]
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        if given.ndim != (2 if inputs_embeds is None else 3):
+            raise ValueError(
+                f"input_ids must be [B, T], or inputs_embeds [B, T, hidden_size], got shape {list(given.shape)}"
+            )
+        B, T = given.shape[:2]
         if past_key_values is not None and not isinstance(past_key_values, PrismCache):
             raise ValueError(f"past_key_values must be a PrismCache, got {type(past_key_values).__name__}")
         if use_cache is None:
@@ -138,8 +145,39 @@ class PrismModel(PrismPreTrainedModel):
         if states and len(states) != len(self.layers):
             raise ValueError(f"past_key_values has {len(states)} layers, the model {len(self.layers)}")
         mask = _padding_mask(attention_mask, B, T)
-        reset = _document_starts(reset, position_ids, B, T, fresh=not states)
+        fresh = past_key_values is None or not past_key_values.is_initialized
+        reset = _document_starts(reset, position_ids, B, T, fresh)
         shared = {} if shared is None else shared
+        cache = None
+        if past_key_values is not None and past_key_values.rolls_back:
+            cache = past_key_values if use_cache else None
+            run = partial(self._run, use_cache=use_cache, output_hidden_states=output_hidden_states)
+            inputs = Inputs(given, mask, reset)
+            x, hidden = past_key_values.read(inputs, removable or T, run, shared, self.embed_tokens, update=use_cache)
+        else:
+            x, new, hidden = self._run(given, states, mask, reset, shared, use_cache, output_hidden_states)
+            if use_cache:
+                cache = PrismCache() if past_key_values is None else past_key_values
+                cache.update(new, T)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=cache,
+            hidden_states=(*hidden, x) if output_hidden_states else None,
+        )
+        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+
+    def _run(
+        self,
+        x: Tensor,
+        states: list[Any],
+        mask: Tensor | None,
+        reset: Tensor | None,
+        shared: dict[str, Tensor],
+        use_cache: bool,
+        output_hidden_states: bool | None,
+    ) -> tuple[Any, list[State], list[Any]]:
+        """The stack on ids `[B, T]` or embeddings `[B, T, hidden_size]`: its output, new states, and the layers' inputs."""
+        x = self.embed_tokens(x) if x.ndim == 2 else x
         form, backend = resolve(self.config.form, self.config.backend)
         hidden: list[Any] = []
         new: list[State] = []
@@ -148,17 +186,7 @@ class PrismModel(PrismPreTrainedModel):
                 hidden.append(x)
             x, state = layer(x, state, mask, reset, shared, keep_state=use_cache, form=form, backend=backend)
             new.append(state)
-        x = self.norm(x)
-        cache = None
-        if use_cache:
-            cache = PrismCache() if past_key_values is None else past_key_values
-            cache.update(new, T)
-        output = BaseModelOutputWithPast(
-            last_hidden_state=x,
-            past_key_values=cache,
-            hidden_states=(*hidden, x) if output_hidden_states else None,
-        )
-        return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
+        return self.norm(x), new, hidden
 
 
 @dataclass
@@ -230,6 +258,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             output_hidden_states,
             return_dict=True,
             shared=shared,
+            removable=logits_to_keep if isinstance(logits_to_keep, int) else 0,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, keep])
@@ -250,7 +279,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
     def _replayed(self, input_ids: Any, attention_mask: Any, cache: ReplayedCache) -> PrismOutput | None:
         """The output of a replayed step; None if the call is not one plain token per row, or there is no graph for it."""
         idle = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not cache.states
-        if idle or input_ids is None or input_ids.ndim != 2 or input_ids.shape[1] != 1:
+        if idle or cache.unread or input_ids is None or input_ids.ndim != 2 or input_ids.shape[1] != 1:
             return None
         if self.config.output_hidden_states or _padding_mask(attention_mask, len(input_ids), 1) is not None:
             return None
@@ -266,8 +295,11 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"input_ids must have at least 1 token, got {list(input_ids.shape)}: start an empty text with the end token"
             )
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        seen = 0 if cache is None else cache.get_seq_length()
+        if next_sequence_length is None and seen and mask is not None and mask.shape[1] == input_ids.shape[1]:
+            next_sequence_length = input_ids.shape[1] - seen  # assisted generation passes all tokens, also read ones
         if next_sequence_length is not None and next_sequence_length < 1:
-            seen = kwargs["past_key_values"].get_seq_length()
             raise ValueError(
                 f"the cache has seen {seen} tokens, input_ids has {input_ids.shape[1]}: to continue, pass all tokens and then "
                 "new ones, or only the new ones with an attention_mask over all"
@@ -279,15 +311,21 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         return inputs
 
     def _prepare_cache_for_generation(  # type: ignore[override]  # the other arguments are for growing caches
-        self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any = None, *_: Any
     ) -> None:
-        if generation_config.cache_implementation not in (None, "dynamic"):
+        if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
             raise ValueError(
                 f"cache_implementation {generation_config.cache_implementation!r} is for growing caches: omit it, "
                 "this model has its own cache"
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = cache_for(self)
+        cache, recorded = model_kwargs.get("past_key_values"), tokens_to_record(generation_config, generation_mode)
+        if recorded and isinstance(cache, PrismCache):
+            cache.activate_past_recording(recorded)
+            if cache.tokens and generation_mode == "assisted_generation" and model_kwargs.get("attention_mask") is None:
+                # Shows how many of the tokens are new (see prepare_inputs_for_generation); transformers lengthens it.
+                model_kwargs["attention_mask"] = torch.ones(1, cache.tokens, dtype=torch.long, device=self.device)
 
 
 def _padding_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:

@@ -34,6 +34,7 @@ from torch import Tensor
 from prism.engine import compat
 from prism.engine.defaults import Choice, resolve
 from prism.models.cache import CachedModel, PrismCache
+from prism.models.rollback import Inputs
 from prism.nn.state import State
 
 PATIENCE = 3
@@ -248,8 +249,8 @@ class ReplayedCache(PrismCache):
     It holds a reference to the model. Models with hooks or switchable adapters take ordinary steps.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, rollback: int = 0) -> None:
+        super().__init__(rollback)
         self._step: CapturedStep | None = None
         self._kind: Any = None
         self._waited, self._patience = 0, PATIENCE
@@ -266,8 +267,9 @@ class ReplayedCache(PrismCache):
             self._step = self._capture_after_patience(model, tokens)
         if self._step is None:
             return None
+        self.keep_states()  # before they are overwritten
         outputs = self._step(tokens, self.states)
-        self.update(list(self._step.states), 1)
+        self.advance(list(self._step.states), [Inputs(tokens)], 1)
         return outputs
 
     def _capture_after_patience(self, model: CachedModel, tokens: Tensor) -> CapturedStep | None:
@@ -287,14 +289,17 @@ class ReplayedCache(PrismCache):
             self._kind = None
             raise
 
+    def kept_states(self) -> list[State]:
+        kept = [state.map(torch.empty_like) for state in self.states]
+        _copy(self.states, kept)
+        return kept
+
     def tensors(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in super().tensors().items()}
 
     def copy(self) -> PrismCache:
         """An independent `PrismCache` with copies of the states."""
-        twin = PrismCache()
-        twin.update([state.map(torch.clone) for state in self.states], self.tokens)
-        return twin
+        return self._twin([state.map(torch.clone) for state in self.states])
 
     def __copy__(self) -> PrismCache:
         return self.copy()
