@@ -127,14 +127,13 @@ class Gdn2(Kda):
         erase, write, decay = fused_linears(x, self.erase, self.write, self.decay_in)
         erase, write = (split_heads(gate.sigmoid(), self.heads) for gate in (erase, write))
         q, k, v = delta_columns(mixed, mixed.new_ones(*mixed.shape[:2], self.heads), self.key_dim)
-        first = k.squeeze(3)
         update = Update(
             q,
             k,
             write.unsqueeze(3) * v,
             self.decay(decay),
-            erase_key=self.beta_scale * erase * first,
-            erase_write=first,
+            erase_key=self.beta_scale * erase * k.squeeze(3),
+            erase_write_first=True,
             reset=span.reset,
             mask=span.mask,
         )
