@@ -2,15 +2,17 @@
 
 Autograd through the block equations would keep every C×C matrix of the sequence. This keeps T⁻¹, R, P and the incoming
 state of each chunk, about four numbers per channel and token, and recomputes the rest. Symbols are those of block.py. Join
-the erase with the writes, X = [A; K_1 … K_L] and Y = [-R; W_1 … W_L], and the two kinds of rows, Z = [B; Q]:
+the erase with the writes, and the two kinds of rows, Z = [B; Q]. Where the erase runs along the first key, a = β k_1, it
+shares that key's columns, otherwise it has separate ones and β = 1:
 
-    M = (B Xᵀ) ⊙ Γ,  N = (Q Xᵀ) ⊙ Γ,  T = I + M_A                R = T⁻¹((B ⊙ e^G) S + M_K W)
+    X = [K_1; …; K_L],  Y = [W_1 - βR; W_2; …; W_L]     or      X = [A; K_1; …; K_L],  Y = [-R; W_1; …; W_L]
+    M = (B Xᵀ) ⊙ Γ,  N = (Q Xᵀ) ⊙ Γ,  T = I + M_1 Diag(β)        R = (B ⊙ e^G) S + M Y = T⁻¹((B ⊙ e^G) S + M Y|R=0)
     O = (Q ⊙ e^G) S + N Y                                        S' = e^{G_C} S + (X ⊙ e^{G_C - G})ᵀ Y = P S + D
 
-Backward, from dO and dS'. Because Y's first part is -R, the erase needs no separate terms:
+(M_1: the first C columns.) Backward, from dO and dS'. Because Y has R in its first part, the erase needs no separate terms:
 
-    dY = Nᵀ dO + (X ⊙ e^{G_C - G}) dS'                           dU = -T⁻ᵀ dY_A          (U: the right-hand side of R)
-    dM = dU Yᵀ,  dN = dO Yᵀ                                      dW = dY_K + M_Kᵀ dU
+    dY = Nᵀ dO + (X ⊙ e^{G_C - G}) dS'                           dU = -T⁻ᵀ(β ⊙ dY_1)     (U: the right-hand side of R)
+    dM = dU Yᵀ,  dN = dO Yᵀ                                      dW = dY + Mᵀ dU,  dβ = -Σ_v R ⊙ dW_1
     dZ = ([dM; dN] ⊙ Γ) X + e^G ⊙ ([dU; dO] Sᵀ)                  dX = ([dM; dN] ⊙ Γ)ᵀ Z + e^{G_C - G} ⊙ (Y dS'ᵀ)
     dS = (Q ⊙ e^G)ᵀ dO + (B ⊙ e^G)ᵀ dU + e^{G_C} dS' = Pᵀ dS' + the part from dO alone
 
@@ -47,17 +49,22 @@ class Kind(NamedTuple):
 class Segment(NamedTuple):
     """A segment's tensors, in m = N·B·H chunks, the first chunk of every row and head first.
 
-    The z·C rows are the erase keys (if any) above the queries. The J·C columns are the erase writes (if any) above the L
-    write keys.
+    The z·C rows are the erase keys (if any) above the queries. The J·C columns are the erase writes (if they are separate)
+    above the L write keys.
     """
 
     z: Tensor  # [m, z·C, K]
     x: Tensor  # [m, J·C, K]
-    y: Tensor  # [m, J·C, V], the part above the L values not yet filled in
+    y: Tensor  # [m, J·C, V], without the erase: zeros where it has separate columns
+    strength: Tensor | None  # β, [m, C, 1]; None: 1
     gamma: Tensor  # [m, z, C, 1, C]
     start: Tensor  # [m, z·C, 1]
     end: Tensor  # [m, 1, C, 1]
     carry: Tensor  # [m, 1, 1]
+
+    @property
+    def erases(self) -> bool:
+        return self.z.shape[1] > self.gamma.shape[-1]
 
 
 Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
@@ -65,7 +72,7 @@ Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 Differentiable = Callable[[Steps, Tensor, int, int], tuple[Tensor, Tensor]]
 
-FIELDS = ("q", "k", "w", "log_decay", "erase_write", "erase_key")
+FIELDS = ("q", "k", "w", "log_decay", "erase_write", "erase_key", "erase_strength")
 
 
 def head_chunks(
@@ -99,7 +106,8 @@ class _HeadChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dO: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: under gradient checkpointing every read recomputes the segment
-        (*fields, reset, S), flat = saved[:8], saved[8:]
+        inputs = len(FIELDS) + 2
+        (*fields, reset, S), flat = saved[:inputs], saved[inputs:]
         # Autocast is on here if `backward()` was called inside an autocast block.
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
             steps = replace(ctx.bare, reset=reset)
@@ -128,7 +136,6 @@ def forward(
     """The outputs, the memory after the last row, and with `keep` each segment's `Kept` for `backward`."""
     values = fields[2]
     B, rows, H, L, V = values.shape
-    erases = fields[4] is not None
     o = values.new_empty(B, rows, H, V)
     kept: list[Kept] = []
     for start in range(0, rows, kind.segment):
@@ -137,20 +144,20 @@ def forward(
         C = s.gamma.shape[-1]
         z_start, x_end = s.z * s.start, _scale(s.x, s.end)
         MN = _gram(s)
-        w = s.y[:, -L * C :]
-        D = x_end[:, -L * C :].mT @ w
-        inverse = P = R1 = minus_R = None
-        if erases:
-            M, a_end = MN[:, :C], x_end[:, :C].mT
+        inverse = P = minus_R = None
+        if s.erases:
             inverse = _inverse(s)
-            minus_R, R1 = torch.bmm(inverse, M[..., C:] @ w).neg_(), inverse @ z_start[:, :C]
-            D += a_end @ minus_R
-            P = torch.bmm(a_end, R1).neg_()
+            minus_R = torch.bmm(inverse, MN[:, :C, -L * C :] @ s.y[:, -L * C :]).neg_()
+            _add_erase(s, minus_R)
+            R1 = inverse @ z_start[:, :C]
+            z_start[:, :C] = R1
+            P = torch.bmm(x_end[:, :C].mT, _times(R1, s.strength)).neg_()
             P.diagonal(dim1=-2, dim2=-1).add_(s.carry.squeeze(-1))
-        incoming, S = _chain(P, s.carry, D, S)
-        if minus_R is not None and R1 is not None:
-            minus_R -= R1 @ incoming
-            s.y[:, :C] = minus_R
+        incoming, S = _chain(P, s.carry, x_end, s.y, S)
+        if minus_R is not None:
+            seen = z_start[:, :C] @ incoming
+            minus_R -= seen
+            _add_erase(s, seen.neg_())
         part = z_start[:, -C:] @ incoming
         _copy_from_chunks(o, part.baddbmm_(MN[:, -C:], s.y), start, length)
         if keep:
@@ -163,7 +170,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the fields, of the reset (none) and of the incoming memory."""
     rows, L = fields[0].shape[1], fields[2].shape[-2]
-    d_q, d_k, d_w, d_g, d_a, d_b = (None if x is None else torch.empty_like(x) for x in fields)
+    d_q, d_k, d_w, d_g, d_a, d_b, d_beta = (None if x is None else torch.empty_like(x) for x in fields)
     assert d_q is not None and d_k is not None and d_w is not None
     for index in reversed(range(len(kept))):
         start = index * kind.segment
@@ -178,16 +185,18 @@ def backward(
         _copy_to_chunks(d_o, dO, start, length)
 
         d_y = MN[:, -C:].mT @ d_o
-        d_in = z_start[:, -C:].mT @ d_o
         if inverse is not None and minus_R is not None:
-            s.y[:, :C] = minus_R
-            d_in -= z_start[:, :C].mT @ (inverse.mT @ d_y[:, :C])
-        outgoing, dS = _chain_back(P, s.carry, d_in, dS)
+            _add_erase(s, minus_R)
+            inverse = _times(inverse, s.strength)
+            d_rows[:, :C] = torch.bmm(inverse.mT, d_y[:, :C]).neg_()  # the part from dO alone
+        outgoing, dS = _chain_back(P, s.carry, z_start, d_rows, dS)
         d_y.baddbmm_(x_end, outgoing)
         if inverse is not None:
             d_rows[:, :C] = torch.bmm(inverse.mT, d_y[:, :C]).neg_()
-            d_y[:, C:] += MN[:, :C, C:].mT @ d_rows[:, :C]
+            d_y.baddbmm_(MN[:, :C].mT, d_rows[:, :C])
         _copy_from_chunks(d_w, d_y[:, -L * C :], start, length)
+        if d_beta is not None and minus_R is not None:
+            _copy_from_chunks(d_beta, (minus_R * d_y[:, :C]).sum(-1), start, length)
 
         d_MN = d_rows @ s.y.mT
         d_z = torch.bmm(d_rows, incoming.mT).mul_(s.start)
@@ -202,12 +211,27 @@ def backward(
         _grid(d_MN.unflatten(-1, (-1, C)), C).mul_(s.gamma)
         d_z.baddbmm_(d_MN, s.x)
         d_x.baddbmm_(d_MN.mT, s.z)
+        if s.strength is not None:  # the first key is the erase key too
+            d_x[:, :C] += d_z[:, :C]
         _copy_from_chunks(d_q, d_z[:, -C:], start, length)
         _copy_from_chunks(d_k, d_x[:, -L * C :], start, length)
         if d_a is not None and d_b is not None:
             _copy_from_chunks(d_a, d_x[:, :C], start, length)
             _copy_from_chunks(d_b, d_z[:, :C], start, length)
-    return d_q, d_k, d_w, d_g, d_a, d_b, None, dS
+    return d_q, d_k, d_w, d_g, d_a, d_b, d_beta, None, dS
+
+
+def _add_erase(s: Segment, minus_R: Tensor) -> None:
+    """Add β ⊙ minus_R `[m, C, V]` to the first part of Y."""
+    first = s.y[:, : minus_R.shape[1]]
+    if s.strength is None:
+        first += minus_R
+    else:
+        first.addcmul_(s.strength, minus_R)
+
+
+def _times(x: Tensor, strength: Tensor | None) -> Tensor:
+    return x if strength is None else x * strength
 
 
 def _pairs(product: Tensor, C: int, kind: Kind) -> Tensor:
@@ -243,20 +267,27 @@ def _decay_gradient(
 
 def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind: Kind) -> Segment:
     """The tensors of rows start … start + length."""
-    q, k, w, g, a, b = fields
+    q, k, w, g, a, b, beta = fields
     B, _, H, K = q.shape
     L, V = w.shape[-2:]
     C = min(kind.chunk, q.shape[1])
     m = -(-length // C) * B * H
-    extra = 0 if a is None else C
+    erases, extra = a is not None or beta is not None, 0 if a is None else C
 
-    z, x, y = q.new_empty(m, extra + C, K), q.new_empty(m, extra + L * C, K), q.new_empty(m, extra + L * C, V)
-    _copy_to_chunks(z[:, extra:], q, start, length)
+    z, x, y = q.new_empty(m, (1 + erases) * C, K), q.new_empty(m, extra + L * C, K), q.new_empty(m, extra + L * C, V)
+    _copy_to_chunks(z[:, -C:], q, start, length)
     _copy_to_chunks(x[:, extra:], k, start, length)
     _copy_to_chunks(y[:, extra:], w, start, length)
+    strength = None
     if a is not None:
         _copy_to_chunks(z[:, :C], b, start, length)
         _copy_to_chunks(x[:, :C], a, start, length)
+        y[:, :C] = 0
+    elif beta is not None:
+        z[:, :C] = x[:, :C]
+        strength = q.new_empty(m, C)
+        _copy_to_chunks(strength, beta, start, length)
+        strength = strength.unsqueeze(-1)
 
     log_decay = q.new_zeros(m, C)
     if g is not None:
@@ -267,8 +298,9 @@ def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind:
         _copy_to_chunks(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
         documents = Documents(begins)
     decay = HeadDecay(log_decay, documents)
-    gamma, left = _row_decays(decay, kind, erases=a is not None)
-    return Segment(z, x, y, gamma.unsqueeze(-2), left, decay.to_end(q.new_ones(())), decay.carry().unsqueeze(-1))
+    gamma, left = _row_decays(decay, kind, erases)
+    end, carry = decay.to_end(q.new_ones(())), decay.carry().unsqueeze(-1)
+    return Segment(z, x, y, strength, gamma.unsqueeze(-2), left, end, carry)
 
 
 def _row_decays(decay: HeadDecay, kind: Kind, erases: bool) -> tuple[Tensor, Tensor]:
@@ -293,37 +325,41 @@ def _inverse(s: Segment) -> Tensor:
     """
     C = s.gamma.shape[-1]
     gram = (s.z[:, :C].double() @ s.x[:, :C].double().mT).mul_(s.gamma[:, 0, :, 0])
+    if s.strength is not None:
+        gram *= s.strength.mT
     return unit_lower_inverse(gram).to(s.z.dtype)
 
 
-def _chain(P: Tensor | None, carry: Tensor, D: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+def _chain(P: Tensor | None, carry: Tensor, x_end: Tensor, y: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """The state each chunk starts from `[m, K, V]`, and the one after the last `[B, H, K, V]`: the only serial part."""
     width = S.shape[0] * S.shape[1]
-    states = D.new_empty(D.shape[0] + width, *D.shape[1:])
+    states = y.new_empty(y.shape[0] + width, *S.shape[2:])
     states[:width] = S.flatten(0, 1)
-    for n in range(0, D.shape[0], width):
+    torch.bmm(x_end.mT, y, out=states[width:])  # D
+    for n in range(0, y.shape[0], width):
         now, following = slice(n, n + width), slice(n + width, n + 2 * width)
-        _advance(None if P is None else P[now], carry[now], states[now], D[now], out=states[following])
+        _advance(None if P is None else P[now], carry[now], states[now], states[following])
     return states[:-width], states[-width:].view_as(S).clone()
 
 
-def _chain_back(P: Tensor | None, carry: Tensor, d_in: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
+def _chain_back(P: Tensor | None, carry: Tensor, z_start: Tensor, d_rows: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of each chunk's outgoing state, and of the first incoming one."""
     width = dS.shape[0] * dS.shape[1]
-    gradients = d_in.new_empty(d_in.shape[0] + width, *d_in.shape[1:])
+    gradients = dS.new_empty(d_rows.shape[0] + width, *dS.shape[2:])
     gradients[-width:] = dS.flatten(0, 1)
-    for n in reversed(range(0, d_in.shape[0], width)):
+    torch.bmm(z_start.mT, d_rows, out=gradients[:-width])
+    for n in reversed(range(0, d_rows.shape[0], width)):
         now, following = slice(n, n + width), slice(n + width, n + 2 * width)
-        _advance(None if P is None else P[now].mT, carry[now], gradients[following], d_in[now], out=gradients[now])
+        _advance(None if P is None else P[now].mT, carry[now], gradients[following], gradients[now])
     return gradients[width:], gradients[:width].view_as(dS)
 
 
-def _advance(P: Tensor | None, carry: Tensor, S: Tensor, D: Tensor, out: Tensor) -> None:
-    """P S + D into `out`; without an erase P is `carry`."""
+def _advance(P: Tensor | None, carry: Tensor, S: Tensor, D: Tensor) -> None:
+    """P S + D into D; without an erase P is `carry`."""
     if P is None:
-        torch.addcmul(D, carry, S, out=out)
+        D.addcmul_(carry, S)
     else:
-        torch.baddbmm(D, P, S, out=out)
+        D.baddbmm_(P, S)
 
 
 def _gram(s: Segment) -> Tensor:
