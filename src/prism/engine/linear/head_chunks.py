@@ -30,6 +30,7 @@ from torch import Tensor
 
 from prism.engine import compat
 from prism.engine.autocast import without_autocast
+from prism.engine.linear.chunk_rows import copy_from_chunks, copy_to_chunks
 from prism.engine.linear.decay import Documents, HeadDecay
 from prism.engine.linear.steps import Steps
 from prism.engine.linear.triangular import unit_lower_inverse
@@ -159,7 +160,7 @@ def forward(
             minus_R -= seen
             _add_erase(s, seen.neg_())
         part = z_start[:, -C:] @ incoming
-        _copy_from_chunks(o, part.baddbmm_(MN[:, -C:], s.y), start, length)
+        copy_from_chunks(o, part.baddbmm_(MN[:, -C:], s.y), start, length)
         if keep:
             kept.append((inverse, minus_R, P, incoming))
     return o, S, kept
@@ -182,7 +183,7 @@ def backward(
         MN = _gram(s)
         d_rows = s.z.new_empty(*s.z.shape[:2], incoming.shape[-1])  # [dU; dO]
         d_o = d_rows[:, -C:]
-        _copy_to_chunks(d_o, dO, start, length)
+        copy_to_chunks(d_o, dO, start, length)
 
         d_y = MN[:, -C:].mT @ d_o
         if inverse is not None and minus_R is not None:
@@ -194,9 +195,9 @@ def backward(
         if inverse is not None:
             d_rows[:, :C] = torch.bmm(inverse.mT, d_y[:, :C]).neg_()
             d_y.baddbmm_(MN[:, :C].mT, d_rows[:, :C])
-        _copy_from_chunks(d_w, d_y[:, -L * C :], start, length)
+        copy_from_chunks(d_w, d_y[:, -L * C :], start, length)
         if d_beta is not None and minus_R is not None:
-            _copy_from_chunks(d_beta, (minus_R * d_y[:, :C]).sum(-1), start, length)
+            copy_from_chunks(d_beta, (minus_R * d_y[:, :C]).sum(-1), start, length)
 
         d_MN = d_rows @ s.y.mT
         d_z = torch.bmm(d_rows, incoming.mT).mul_(s.start)
@@ -207,17 +208,17 @@ def backward(
             d_decay = _decay_gradient(
                 pairs, (s.z * d_z).sum(-1), (s.x * d_x).sum(-1), outgoing, incoming, s.carry, kind
             )
-            _copy_from_chunks(d_g, d_decay, start, length)
+            copy_from_chunks(d_g, d_decay, start, length)
         _grid(d_MN.unflatten(-1, (-1, C)), C).mul_(s.gamma)
         d_z.baddbmm_(d_MN, s.x)
         d_x.baddbmm_(d_MN.mT, s.z)
         if s.strength is not None:  # the first key is the erase key too
             d_x[:, :C] += d_z[:, :C]
-        _copy_from_chunks(d_q, d_z[:, -C:], start, length)
-        _copy_from_chunks(d_k, d_x[:, -L * C :], start, length)
+        copy_from_chunks(d_q, d_z[:, -C:], start, length)
+        copy_from_chunks(d_k, d_x[:, -L * C :], start, length)
         if d_a is not None and d_b is not None:
-            _copy_from_chunks(d_a, d_x[:, :C], start, length)
-            _copy_from_chunks(d_b, d_z[:, :C], start, length)
+            copy_from_chunks(d_a, d_x[:, :C], start, length)
+            copy_from_chunks(d_b, d_z[:, :C], start, length)
     return d_q, d_k, d_w, d_g, d_a, d_b, d_beta, None, dS
 
 
@@ -275,27 +276,27 @@ def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind:
     erases, extra = a is not None or beta is not None, 0 if a is None else C
 
     z, x, y = q.new_empty(m, (1 + erases) * C, K), q.new_empty(m, extra + L * C, K), q.new_empty(m, extra + L * C, V)
-    _copy_to_chunks(z[:, -C:], q, start, length)
-    _copy_to_chunks(x[:, extra:], k, start, length)
-    _copy_to_chunks(y[:, extra:], w, start, length)
+    copy_to_chunks(z[:, -C:], q, start, length)
+    copy_to_chunks(x[:, extra:], k, start, length)
+    copy_to_chunks(y[:, extra:], w, start, length)
     strength = None
     if a is not None:
-        _copy_to_chunks(z[:, :C], b, start, length)
-        _copy_to_chunks(x[:, :C], a, start, length)
+        copy_to_chunks(z[:, :C], b, start, length)
+        copy_to_chunks(x[:, :C], a, start, length)
         y[:, :C] = 0
     elif beta is not None:
         z[:, :C] = x[:, :C]
         strength = q.new_empty(m, C)
-        _copy_to_chunks(strength, beta, start, length)
+        copy_to_chunks(strength, beta, start, length)
         strength = strength.unsqueeze(-1)
 
     log_decay = q.new_zeros(m, C)
     if g is not None:
-        _copy_to_chunks(log_decay, g, start, length)
+        copy_to_chunks(log_decay, g, start, length)
     documents = None
     if reset is not None:
         begins = torch.zeros(m, C, dtype=torch.bool, device=q.device)
-        _copy_to_chunks(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
+        copy_to_chunks(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
         documents = Documents(begins)
     decay = HeadDecay(log_decay, documents)
     gamma, left = _row_decays(decay, kind, erases)
@@ -378,39 +379,3 @@ def _grid(rows: Tensor, C: int) -> Tensor:
 def _scale(rows: Tensor, weight: Tensor) -> Tensor:
     """`[m, J·C, K]` times one weight per token, `[m, 1, C, 1]`."""
     return (_grid(rows, weight.shape[2]) * weight).flatten(1, 2)
-
-
-def _copy_to_chunks(target: Tensor, source: Tensor, start: int, length: int) -> None:
-    """Copy rows start … start + length of `[B, R, H, (L,) …]` into chunks `[m, C, …]` (`[m, L·C, …]`), zeros past the end.
-
-    A zero row is an identity, so the last chunk may be partial.
-    """
-    view = _as_chunks(target, source)
-    N, C = view.shape[1], view.shape[2]
-    whole = length // C
-    rows = source.narrow(1, start, length)
-    view[:, :whole] = rows[:, : whole * C].unflatten(1, (whole, C)) if whole else view[:, :0]
-    if whole < N:
-        view[:, whole, : length - whole * C] = rows[:, whole * C :]
-        view[:, whole, length - whole * C :] = 0
-
-
-def _copy_from_chunks(target: Tensor, chunks: Tensor, start: int, length: int) -> None:
-    """The inverse of `_copy_to_chunks`."""
-    view = _as_chunks(chunks, target)
-    N, C = view.shape[1], view.shape[2]
-    whole = length // C
-    rows = target.narrow(1, start, length)
-    if whole:
-        rows[:, : whole * C].unflatten(1, (whole, C)).copy_(view[:, :whole])
-    if whole < N:
-        rows[:, whole * C :] = view[:, whole, : length - whole * C]
-
-
-def _as_chunks(chunks: Tensor, rows: Tensor) -> Tensor:
-    """`[m, (L·)C, …]` seen as `[B, N, C, H, (L,) …]`, the order of `rows` `[B, R, H, (L,) …]`."""
-    B, H = rows.shape[0], rows.shape[2]
-    view = chunks.unflatten(0, (-1, B, H))  # [N, B, H, C, ...]
-    if rows.ndim == 5:
-        view = view.unflatten(3, (rows.shape[3], -1)).transpose(3, 4)  # [N, B, H, C, L, ...]
-    return view.movedim((0, 3), (1, 2))
