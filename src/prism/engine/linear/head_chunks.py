@@ -41,6 +41,7 @@ class Kind(NamedTuple):
 
     chunk: int
     segment: int
+    """At most this many rows at once (`segment_rows`)."""
     look_before: bool
     """The erase reads the undecayed state."""
     read_before: bool
@@ -72,6 +73,9 @@ Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
 """A segment's T⁻¹ `[m, C, C]`, -R `[m, C, V]`, P `[m, K, K]` (None without an erase) and incoming states `[m, K, V]`."""
 
 Differentiable = Callable[[Steps, Tensor, int, int], tuple[Tensor, Tensor]]
+
+_CACHED = 2**17
+"""Numbers of a segment's queries. Measured: up to a third faster than segments of 512 rows, which outgrow the cache."""
 
 FIELDS = ("q", "k", "w", "log_decay", "erase_write", "erase_key", "erase_strength")
 
@@ -139,8 +143,9 @@ def forward(
     B, rows, H, L, V = values.shape
     o = values.new_empty(B, rows, H, V)
     kept: list[Kept] = []
-    for start in range(0, rows, kind.segment):
-        length = min(kind.segment, rows - start)
+    segment = segment_rows(fields, kind)
+    for start in range(0, rows, segment):
+        length = min(segment, rows - start)
         s = _segment(fields, reset, start, length, kind)
         C = s.gamma.shape[-1]
         z_start, x_end = s.z * s.start, _scale(s.x, s.end)
@@ -173,9 +178,10 @@ def backward(
     rows, L = fields[0].shape[1], fields[2].shape[-2]
     d_q, d_k, d_w, d_g, d_a, d_b, d_beta = (None if x is None else torch.empty_like(x) for x in fields)
     assert d_q is not None and d_k is not None and d_w is not None
+    segment = segment_rows(fields, kind)
     for index in reversed(range(len(kept))):
-        start = index * kind.segment
-        length = min(kind.segment, rows - start)
+        start = index * segment
+        length = min(segment, rows - start)
         s = _segment(fields, reset, start, length, kind)
         inverse, minus_R, P, incoming = kept[index]
         C = s.gamma.shape[-1]
@@ -220,6 +226,13 @@ def backward(
             copy_from_chunks(d_a, d_x[:, :C], start, length)
             copy_from_chunks(d_b, d_z[:, :C], start, length)
     return d_q, d_k, d_w, d_g, d_a, d_b, d_beta, None, dS
+
+
+def segment_rows(fields: tuple, kind: Kind) -> int:
+    """Rows that are computed at once, whole chunks: so many that the temporaries of all rows and heads fit in a cache."""
+    B, _, H, _, V = fields[2].shape
+    fitting = _CACHED // (B * H * max(V, fields[0].shape[-1]))
+    return max(1, min(kind.segment, fitting) // kind.chunk) * kind.chunk
 
 
 def _add_erase(s: Segment, minus_R: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.autocast import without_autocast
-from prism.engine.linear.head_chunks import FIELDS, Kept, Kind, backward, forward
+from prism.engine.linear.head_chunks import FIELDS, Kept, Kind, backward, forward, segment_rows
 from prism.engine.linear.steps import Steps
 
 
@@ -96,15 +96,15 @@ def _backward_operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the fields, q to erase_strength (empty where there is none), and of the state."""
     B, rows, H, _ = q.shape
-    size = segment // min(chunk, rows) * B * H  # chunks in a segment
+    fields = (q, k, w, log_decay, erase_write, erase_key, erase_strength)
+    kind = Kind(chunk, segment, look_before, read_before)
+    size = segment_rows(fields, kind) // min(chunk, rows) * B * H  # chunks in a segment
     erases = erase_write is not None or erase_strength is not None
     kept: list[Kept] = []
     for first in range(0, incoming.shape[0], size):
         part = slice(first, first + size)
         erase = (inverse[part], minus_R[part], P[part]) if erases else (None, None, None)
         kept.append((*erase, incoming[part]))
-    fields = (q, k, w, log_decay, erase_write, erase_key, erase_strength)
-    kind = Kind(chunk, segment, look_before, read_before)
     *gradients, _, d_state = without_autocast(backward, fields, reset, kept, d_o, d_end, kind)
     given = [w.new_empty(0) if x is None else x.contiguous() for x in gradients]
     d_q, d_k, d_w, d_log_decay, d_erase_write, d_erase_key, d_erase_strength = given
