@@ -60,11 +60,8 @@ def _in_blocks(steps: Steps, S: Tensor, chunk: int, size: int) -> tuple[Tensor, 
 def _run(rows: Blocks, S: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs of one segment's chunks, and the state after the last."""
     maps = affine(rows)
-    incoming = []
-    for n in range(maps.D.shape[2]):
-        incoming.append(S)
-        S = maps.advance(n, S)
-    return maps.F @ torch.stack(incoming, 2) + maps.E, S
+    incoming, S = maps.chain(S)
+    return maps.F @ incoming + maps.E, S
 
 
 def _segments(steps: Steps, size: int) -> Iterator[Steps]:
