@@ -51,9 +51,7 @@ def ours(tokens: int, decay: float, writes: int = WRITES) -> Callable[[], None]:
     x = inputs(tokens, decay, writes)
 
     def run() -> None:
-        update = prism.Update(
-            x["q"], x["k"], x["w"], x["log_decay"], erase_key=x["k"][..., 0, :], erase_strength=x["beta"]
-        )
+        update = prism.Update(x["q"], x["k"], x["w"], x["log_decay"], erase_strength=x["beta"], erase_first=True)
         o, _ = prism.memory(update, form="chunkwise", backend="torch")
         torch.autograd.grad(o.sum(), list(x.values()))
 

@@ -122,12 +122,14 @@ class Problem:
         if self.decay != "none":
             tensors["log_decay"] = -self._rates(uniform, (B, T, H) if self.decay == "head" else (B, T, H, K))
         if self.erase != "none":
-            if self.seed % 2 and self.erase_heads == self.key_heads:
+            if self.erase == "first":
+                pass  # along the first key written
+            elif self.seed % 2 and self.erase_heads == self.key_heads:
                 tensors["erase_key"] = tensors["k"][:, :, :, 0]  # the delta family's own case
             else:
                 tensors["erase_key"] = keys(B, rows, self.erase_heads, K)
             low, high = self.beta
-            if self.erase == "strength":
+            if self.erase in ("strength", "first"):
                 tensors["erase_strength"] = low + (high - low) * uniform(B, rows, H)
             else:  # a ≠ β·b, yet near enough to it that I - a bᵀ does not blow up over hundreds of tokens
                 rate = low + (high - low) * uniform(B, rows, self.erase_heads, K)
@@ -169,7 +171,8 @@ class Problem:
 
     def update(self, tensors: Mapping[str, Tensor]) -> prism.Update:
         named = {name: tensors.get(name) for name in (*INPUTS, "reset", "mask")}
-        return prism.Update(**named, erase_on=self.erase_on, read=self.read, substeps=self.substeps)
+        first = self.erase == "first"
+        return prism.Update(**named, erase_first=first, erase_on=self.erase_on, read=self.read, substeps=self.substeps)
 
     def run(self, tensors: Tensors, form: str, dtype: torch.dtype = torch.float64) -> Tensors:
         """Output, final state, and the gradient of everything that has one."""
@@ -228,10 +231,10 @@ def problems(draw: st.DrawFn, tokens: st.SearchStrategy[int] = LENGTHS, **fixed:
     """Every kind of update the normal form has. `fixed` pins fields."""
     heads = draw(st.sampled_from([1, 2, 4]))
     divisors = st.sampled_from([n for n in (1, 2, 4) if heads % n == 0])
-    erase = draw(st.sampled_from(["none", "strength", "strength", "write"]))
+    erase = draw(st.sampled_from(["none", "strength", "first", "write"]))
     erase_on = draw(st.sampled_from(["decayed", "undecayed"])) if erase != "none" else "decayed"
     # β beyond 1 turns the looked-up part around. That is a contraction only where a = β·b meets the decayed state.
-    turning = erase == "strength" and erase_on == "decayed"
+    turning = erase in ("strength", "first") and erase_on == "decayed"
     problem = Problem(
         tokens=draw(tokens),
         batch=draw(st.integers(1, 3)),

@@ -40,6 +40,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"householders": 1, "negative_eigenvalues": False, "gate": True},
     ],
     "kda": [{"lower_bound": -5.0, "negative_eigenvalues": True}],
+    "gdn2": [{"negative_eigenvalues": True, "key_dim": 5, "value_dim": 3}],
+    "comba": [{"gate": False, "conv_size": 1, "correction": 0.02}],
     "mamba2": [{"key_dim": 6}, {"key_dim": 4, "groups": 2, "value_dim": 5}],
     "based": [{"key_dim": 3, "value_dim": 5}],
     "gsa": [{"slots": 5, "value_dim": 3, "conv_size": 4}],

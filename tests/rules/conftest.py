@@ -11,6 +11,7 @@ import pytest
 _NAIVE = {
     "delta_rule_recurrence": "delta_rule.naive",
     "dplr_recurrence": "generalized_delta_rule.dplr.naive",
+    "naive_chunk_comba": "comba.naive",
     "naive_kda_gate": "kda.gate",
     "naive_kda_lowerbound_gate": "kda.gate",
     "naive_mesa_net_CG": "mesa_net.naive",
@@ -18,6 +19,7 @@ _NAIVE = {
     "naive_parallel_based": "based.naive",
     "naive_recurrent_gated_delta_product": "gated_delta_product.naive",
     "naive_recurrent_gated_delta_rule": "gated_delta_rule.naive",
+    "naive_recurrent_gdn2": "gdn2.naive",
     "naive_recurrent_gla": "gla.naive",
     "naive_recurrent_gsa": "gsa.naive",
     "naive_recurrent_hgrn": "hgrn.naive",

@@ -24,6 +24,7 @@ _VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("delta", {"negative_eigenvalues": True}),
     ("delta_product", {"householders": 3, "forget_gate": True, "gate": True}),
     ("kda", {"lower_bound": -5.0}),
+    ("gdn2", {"negative_eigenvalues": True}),
     ("rwkv7", _STACKED),
     ("linear", {"normalize": True}),
     ("lightning", _STACKED),

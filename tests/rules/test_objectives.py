@@ -93,6 +93,6 @@ def test_weight_decay_is_the_gradient_of_a_penalty() -> None:
 
 
 def test_proxies_have_no_gradient_step() -> None:
-    for name in ("prism", "rwkv7"):
+    for name in ("prism", "rwkv7", "gdn2", "comba"):
         with pytest.raises(ValueError, match="proxy"):
             rules.get(name).objective.descend(torch.zeros(2, 2), torch.zeros(2), torch.zeros(2))

@@ -81,6 +81,19 @@ def _kda(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tenso
     return fla.naive_recurrent_kda(t.q, t.k, t.v, t.g, t.beta, 1.0, t.state, True)
 
 
+def _comba(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
+    """The chunked one: it reads the undecayed state as the published kernels do, which the naive loop does not."""
+    share = rule.share.sigmoid()
+    beta = t.beta / share
+    v, p = t.w / beta.unsqueeze(-1), share.unsqueeze(-1) * t.k
+    return fla.naive_chunk_comba(t.q, t.k, v, p, t.g, beta, 16, 1.0, t.state, True)
+
+
+def _gdn2(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
+    """Its gates from the update: the erase key over the key, and all of w as a write gate of the value 1."""
+    return fla.naive_recurrent_gdn2(t.q, t.k, torch.ones_like(t.w), t.g, t.look / t.k, t.w, 1.0, t.state, True)
+
+
 def _delta_product(fla: SimpleNamespace, t: NaiveInputs, rule: Any) -> tuple[Tensor, Tensor]:
     n = rule.write_rank
     return fla.naive_recurrent_gated_delta_product(t.q, t.k, t.v, t.g, t.beta, 1.0, None, t.state, True, n)
@@ -99,7 +112,10 @@ REFERENCES: list[tuple[str, dict[str, Any], Reference]] = [
     ("delta", {}, _delta),
     ("delta", {"negative_eigenvalues": True}, _delta),
     ("gated_delta", {}, _gated_delta),
+    ("comba", {}, _comba),
     ("kda", {}, _kda),
+    ("gdn2", {}, _gdn2),
+    ("gdn2", {"negative_eigenvalues": True}, _gdn2),
     ("rwkv7", {}, _rwkv7),
     ("delta_product", {"householders": 1}, _delta_product),
     ("delta_product", {"householders": 2}, _delta_product),

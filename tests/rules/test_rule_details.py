@@ -21,9 +21,10 @@ LAYERED = ("lightning", "hgrn2", "rwkv6", "rwkv7")
 
 def test_rules_are_listed_from_prism_on() -> None:
     family = (
-        "prism gated_delta delta delta_product kda rwkv7 linear retnet lightning gated_retention mamba2 gla hgrn2 rwkv6"
+        "prism gated_delta delta delta_product comba kda gdn2 rwkv7 "
+        "linear retnet lightning gated_retention mamba2 gla hgrn2 rwkv6"
     )
-    assert rules.names()[:14] == tuple(family.split())
+    assert rules.names()[:16] == tuple(family.split())
 
 
 @pytest.mark.parametrize("name", rules.names())
@@ -37,6 +38,7 @@ def test_an_unknown_option_is_named(name: str) -> None:
     [
         ("delta_product", {"householders": 0}, "householders must be an integer ≥ 1"),
         ("mamba2", {"groups": 3}, "groups must be an integer that divides heads = 4"),
+        ("comba", {"correction": -1.0}, "correction must be a number ≥ 0"),
         ("kda", {"lower_bound": 5.0}, "lower_bound is a log-decay"),
         ("gla", {"gate_rank": 0}, "rank of a low-rank map"),
         ("retnet", {"key_dim": 3}, "key_dim must be even"),
@@ -84,7 +86,14 @@ def test_gated_retention_and_gla_take_the_sixteenth_root() -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "low", "high"),
-    [("gated_delta", {}, 1e-4, 16), ("mamba2", {}, 1, 16), ("kda", {}, 1, 16), ("kda", {"lower_bound": -5.0}, 1, 1)],
+    [
+        ("gated_delta", {}, 1e-4, 16),
+        ("mamba2", {}, 1, 16),
+        ("kda", {}, 1, 16),
+        ("kda", {"lower_bound": -5.0}, 1, 1),
+        ("gdn2", {}, 1, 16),
+        ("comba", {}, 1e-4, 16),
+    ],
 )
 def test_softplus_gates_start_in_their_ranges(name: str, options: dict[str, Any], low: float, high: float) -> None:
     decay: Any = rules.get(name).build(64, 16, **options).decay
@@ -95,13 +104,13 @@ def test_softplus_gates_start_in_their_ranges(name: str, options: dict[str, Any]
 
 
 def test_published_sizes() -> None:
-    sizes = {name: Mixer(name, 256, 4).rule for name in rules.names()[1:14]}
+    sizes = {name: Mixer(name, 256, 4).rule for name in rules.names()[1:16]}
     keys = {name: (rule.key_dim, rule.value_dim) for name, rule in sizes.items()}
-    assert keys["gated_delta"] == (48, 96)
+    assert keys["gated_delta"] == keys["comba"] == (48, 96)
     assert keys["retnet"] == (64, 128)
     assert keys["mamba2"] == (128, 128)
     assert keys["gla"] == (32, 64)
-    others = set(keys) - {"gated_delta", "retnet", "mamba2", "gla"}
+    others = set(keys) - {"gated_delta", "comba", "retnet", "mamba2", "gla"}
     assert {keys[name] for name in others} == {(64, 64)}
     assert sizes["delta_product"].write_rank == 2
     assert all(rule.state_size == 4 * math.prod(keys[name]) for name, rule in sizes.items())

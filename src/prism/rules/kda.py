@@ -1,20 +1,25 @@
-"""Kimi Delta Attention: Gated DeltaNet with a separate decay for every key channel.
+"""Delta rules with a separate decay for every key channel: Kimi Delta Attention and Gated DeltaNet-2.
 
-    S_t = (I - β k kᵀ) Diag(α_t) S_{t-1} + β k vᵀ                                              (Kimi team, 2025)
+    KDA                S_t = (I - β k kᵀ) Diag(α_t) S_{t-1} + β k vᵀ                           (Kimi team, 2025)
+    Gated DeltaNet-2   S_t = (I - k (e ⊙ k)ᵀ) Diag(α_t) S_{t-1} + k (w ⊙ v)ᵀ             (Hatamizadeh et al., 2026)
 
 The decay comes first, so the erase sees the *decayed* state; the other order is a different model. Decay and output gate are
-low-rank maps of rank V; the output is normalised per head and multiplied by the sigmoid (not SiLU) of its gate.
+low-rank maps of rank V; the output is normalised per head and multiplied by the sigmoid (not SiLU) of its gate. In place of
+one step size β, Gated DeltaNet-2 has a gate for each key channel that is erased and one for each value channel that is
+written; e = w = β is KDA.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from prism.engine import Update
+from prism.engine.fused import delta_columns
 from prism.rules.delta import DeltaFamily
-from prism.rules.parts import LowRank, split_heads
+from prism.rules.parts import Carry, LowRank, fused_linears, split_heads
 from prism.rules.parts.decays import SoftplusDecay
-from prism.rules.rule import DECAYED_REGRESSION, Paper, per_head
+from prism.rules.rule import DECAYED_REGRESSION, GENERALISED_REGRESSION, Paper, Span, per_head
 
 
 class BoundedDecay(SoftplusDecay):
@@ -77,3 +82,59 @@ class Kda(DeltaFamily):
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         assert self.gate is not None
         return self.out(self.norm(o, self.gate(x).sigmoid()))
+
+
+class Gdn2(Kda):
+    """Gated DeltaNet-2: KDA with a gate per key channel for the erase and one per value channel for the write.
+
+    Defaults as published: K = V (128 at any width, with width / 128 heads).
+
+    Args:
+        negative_eigenvalues: whether the erase gate is 2σ(·) instead of σ(·).
+    """
+
+    name = "gdn2"
+    paper = Paper("Gated DeltaNet-2", "Hatamizadeh et al. 2026", "https://arxiv.org/abs/2605.22791")
+    objective = GENERALISED_REGRESSION
+    forgetting = "per channel, and along a key"
+    transition = "diagonal · (I + rank 1)"
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        conv_size: int = 4,
+        negative_eigenvalues: bool = False,
+    ) -> None:
+        super().__init__(
+            width,
+            heads,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            conv_size=conv_size,
+            negative_eigenvalues=negative_eigenvalues,
+        )
+        del self.beta  # replaced by the two gates
+        self.erase = nn.Linear(width, heads * self.key_dim, bias=False)
+        self.write = nn.Linear(width, heads * self.value_dim, bias=False)
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
+        assert self.decay_in is not None and self.decay is not None
+        mixed, conv_state = self.conv(self.qkv(x), carry.get("conv"), span)
+        erase, write, decay = fused_linears(x, self.erase, self.write, self.decay_in)
+        erase, write = (split_heads(gate.sigmoid(), self.heads) for gate in (erase, write))
+        q, k, v = delta_columns(mixed, mixed.new_ones(*mixed.shape[:2], self.heads), self.key_dim)
+        update = Update(
+            q,
+            k,
+            write.unsqueeze(3) * v,
+            self.decay(decay),
+            erase_key=self.beta_scale * erase * k.squeeze(3),
+            erase_write_first=True,
+            reset=span.reset,
+            mask=span.mask,
+        )
+        return update, {"conv": conv_state}, None

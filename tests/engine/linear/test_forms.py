@@ -128,6 +128,7 @@ def test_gradients_of_some_inputs_only(form: str, decay: str, names: tuple[str, 
 )
 @example(problem=replace(DELTA, tokens=257, decay="none", alike=True, beta=(1.9, 2.0), seed=1))
 @example(problem=Problem(65, key_dim=80, value_dim=48, writes=2, decay="none", alike=True, beta=(1.9, 2.0), seed=2))
+@example(problem=Problem(257, erase="first", key_dim=80, writes=2, alike=True, beta=(1.9, 2.0)))
 @examples(10)
 def test_reflections_along_nearly_equal_keys(form: str, problem: Problem) -> None:
     agree(problem, form)

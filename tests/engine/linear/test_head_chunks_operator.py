@@ -15,18 +15,23 @@ from prism.engine.linear.head_chunks_operator import _operator, head_chunks_oper
 from prism.engine.linear.steps import Steps
 from tests.helpers import examples
 
+ERASES = ("none", "write", "first")
 
-def random_steps(tokens: int, erases: bool, decays: bool, resets: bool, seed: int = 0) -> tuple[Steps, Tensor]:
+
+def random_steps(tokens: int, erase: str, decays: bool, resets: bool, seed: int = 0) -> tuple[Steps, Tensor]:
+    """Steps without an erase ("none"), with separate columns for it ("write") or along the first key ("first")."""
     torch.manual_seed(seed)
     shape = (2, tokens, 2)
+    beta = torch.rand(*shape, dtype=torch.float64)
     keys = torch.nn.functional.normalize(torch.randn(3, *shape, 8, dtype=torch.float64), dim=-1)
     steps = Steps(
         q=keys[0],
         k=torch.stack([keys[1], keys[2]], 3),
         w=torch.randn(*shape, 2, 4, dtype=torch.float64),
         log_decay=-torch.rand(*shape, dtype=torch.float64) if decays else None,
-        erase_key=keys[1] if erases else None,
-        erase_write=keys[1] * torch.rand(*shape, 1, dtype=torch.float64) if erases else None,
+        erase_key=keys[1] if erase == "write" else None,
+        erase_write=keys[1] * beta.unsqueeze(-1) if erase == "write" else None,
+        erase_strength=beta if erase == "first" else None,
         reset=torch.rand(2, tokens) < 0.05 if resets else None,
         erase_decayed=bool(seed % 2),
         read_after=bool(seed % 3),
@@ -40,12 +45,16 @@ def random_steps(tokens: int, erases: bool, decays: bool, resets: bool, seed: in
 
 
 @given(
-    tokens=st.integers(1, 80), erases=st.booleans(), decays=st.booleans(), resets=st.booleans(), seed=st.integers(0, 5)
+    tokens=st.integers(1, 80),
+    erase=st.sampled_from(ERASES),
+    decays=st.booleans(),
+    resets=st.booleans(),
+    seed=st.integers(0, 5),
 )
-@examples(25)
-def test_the_operator_equals_eager_code(tokens: int, erases: bool, decays: bool, resets: bool, seed: int) -> None:
+@examples(30)
+def test_the_operator_equals_eager_code(tokens: int, erase: str, decays: bool, resets: bool, seed: int) -> None:
     """Segments of 32 rows in chunks of 8: several segments, and partial last chunks."""
-    steps, S = random_steps(tokens, erases, decays, resets, seed)
+    steps, S = random_steps(tokens, erase, decays, resets, seed)
     leaves = [S, *(x for name in FIELDS if (x := getattr(steps, name)) is not None)]
     results = []
     for run in (
@@ -60,10 +69,10 @@ def test_the_operator_equals_eager_code(tokens: int, erases: bool, decays: bool,
         torch.testing.assert_close(operator, eager, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("erases", [True, False])
-def test_torch_accepts_the_operator(erases: bool) -> None:
+@pytest.mark.parametrize("erase", ERASES)
+def test_torch_accepts_the_operator(erase: str) -> None:
     """Schema, shapes without data, autograd and tracing with unknown sizes."""
-    steps, S = random_steps(37, erases, True, True)
+    steps, S = random_steps(37, erase, True, True)
     fields = [getattr(steps, name) for name in FIELDS]
     torch.library.opcheck(_operator, (*fields, steps.reset, S, *Kind(8, 32, False, False), True))
 
@@ -84,7 +93,7 @@ def test_compiled_code_has_one_operator_per_layer_and_serves_other_lengths() -> 
 
 
 def test_an_operator_that_saved_nothing_refuses_a_backward_pass() -> None:
-    steps, S = random_steps(9, True, True, False)
+    steps, S = random_steps(9, "write", True, False)
     fields = [getattr(steps, name) for name in FIELDS]
     o, *_ = _operator(*fields, None, S, *Kind(8, 32, False, False), False)
     with pytest.raises(RuntimeError, match="save=False"):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prism.engine.linear.decay import ChannelDecay, Documents, HeadDecay
+from prism.engine.linear.decay import ChannelDecay, Documents, HeadDecay, Rows
 from prism.engine.linear.steps import Steps, resolve
 from prism.engine.update import Update
 
@@ -43,6 +43,10 @@ class Blocks:
     reset: Tensor | None  # [B, 1, N, C]
     erase_decayed: bool
     read_after: bool
+
+    @property
+    def look_before(self) -> bool:
+        return not self.erase_decayed
 
     def decay(self) -> HeadDecay | ChannelDecay:
         """The decays inside each block; zeros if there are none."""
@@ -64,51 +68,57 @@ class Affine:
     F: Tensor  # [..., C, K]
     E: Tensor  # [..., C, V]
 
-    def advance(self, n: int, S: Tensor) -> Tensor:
-        """The state after block n, `[B, H, K, V]`."""
-        if self.P is None:
-            return self.diagonal[:, :, n].unsqueeze(-1) * S + self.D[:, :, n]
-        return self.P[:, :, n] @ S + self.D[:, :, n]
+    def chain(self, S: Tensor) -> tuple[Tensor, Tensor]:
+        """The state each block starts from, `[B, H, N, K, V]`, and the one after the last, `[B, H, K, V]`."""
+        # `unbind` has one backward for all blocks; indexing would fill a tensor of full size with zeros for each.
+        factors = (self.diagonal.unsqueeze(-1) if self.P is None else self.P).unbind(2)
+        incoming = []
+        for factor, D in zip(factors, self.D.unbind(2), strict=True):
+            incoming.append(S)
+            S = (factor * S if self.P is None else factor @ S) + D
+        return torch.stack(incoming, 2), S
 
 
 def affine(rows: Blocks) -> Affine:
     """The map of every block."""
     decay = rows.decay()
-    before = not rows.read_after
+    read = Rows(rows.q, strict=not rows.read_after, before=not rows.read_after)
     # The L writes of a token are L columns of the same products.
     values = rows.w.flatten(-3, -2)  # [..., L·C, V]
-    attention = _wide(decay.gram(rows.q, rows.k, strict=before, before=before))
-    left_at_end = decay.to_end(rows.k).flatten(-3, -2)
-    F, E = decay.from_start(rows.q, before), attention @ values
-    D, diagonal = left_at_end.transpose(-1, -2) @ values, decay.carry()
+    F, diagonal = decay.from_start(rows.q, read.before), decay.carry()
     if rows.a is None or rows.b is None:
-        return Affine(None, diagonal, D, F, E)
+        (attention,) = decay.grams([read], rows.k)
+        left_at_end = decay.to_end(rows.k).flatten(-3, -2)
+        return Affine(None, diagonal, left_at_end.transpose(-1, -2) @ values, F, attention.flatten(-2) @ values)
 
-    look_before = not rows.erase_decayed
-    lookup = decay.gram(rows.b, torch.cat([rows.a.unsqueeze(-3), rows.k], -3), strict=True, before=look_before)
+    look = Rows(rows.b, strict=True, before=rows.look_before)
+    columns = torch.cat([rows.a.unsqueeze(-3), rows.k], -3)
+    lookup, attention = decay.grams([look, read], columns)  # [..., C, 1 + L, C]
     V = values.shape[-1]
     seen = torch.linalg.solve_triangular(  # [R₀ | R₁]
-        lookup[..., 0, :, :],
-        torch.cat([_wide(lookup[..., 1:, :, :]) @ values, decay.from_start(rows.b, look_before)], -1),
+        lookup[..., 0, :],
+        torch.cat([lookup[..., 1:, :].flatten(-2) @ values, decay.from_start(rows.b, look.before)], -1),
         upper=False,
         unitriangular=True,
     )
-    erased = decay.to_end(rows.a.unsqueeze(-3)).squeeze(-3).transpose(-1, -2) @ seen  # [..., K, V + K]
-    unread = decay.gram(rows.q, rows.a.unsqueeze(-3), strict=before, before=before).squeeze(-3) @ seen
-    K = rows.q.shape[-1]
-    P = torch.diag_embed(diagonal.expand(*diagonal.shape[:-1], K)) - erased[..., V:]
-    return Affine(P, diagonal, D - erased[..., :V], F - unread[..., V:], E - unread[..., :V])
+    R0, R1 = seen.split([V, seen.shape[-1] - V], -1)
+    written = torch.cat([-R0, values], -2)  # the erase is one more column, which writes -R
+    left_at_end = decay.to_end(columns)
+    D = left_at_end.flatten(-3, -2).transpose(-1, -2) @ written
+    P = torch.diag_embed(diagonal.expand(*diagonal.shape[:-1], rows.q.shape[-1]))
+    P = P - left_at_end[..., 0, :, :].transpose(-1, -2) @ R1
+    return Affine(P, diagonal, D, F - attention[..., 0, :] @ R1, attention.flatten(-2) @ written)
 
 
 def incoming_states(rows: Blocks, S: Tensor) -> tuple[Tensor, Tensor]:
     """The state each block starts from, `[B, H, N, K, V]`, and the one after the last; for rows that erase nothing."""
     decay = rows.decay()
-    kept = decay.carry().unsqueeze(-1)
+    kept = decay.carry().unsqueeze(-1).unbind(2)
     D = decay.to_end(rows.k).flatten(-3, -2).transpose(-1, -2) @ rows.w.flatten(-3, -2)
     incoming = []
-    for n in range(D.shape[2]):
+    for left, written in zip(kept, D.unbind(2), strict=True):
         incoming.append(S)
-        S = kept[:, :, n] * S + D[:, :, n]
+        S = left * S + written
     return torch.stack(incoming, 2), S
 
 
@@ -145,11 +155,6 @@ def from_blocks(o: Tensor, rows: int) -> Tensor:
     return o.flatten(2, 3)[:, :, :rows].transpose(1, 2)
 
 
-def _wide(gram: Tensor) -> Tensor:
-    """`[…, J, C, C]` → `[…, C, J·C]`: the J grams side by side."""
-    return gram.transpose(-3, -2).flatten(-2, -1)
-
-
 def parallel(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The whole sequence as one block. Returns `[B, T, H, V]` and the memory after the last token."""
     steps = resolve(update)
@@ -160,8 +165,8 @@ def parallel(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tenso
         # it solves in float64. Shorter systems (chunkwise) do not need it.
         rows = replace(rows, **{name: x.double() for name, x in vars(rows).items() if _is_floating(x)})
     whole = affine(rows)
-    o = whole.F @ S.unsqueeze(2).to(whole.F.dtype) + whole.E
-    end = whole.advance(0, S.to(whole.D.dtype))
+    incoming, end = whole.chain(S.to(whole.D.dtype))
+    o = whole.F @ incoming + whole.E
     return steps.read(from_blocks(o, steps.rows)), end.to(S.dtype)
 
 

@@ -18,7 +18,7 @@ from prism.engine import compat
 from prism.engine.linear.block import Blocks, affine, from_blocks, to_blocks
 from prism.engine.linear.head_chunks import head_chunks
 from prism.engine.linear.head_chunks_operator import head_chunks_operator
-from prism.engine.linear.steps import Steps, resolve
+from prism.engine.linear.steps import Steps, resolve_keeping_first
 from prism.engine.update import Update
 
 SEGMENT = 512
@@ -30,7 +30,7 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
     `chunk` is the number of tokens in a chunk. Work inside a chunk grows with its length; work between chunks, with the
     size of the state.
     """
-    steps = resolve(update)
+    steps = resolve_keeping_first(update)
     S = steps.initial(state)
     if chunk is None:
         chunk = 32 if max(update.key_dim, update.value_dim) <= 64 else 64
@@ -51,7 +51,7 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
 def _in_blocks(steps: Steps, S: Tensor, chunk: int, size: int) -> tuple[Tensor, Tensor]:
     """By the block equations, which autograd can differentiate any number of times."""
     outputs = []
-    for segment in _segments(steps, size):
+    for segment in _segments(steps.with_erase_columns(), size):
         o, S = _run(to_blocks(segment, min(chunk, segment.rows)), S)
         outputs.append(from_blocks(o, segment.rows))
     return torch.cat(outputs, 1), S
@@ -60,11 +60,8 @@ def _in_blocks(steps: Steps, S: Tensor, chunk: int, size: int) -> tuple[Tensor, 
 def _run(rows: Blocks, S: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs of one segment's chunks, and the state after the last."""
     maps = affine(rows)
-    incoming = []
-    for n in range(maps.D.shape[2]):
-        incoming.append(S)
-        S = maps.advance(n, S)
-    return maps.F @ torch.stack(incoming, 2) + maps.E, S
+    incoming, S = maps.chain(S)
+    return maps.F @ incoming + maps.E, S
 
 
 def _segments(steps: Steps, size: int) -> Iterator[Steps]:

@@ -12,8 +12,21 @@ large; recursive halving needs matrix products only: the lower-left block of eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """Vectors that read the writes of a block, one per token."""
+
+    vectors: Tensor  # [..., C, K]
+    strict: bool
+    """A token does not read its own write."""
+    before: bool
+    """Tokens read S_{i-1} undecayed."""
 
 
 class Documents:
@@ -48,9 +61,13 @@ class HeadDecay:
         # Masked before the exponential: above the diagonal it would overflow.
         return exponent.to(self.dtype).masked_fill(~keep, -torch.inf).exp()
 
-    def gram(self, rows: Tensor, columns: Tensor, strict: bool, before: bool) -> Tensor:
-        """`[…, C, K]`, `[…, J, C, K]` → `[…, J, C, C]`: Σ_d rows_id columns_jd, weighted by Γ_ij."""
-        return (rows.unsqueeze(-3) @ columns.transpose(-1, -2)) * self.weights(strict, before).unsqueeze(-3)
+    def grams(self, kinds: Sequence[Rows], columns: Tensor) -> list[Tensor]:
+        """`[…, J, C, K]` → for each kind of rows `[…, C, J, C]`: Σ_d rows_id columns_jd, weighted by Γ_ij."""
+        wide, shape = columns.flatten(-3, -2).transpose(-1, -2), columns.shape[-3:-1]
+        return [
+            (rows @ wide).unflatten(-1, shape) * self.weights(strict, before).unsqueeze(-2)
+            for rows, strict, before in kinds
+        ]
 
     def from_start(self, rows: Tensor, before: bool) -> Tensor:
         """`[…, C, K]`: rows times the decay of the incoming state until each of them."""
@@ -79,25 +96,37 @@ class ChannelDecay:
         self.documents = documents
         self.g = log_decay
 
-    def gram(self, rows: Tensor, columns: Tensor, strict: bool, before: bool) -> Tensor:
-        """As in `HeadDecay`, by recursive halving."""
-        C = rows.shape[-2]
+    def grams(self, kinds: Sequence[Rows], columns: Tensor) -> list[Tensor]:
+        """As in `HeadDecay`, by recursive halving: all kinds of rows and all columns of a half in one product."""
+        C, Z = columns.shape[-2], len(kinds)
         size = 1 << (C - 1).bit_length()  # halving needs a power of two; zero rows and columns add nothing
-        x, y, g = _pad(rows, size).unsqueeze(-3), _pad(columns, size), _pad(self.g, size).unsqueeze(-3)
-        diagonal = (x * y).sum(-1) * (0.0 if strict else 1.0)
-        blocks = diagonal[..., None, None]  # [..., size, 1, 1]: the diagonal blocks found so far
-        h = 1
-        while h < size:
-            left_of_mid, right_of_mid = _halves(g, h)
-            right = _halves(x, h)[1] * (_before(right_of_mid) if before else right_of_mid.cumsum(-2)).exp()
-            left = _halves(y, h)[0] * _after(left_of_mid).exp()
-            corner = right @ left.transpose(-1, -2)
-            upper, lower = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
+        x = _pad(torch.stack([rows for rows, _, _ in kinds], -3), size)  # [..., Z, size, K]
+        y, g = _pad(columns, size), _pad(self.g, size)
+        own = torch.einsum("...zck,...jck->...czj", x, y)
+        if any(strict for _, strict, _ in kinds):
+            own = own * own.new_tensor([float(not strict) for _, strict, _ in kinds]).unsqueeze(-1)
+        blocks = own[..., None, :, None]  # [..., size, Z, 1, J, 1]: the diagonal blocks found so far, [..., n, Z, h, J, h]
+        # One product sums the exponents of all levels; `unbind` has one backward for all, slices would each fill with zeros.
+        weights = {before: _exponents(g, before).exp().unbind(-3) for before in {kind.before for kind in kinds}}
+        for level in range((size - 1).bit_length()):
+            h = 1 << level
+            right_of_mid = {before: _halves(all_levels[level], h)[1] for before, all_levels in weights.items()}
+            left_of_mid = _halves(weights[kinds[0].before][level], h)[0]
+            if len(weights) == 1:
+                weight = right_of_mid[kinds[0].before].unsqueeze(-3)  # the same for all kinds
+            else:
+                weight = torch.stack([right_of_mid[kind.before] for kind in kinds], -3)
+            right = _halves(x, h)[1].movedim(-4, -3) * weight  # [..., n, Z, h, K]
+            left = _halves(y, h)[0].movedim(-4, -3) * left_of_mid.unsqueeze(-3)  # [..., n, J, h, K]
+            corner = right.flatten(-3, -2) @ left.flatten(-3, -2).transpose(-1, -2)
+            corner = corner.unflatten(-2, (Z, h)).unflatten(-1, (-1, h))
+            upper, lower = blocks[..., 0::2, :, :, :, :], blocks[..., 1::2, :, :, :, :]
             top = torch.cat([upper, torch.zeros_like(upper)], -1)
-            blocks = torch.cat([top, torch.cat([corner, lower], -1)], -2)
-            h *= 2
-        gram = blocks[..., 0, :C, :C]
-        return gram if self.documents is None else torch.where(self.documents.same.unsqueeze(-3), gram, 0.0)
+            blocks = torch.cat([top, torch.cat([corner, lower], -1)], -3)
+        grams = [gram[..., :C, :, :C] for gram in blocks[..., 0, :, :, :, :].unbind(-4)]
+        if self.documents is None:
+            return grams
+        return [torch.where(self.documents.same.unsqueeze(-2), gram, 0.0) for gram in grams]
 
     def spread(self, attention: Tensor, columns: Tensor) -> Tensor:
         """`[…, C, C]`, `[…, C, K]` → `[…, C, K]`: Σ_{j≤i} attention_ij columns_j, each channel weighted by its Γ_ij.
@@ -150,6 +179,22 @@ def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
     """`[…, C, K]` → the first and second halves of every 2h rows, `[…, C/2h, h, K]`."""
     first, second = x.unflatten(-2, (-1, 2, h)).unbind(-3)
     return first, second
+
+
+def _exponents(g: Tensor, before: bool) -> Tensor:
+    """`[…, C, K]` → `[…, levels, C, K]`: for every level of halving, the sums of g between each token and its midpoint.
+
+    A token left of the midpoint sums what comes after it, one right of it sums up to itself (`before`: without itself).
+    """
+    C = g.shape[-2]
+    i = torch.arange(C, device=g.device)
+    h = 2 ** torch.arange((C - 1).bit_length(), device=g.device)[:, None, None]
+    middle = i[:, None] // (2 * h) * 2 * h + h  # [levels, C, 1]
+    row, column = i[:, None], i
+    left = (row < middle) & (column > row) & (column < middle)
+    right = (row >= middle) & (column >= middle) & (column < row if before else column <= row)
+    sums = (left | right).to(g.dtype).flatten(0, 1)
+    return (sums @ g).unflatten(-2, (-1, C))
 
 
 def _before(g: Tensor) -> Tensor:

@@ -2,15 +2,17 @@
 
 Autograd through the block equations would keep every C×C matrix of the sequence. This keeps T⁻¹, R, P and the incoming
 state of each chunk, about four numbers per channel and token, and recomputes the rest. Symbols are those of block.py. Join
-the erase with the writes, X = [A; K_1 … K_L] and Y = [-R; W_1 … W_L], and the two kinds of rows, Z = [B; Q]:
+the erase with the writes, and the two kinds of rows, Z = [B; Q]. Where the erase runs along the first key, a = β k_1, it
+shares that key's columns, otherwise it has separate ones and β = 1:
 
-    M = (B Xᵀ) ⊙ Γ,  N = (Q Xᵀ) ⊙ Γ,  T = I + M_A                R = T⁻¹((B ⊙ e^G) S + M_K W)
+    X = [K_1; …; K_L],  Y = [W_1 - βR; W_2; …; W_L]     or      X = [A; K_1; …; K_L],  Y = [-R; W_1; …; W_L]
+    M = (B Xᵀ) ⊙ Γ,  N = (Q Xᵀ) ⊙ Γ,  T = I + M_1 Diag(β)        R = (B ⊙ e^G) S + M Y = T⁻¹((B ⊙ e^G) S + M Y|R=0)
     O = (Q ⊙ e^G) S + N Y                                        S' = e^{G_C} S + (X ⊙ e^{G_C - G})ᵀ Y = P S + D
 
-Backward, from dO and dS'. Because Y's first part is -R, the erase needs no separate terms:
+(M_1: the first C columns.) Backward, from dO and dS'. Because Y has R in its first part, the erase needs no separate terms:
 
-    dY = Nᵀ dO + (X ⊙ e^{G_C - G}) dS'                           dU = -T⁻ᵀ dY_A          (U: the right-hand side of R)
-    dM = dU Yᵀ,  dN = dO Yᵀ                                      dW = dY_K + M_Kᵀ dU
+    dY = Nᵀ dO + (X ⊙ e^{G_C - G}) dS'                           dU = -T⁻ᵀ(β ⊙ dY_1)     (U: the right-hand side of R)
+    dM = dU Yᵀ,  dN = dO Yᵀ                                      dW = dY + Mᵀ dU,  dβ = -Σ_v R ⊙ dW_1
     dZ = ([dM; dN] ⊙ Γ) X + e^G ⊙ ([dU; dO] Sᵀ)                  dX = ([dM; dN] ⊙ Γ)ᵀ Z + e^{G_C - G} ⊙ (Y dS'ᵀ)
     dS = (Q ⊙ e^G)ᵀ dO + (B ⊙ e^G)ᵀ dU + e^{G_C} dS' = Pᵀ dS' + the part from dO alone
 
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from prism.engine import compat
 from prism.engine.autocast import without_autocast
+from prism.engine.linear.chunk_rows import copy_from_chunks, copy_to_chunks
 from prism.engine.linear.decay import Documents, HeadDecay
 from prism.engine.linear.steps import Steps
 from prism.engine.linear.triangular import unit_lower_inverse
@@ -38,6 +41,7 @@ class Kind(NamedTuple):
 
     chunk: int
     segment: int
+    """At most this many rows at once (`segment_rows`)."""
     look_before: bool
     """The erase reads the undecayed state."""
     read_before: bool
@@ -47,17 +51,22 @@ class Kind(NamedTuple):
 class Segment(NamedTuple):
     """A segment's tensors, in m = N·B·H chunks, the first chunk of every row and head first.
 
-    The z·C rows are the erase keys (if any) above the queries. The J·C columns are the erase writes (if any) above the L
-    write keys.
+    The z·C rows are the erase keys (if any) above the queries. The J·C columns are the erase writes (if they are separate)
+    above the L write keys.
     """
 
     z: Tensor  # [m, z·C, K]
     x: Tensor  # [m, J·C, K]
-    y: Tensor  # [m, J·C, V], the part above the L values not yet filled in
+    y: Tensor  # [m, J·C, V], without the erase: zeros where it has separate columns
+    strength: Tensor | None  # β, [m, C, 1]; None: 1
     gamma: Tensor  # [m, z, C, 1, C]
     start: Tensor  # [m, z·C, 1]
     end: Tensor  # [m, 1, C, 1]
     carry: Tensor  # [m, 1, 1]
+
+    @property
+    def erases(self) -> bool:
+        return self.z.shape[1] > self.gamma.shape[-1]
 
 
 Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
@@ -65,7 +74,10 @@ Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 Differentiable = Callable[[Steps, Tensor, int, int], tuple[Tensor, Tensor]]
 
-FIELDS = ("q", "k", "w", "log_decay", "erase_write", "erase_key")
+_CACHED = 2**17
+"""Numbers of a segment's queries. Measured: up to a third faster than segments of 512 rows, which outgrow the cache."""
+
+FIELDS = ("q", "k", "w", "log_decay", "erase_write", "erase_key", "erase_strength")
 
 
 def head_chunks(
@@ -99,7 +111,8 @@ class _HeadChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dO: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once: under gradient checkpointing every read recomputes the segment
-        (*fields, reset, S), flat = saved[:8], saved[8:]
+        inputs = len(FIELDS) + 2
+        (*fields, reset, S), flat = saved[:inputs], saved[inputs:]
         # Autocast is on here if `backward()` was called inside an autocast block.
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
             steps = replace(ctx.bare, reset=reset)
@@ -128,31 +141,31 @@ def forward(
     """The outputs, the memory after the last row, and with `keep` each segment's `Kept` for `backward`."""
     values = fields[2]
     B, rows, H, L, V = values.shape
-    erases = fields[4] is not None
     o = values.new_empty(B, rows, H, V)
     kept: list[Kept] = []
-    for start in range(0, rows, kind.segment):
-        length = min(kind.segment, rows - start)
+    segment = segment_rows(fields, kind)
+    for start in range(0, rows, segment):
+        length = min(segment, rows - start)
         s = _segment(fields, reset, start, length, kind)
         C = s.gamma.shape[-1]
         z_start, x_end = s.z * s.start, _scale(s.x, s.end)
         MN = _gram(s)
-        w = s.y[:, -L * C :]
-        D = x_end[:, -L * C :].mT @ w
-        inverse = P = R1 = minus_R = None
-        if erases:
-            M, a_end = MN[:, :C], x_end[:, :C].mT
+        inverse = P = minus_R = None
+        if s.erases:
             inverse = _inverse(s)
-            minus_R, R1 = torch.bmm(inverse, M[..., C:] @ w).neg_(), inverse @ z_start[:, :C]
-            D += a_end @ minus_R
-            P = torch.bmm(a_end, R1).neg_()
+            minus_R = torch.bmm(inverse, MN[:, :C, -L * C :] @ s.y[:, -L * C :]).neg_()
+            _add_erase(s, minus_R)
+            R1 = inverse @ z_start[:, :C]
+            z_start[:, :C] = R1
+            P = torch.bmm(x_end[:, :C].mT, _times(R1, s.strength)).neg_()
             P.diagonal(dim1=-2, dim2=-1).add_(s.carry.squeeze(-1))
-        incoming, S = _chain(P, s.carry, D, S)
-        if minus_R is not None and R1 is not None:
-            minus_R -= R1 @ incoming
-            s.y[:, :C] = minus_R
+        incoming, S = _chain(P, s.carry, x_end, s.y, S)
+        if minus_R is not None:
+            seen = z_start[:, :C] @ incoming
+            minus_R -= seen
+            _add_erase(s, seen.neg_())
         part = z_start[:, -C:] @ incoming
-        _copy_from_chunks(o, part.baddbmm_(MN[:, -C:], s.y), start, length)
+        copy_from_chunks(o, part.baddbmm_(MN[:, -C:], s.y), start, length)
         if keep:
             kept.append((inverse, minus_R, P, incoming))
     return o, S, kept
@@ -163,11 +176,12 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the fields, of the reset (none) and of the incoming memory."""
     rows, L = fields[0].shape[1], fields[2].shape[-2]
-    d_q, d_k, d_w, d_g, d_a, d_b = (None if x is None else torch.empty_like(x) for x in fields)
+    d_q, d_k, d_w, d_g, d_a, d_b, d_beta = (None if x is None else torch.empty_like(x) for x in fields)
     assert d_q is not None and d_k is not None and d_w is not None
+    segment = segment_rows(fields, kind)
     for index in reversed(range(len(kept))):
-        start = index * kind.segment
-        length = min(kind.segment, rows - start)
+        start = index * segment
+        length = min(segment, rows - start)
         s = _segment(fields, reset, start, length, kind)
         inverse, minus_R, P, incoming = kept[index]
         C = s.gamma.shape[-1]
@@ -175,19 +189,21 @@ def backward(
         MN = _gram(s)
         d_rows = s.z.new_empty(*s.z.shape[:2], incoming.shape[-1])  # [dU; dO]
         d_o = d_rows[:, -C:]
-        _copy_to_chunks(d_o, dO, start, length)
+        copy_to_chunks(d_o, dO, start, length)
 
         d_y = MN[:, -C:].mT @ d_o
-        d_in = z_start[:, -C:].mT @ d_o
         if inverse is not None and minus_R is not None:
-            s.y[:, :C] = minus_R
-            d_in -= z_start[:, :C].mT @ (inverse.mT @ d_y[:, :C])
-        outgoing, dS = _chain_back(P, s.carry, d_in, dS)
+            _add_erase(s, minus_R)
+            inverse = _times(inverse, s.strength)
+            d_rows[:, :C] = torch.bmm(inverse.mT, d_y[:, :C]).neg_()  # the part from dO alone
+        outgoing, dS = _chain_back(P, s.carry, z_start, d_rows, dS)
         d_y.baddbmm_(x_end, outgoing)
         if inverse is not None:
             d_rows[:, :C] = torch.bmm(inverse.mT, d_y[:, :C]).neg_()
-            d_y[:, C:] += MN[:, :C, C:].mT @ d_rows[:, :C]
-        _copy_from_chunks(d_w, d_y[:, -L * C :], start, length)
+            d_y.baddbmm_(MN[:, :C].mT, d_rows[:, :C])
+        copy_from_chunks(d_w, d_y[:, -L * C :], start, length)
+        if d_beta is not None and minus_R is not None:
+            copy_from_chunks(d_beta, (minus_R * d_y[:, :C]).sum(-1), start, length)
 
         d_MN = d_rows @ s.y.mT
         d_z = torch.bmm(d_rows, incoming.mT).mul_(s.start)
@@ -198,16 +214,38 @@ def backward(
             d_decay = _decay_gradient(
                 pairs, (s.z * d_z).sum(-1), (s.x * d_x).sum(-1), outgoing, incoming, s.carry, kind
             )
-            _copy_from_chunks(d_g, d_decay, start, length)
+            copy_from_chunks(d_g, d_decay, start, length)
         _grid(d_MN.unflatten(-1, (-1, C)), C).mul_(s.gamma)
         d_z.baddbmm_(d_MN, s.x)
         d_x.baddbmm_(d_MN.mT, s.z)
-        _copy_from_chunks(d_q, d_z[:, -C:], start, length)
-        _copy_from_chunks(d_k, d_x[:, -L * C :], start, length)
+        if s.strength is not None:  # the first key is the erase key too
+            d_x[:, :C] += d_z[:, :C]
+        copy_from_chunks(d_q, d_z[:, -C:], start, length)
+        copy_from_chunks(d_k, d_x[:, -L * C :], start, length)
         if d_a is not None and d_b is not None:
-            _copy_from_chunks(d_a, d_x[:, :C], start, length)
-            _copy_from_chunks(d_b, d_z[:, :C], start, length)
-    return d_q, d_k, d_w, d_g, d_a, d_b, None, dS
+            copy_from_chunks(d_a, d_x[:, :C], start, length)
+            copy_from_chunks(d_b, d_z[:, :C], start, length)
+    return d_q, d_k, d_w, d_g, d_a, d_b, d_beta, None, dS
+
+
+def segment_rows(fields: tuple, kind: Kind) -> int:
+    """Rows that are computed at once, whole chunks: so many that the temporaries of all rows and heads fit in a cache."""
+    B, _, H, _, V = fields[2].shape
+    fitting = _CACHED // (B * H * max(V, fields[0].shape[-1]))
+    return max(1, min(kind.segment, fitting) // kind.chunk) * kind.chunk
+
+
+def _add_erase(s: Segment, minus_R: Tensor) -> None:
+    """Add β ⊙ minus_R `[m, C, V]` to the first part of Y."""
+    first = s.y[:, : minus_R.shape[1]]
+    if s.strength is None:
+        first += minus_R
+    else:
+        first.addcmul_(s.strength, minus_R)
+
+
+def _times(x: Tensor, strength: Tensor | None) -> Tensor:
+    return x if strength is None else x * strength
 
 
 def _pairs(product: Tensor, C: int, kind: Kind) -> Tensor:
@@ -243,32 +281,40 @@ def _decay_gradient(
 
 def _segment(fields: tuple, reset: Tensor | None, start: int, length: int, kind: Kind) -> Segment:
     """The tensors of rows start … start + length."""
-    q, k, w, g, a, b = fields
+    q, k, w, g, a, b, beta = fields
     B, _, H, K = q.shape
     L, V = w.shape[-2:]
     C = min(kind.chunk, q.shape[1])
     m = -(-length // C) * B * H
-    extra = 0 if a is None else C
+    erases, extra = a is not None or beta is not None, 0 if a is None else C
 
-    z, x, y = q.new_empty(m, extra + C, K), q.new_empty(m, extra + L * C, K), q.new_empty(m, extra + L * C, V)
-    _copy_to_chunks(z[:, extra:], q, start, length)
-    _copy_to_chunks(x[:, extra:], k, start, length)
-    _copy_to_chunks(y[:, extra:], w, start, length)
+    z, x, y = q.new_empty(m, (1 + erases) * C, K), q.new_empty(m, extra + L * C, K), q.new_empty(m, extra + L * C, V)
+    copy_to_chunks(z[:, -C:], q, start, length)
+    copy_to_chunks(x[:, extra:], k, start, length)
+    copy_to_chunks(y[:, extra:], w, start, length)
+    strength = None
     if a is not None:
-        _copy_to_chunks(z[:, :C], b, start, length)
-        _copy_to_chunks(x[:, :C], a, start, length)
+        copy_to_chunks(z[:, :C], b, start, length)
+        copy_to_chunks(x[:, :C], a, start, length)
+        y[:, :C] = 0
+    elif beta is not None:
+        z[:, :C] = x[:, :C]
+        strength = q.new_empty(m, C)
+        copy_to_chunks(strength, beta, start, length)
+        strength = strength.unsqueeze(-1)
 
     log_decay = q.new_zeros(m, C)
     if g is not None:
-        _copy_to_chunks(log_decay, g, start, length)
+        copy_to_chunks(log_decay, g, start, length)
     documents = None
     if reset is not None:
         begins = torch.zeros(m, C, dtype=torch.bool, device=q.device)
-        _copy_to_chunks(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
+        copy_to_chunks(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
         documents = Documents(begins)
     decay = HeadDecay(log_decay, documents)
-    gamma, left = _row_decays(decay, kind, erases=a is not None)
-    return Segment(z, x, y, gamma.unsqueeze(-2), left, decay.to_end(q.new_ones(())), decay.carry().unsqueeze(-1))
+    gamma, left = _row_decays(decay, kind, erases)
+    end, carry = decay.to_end(q.new_ones(())), decay.carry().unsqueeze(-1)
+    return Segment(z, x, y, strength, gamma.unsqueeze(-2), left, end, carry)
 
 
 def _row_decays(decay: HeadDecay, kind: Kind, erases: bool) -> tuple[Tensor, Tensor]:
@@ -293,37 +339,41 @@ def _inverse(s: Segment) -> Tensor:
     """
     C = s.gamma.shape[-1]
     gram = (s.z[:, :C].double() @ s.x[:, :C].double().mT).mul_(s.gamma[:, 0, :, 0])
+    if s.strength is not None:
+        gram *= s.strength.mT
     return unit_lower_inverse(gram).to(s.z.dtype)
 
 
-def _chain(P: Tensor | None, carry: Tensor, D: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+def _chain(P: Tensor | None, carry: Tensor, x_end: Tensor, y: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """The state each chunk starts from `[m, K, V]`, and the one after the last `[B, H, K, V]`: the only serial part."""
     width = S.shape[0] * S.shape[1]
-    states = D.new_empty(D.shape[0] + width, *D.shape[1:])
+    states = y.new_empty(y.shape[0] + width, *S.shape[2:])
     states[:width] = S.flatten(0, 1)
-    for n in range(0, D.shape[0], width):
+    torch.bmm(x_end.mT, y, out=states[width:])  # D
+    for n in range(0, y.shape[0], width):
         now, following = slice(n, n + width), slice(n + width, n + 2 * width)
-        _advance(None if P is None else P[now], carry[now], states[now], D[now], out=states[following])
+        _advance(None if P is None else P[now], carry[now], states[now], states[following])
     return states[:-width], states[-width:].view_as(S).clone()
 
 
-def _chain_back(P: Tensor | None, carry: Tensor, d_in: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
+def _chain_back(P: Tensor | None, carry: Tensor, z_start: Tensor, d_rows: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of each chunk's outgoing state, and of the first incoming one."""
     width = dS.shape[0] * dS.shape[1]
-    gradients = d_in.new_empty(d_in.shape[0] + width, *d_in.shape[1:])
+    gradients = dS.new_empty(d_rows.shape[0] + width, *dS.shape[2:])
     gradients[-width:] = dS.flatten(0, 1)
-    for n in reversed(range(0, d_in.shape[0], width)):
+    torch.bmm(z_start.mT, d_rows, out=gradients[:-width])
+    for n in reversed(range(0, d_rows.shape[0], width)):
         now, following = slice(n, n + width), slice(n + width, n + 2 * width)
-        _advance(None if P is None else P[now].mT, carry[now], gradients[following], d_in[now], out=gradients[now])
+        _advance(None if P is None else P[now].mT, carry[now], gradients[following], gradients[now])
     return gradients[width:], gradients[:width].view_as(dS)
 
 
-def _advance(P: Tensor | None, carry: Tensor, S: Tensor, D: Tensor, out: Tensor) -> None:
-    """P S + D into `out`; without an erase P is `carry`."""
+def _advance(P: Tensor | None, carry: Tensor, S: Tensor, D: Tensor) -> None:
+    """P S + D into D; without an erase P is `carry`."""
     if P is None:
-        torch.addcmul(D, carry, S, out=out)
+        D.addcmul_(carry, S)
     else:
-        torch.baddbmm(D, P, S, out=out)
+        D.baddbmm_(P, S)
 
 
 def _gram(s: Segment) -> Tensor:
@@ -342,39 +392,3 @@ def _grid(rows: Tensor, C: int) -> Tensor:
 def _scale(rows: Tensor, weight: Tensor) -> Tensor:
     """`[m, J·C, K]` times one weight per token, `[m, 1, C, 1]`."""
     return (_grid(rows, weight.shape[2]) * weight).flatten(1, 2)
-
-
-def _copy_to_chunks(target: Tensor, source: Tensor, start: int, length: int) -> None:
-    """Copy rows start … start + length of `[B, R, H, (L,) …]` into chunks `[m, C, …]` (`[m, L·C, …]`), zeros past the end.
-
-    A zero row is an identity, so the last chunk may be partial.
-    """
-    view = _as_chunks(target, source)
-    N, C = view.shape[1], view.shape[2]
-    whole = length // C
-    rows = source.narrow(1, start, length)
-    view[:, :whole] = rows[:, : whole * C].unflatten(1, (whole, C)) if whole else view[:, :0]
-    if whole < N:
-        view[:, whole, : length - whole * C] = rows[:, whole * C :]
-        view[:, whole, length - whole * C :] = 0
-
-
-def _copy_from_chunks(target: Tensor, chunks: Tensor, start: int, length: int) -> None:
-    """The inverse of `_copy_to_chunks`."""
-    view = _as_chunks(chunks, target)
-    N, C = view.shape[1], view.shape[2]
-    whole = length // C
-    rows = target.narrow(1, start, length)
-    if whole:
-        rows[:, : whole * C].unflatten(1, (whole, C)).copy_(view[:, :whole])
-    if whole < N:
-        rows[:, whole * C :] = view[:, whole, : length - whole * C]
-
-
-def _as_chunks(chunks: Tensor, rows: Tensor) -> Tensor:
-    """`[m, (L·)C, …]` seen as `[B, N, C, H, (L,) …]`, the order of `rows` `[B, R, H, (L,) …]`."""
-    B, H = rows.shape[0], rows.shape[2]
-    view = chunks.unflatten(0, (-1, B, H))  # [N, B, H, C, ...]
-    if rows.ndim == 5:
-        view = view.unflatten(3, (rows.shape[3], -1)).transpose(3, 4)  # [N, B, H, C, L, ...]
-    return view.movedim((0, 3), (1, 2))

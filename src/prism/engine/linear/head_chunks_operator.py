@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.autocast import without_autocast
-from prism.engine.linear.head_chunks import FIELDS, Kept, Kind, backward, forward
+from prism.engine.linear.head_chunks import FIELDS, Kept, Kind, backward, forward, segment_rows
 from prism.engine.linear.steps import Steps
 
 
@@ -34,6 +34,7 @@ def _operator(
     log_decay: Tensor | None,
     erase_write: Tensor | None,
     erase_key: Tensor | None,
+    erase_strength: Tensor | None,
     reset: Tensor | None,
     state: Tensor,
     chunk: int,
@@ -44,7 +45,7 @@ def _operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o, the final state, and for the backward `Kept` of all segments, concatenated (empty if not needed)."""
     kind = Kind(chunk, segment, look_before, read_before)
-    fields = (q, k, w, log_decay, erase_write, erase_key)
+    fields = (q, k, w, log_decay, erase_write, erase_key, erase_strength)
     o, end, kept = without_autocast(forward, fields, reset, state, kind, save)
     inverse, minus_R, P, incoming = (_joined([each[i] for each in kept], w) for i in range(4))
     return o, end, inverse, minus_R, P, incoming
@@ -52,7 +53,7 @@ def _operator(
 
 @_operator.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
-    q, _, w, _, erase_write, *_, chunk, _, _, _, save = inputs
+    q, _, w, _, erase_write, _, erase_strength, *_, chunk, _, _, _, save = inputs
     B, rows, H, K = q.shape
     V = w.shape[-1]
     C = min(chunk, rows)
@@ -61,7 +62,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
     def kept(needed: bool, *shape: int) -> Tensor:
         return w.new_empty(shape) if save and needed else w.new_empty(0)
 
-    erases = erase_write is not None
+    erases = erase_write is not None or erase_strength is not None
     return (
         w.new_empty(B, rows, H, V),
         w.new_empty(B, H, K, V),
@@ -82,6 +83,7 @@ def _backward_operator(
     log_decay: Tensor | None,
     erase_write: Tensor | None,
     erase_key: Tensor | None,
+    erase_strength: Tensor | None,
     reset: Tensor | None,
     inverse: Tensor,
     minus_R: Tensor,
@@ -91,22 +93,22 @@ def _backward_operator(
     segment: int,
     look_before: bool,
     read_before: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, w, log_decay, erase_write, erase_key (empty where there is none) and of the state."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the fields, q to erase_strength (empty where there is none), and of the state."""
     B, rows, H, _ = q.shape
-    size = segment // min(chunk, rows) * B * H  # chunks in a segment
-    erases = erase_write is not None
+    fields = (q, k, w, log_decay, erase_write, erase_key, erase_strength)
+    kind = Kind(chunk, segment, look_before, read_before)
+    size = segment_rows(fields, kind) // min(chunk, rows) * B * H  # chunks in a segment
+    erases = erase_write is not None or erase_strength is not None
     kept: list[Kept] = []
     for first in range(0, incoming.shape[0], size):
         part = slice(first, first + size)
         erase = (inverse[part], minus_R[part], P[part]) if erases else (None, None, None)
         kept.append((*erase, incoming[part]))
-    fields = (q, k, w, log_decay, erase_write, erase_key)
-    kind = Kind(chunk, segment, look_before, read_before)
     *gradients, _, d_state = without_autocast(backward, fields, reset, kept, d_o, d_end, kind)
     given = [w.new_empty(0) if x is None else x.contiguous() for x in gradients]
-    d_q, d_k, d_w, d_log_decay, d_erase_write, d_erase_key = given
-    return d_q, d_k, d_w, d_log_decay, d_erase_write, d_erase_key, d_state.contiguous()
+    d_q, d_k, d_w, d_log_decay, d_erase_write, d_erase_key, d_erase_strength = given
+    return d_q, d_k, d_w, d_log_decay, d_erase_write, d_erase_key, d_erase_strength, d_state.contiguous()
 
 
 @_backward_operator.register_fake

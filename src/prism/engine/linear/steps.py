@@ -5,7 +5,7 @@ Every form starts here, so none of them handles masks, groups, sub-steps or low 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,10 +29,18 @@ class Steps:
     read_after: bool
     substeps: int
     out_dtype: torch.dtype
+    erase_strength: Tensor | None = None  # β, [B, R, H]: an erase along k's first key, in place of a and b
 
     @property
     def rows(self) -> int:
         return self.q.shape[1]
+
+    def with_erase_columns(self) -> Steps:
+        """The same steps with the erase as a and b."""
+        if self.erase_strength is None:
+            return self
+        b = self.k[..., 0, :]
+        return replace(self, erase_key=b, erase_write=self.erase_strength.unsqueeze(-1) * b, erase_strength=None)
 
     def read(self, o: Tensor) -> Tensor:
         """`[B, R, H, V]` → `[B, T, H, V]`: the row at which each token reads, in the caller's dtype."""
@@ -49,7 +57,12 @@ class Steps:
 
 
 def resolve(u: Update) -> Steps:
-    """The steps of an update."""
+    """The steps of an update, with the erase as a and b."""
+    return resolve_keeping_first(u).with_erase_columns()
+
+
+def resolve_keeping_first(u: Update) -> Steps:
+    """The steps of an update. An erase declared to run along the first key (`erase_first`) is `erase_strength` alone."""
     n, H, dtype = u.substeps, u.heads, u.state_dtype
     per_row = repeat_mask(u.mask, n)
 
@@ -57,8 +70,8 @@ def resolve(u: Update) -> Steps:
         return None if x is None else repeat_heads(zero_padding(x.to(dtype), mask), H)
 
     q, g = prepare(u.q, u.mask), prepare(u.log_decay, u.mask)
-    k, w, b = prepare(u.k, per_row), prepare(u.w, per_row), prepare(u.erase_key, per_row)
-    a = prepare(u.erase_write, per_row)
+    k, w, a = prepare(u.k, per_row), prepare(u.w, per_row), prepare(u.erase_write, per_row)
+    b = None if u.erase_first else prepare(u.erase_key, per_row)
     beta = prepare(u.erase_strength, per_row)
     if beta is not None and b is not None:
         a = beta.unsqueeze(-1) * b
@@ -77,6 +90,7 @@ def resolve(u: Update) -> Steps:
         read_after=u.read == "after",
         substeps=n,
         out_dtype=u.w.dtype,
+        erase_strength=beta if u.erase_first else None,
     )
 
 
