@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine import FORMS
+from prism.engine.layer_step import DeltaPlan
 
 Carry = Mapping[str, Tensor]
 
@@ -263,6 +264,10 @@ class Rule(nn.Module):
     def output(self, o: Tensor, x: Tensor, extra: Any) -> Tensor:
         """o `[B, T, H, V]`, x `[B, T, width]` → `[B, T, width]`."""
         raise NotImplementedError
+
+    def step_plan(self) -> DeltaPlan | None:
+        """The weights by role, if engine/layer_step.py can compute a token of this rule; None: `update` and `output` do."""
+        return None
 
 
 _lookups: list[Callable[[str], type[Rule]]] = []
