@@ -163,7 +163,7 @@ def maps_kernel(
             start, begins = tl.where(tile < T2, start, N0 + N1 + N2), tl.where(tile < T2, begins, T2)
         n = (tile - begins) * BN + tl.arange(0, BN)
         result, _ = products(x, norm, weight, None, m, n, rows, outputs, eps, D, BM, BN, BD, PRECISION)
-        if W > 0:
+        if W > 0:  # noqa: SIM102  (known when compiling, the other is not)
             if tile < T0:
                 result = convolved(result, taps, before, after, m, n, rows, N0, W)
         inside = (m < rows)[:, None] & (n < outputs)[None, :]

@@ -92,10 +92,10 @@ def delta_token_kernel(
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
-    """given `[rows, width]`: q̃, k̃, v after the convolution, and β, decay and gate at their places. low `[rows, low_width]`: what
-    `key_up`, `gain_up` and `expected_up` widen (those that are not None, R each), then the later writes' β `[H, N]`. scale
-    `[N, H, V]`, log_rate and rate_bias `[H]` (None: no decay), norm `[V]`, state `[rows, H, K, V]`, y `[rows, H·V]`. raw is
-    scratch memory like y, None if BV holds all values."""
+    """given `[rows, width]`: q̃, k̃, v after the convolution, and β, decay and gate at their places. low `[rows, low_width]`:
+    what `key_up`, `gain_up` and `expected_up` widen (those that are not None, R each), then the later writes' β `[H, N]`.
+    scale `[N, H, V]`, log_rate and rate_bias `[H]` (None: no decay), norm `[V]`, state `[rows, H, K, V]`, y `[rows, H·V]`. raw
+    is scratch memory like y, None if BV holds all values."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     row, h = (pid // H).to(tl.int64), pid % H
