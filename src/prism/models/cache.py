@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from prism.engine.layer_step import STATE_DTYPES
 from prism.nn.state import State
 
 if TYPE_CHECKING:
@@ -30,16 +32,26 @@ class PrismCache(Cache):
     """The states of a stack, in the shape that transformers' `generate` expects of a cache.
 
     Its size is that of the layers' states, which does not depend on the number of tokens for rules with `constant_state`.
+
+    Args:
+        state_dtype: dtype in which memories are kept between calls, float32 or bfloat16. They are computed in float32 in any
+            case. bfloat16 halves their size, and rounds them after every call. It applies to memories that are one tensor, as
+            those of all linear rules; keys and values of softmax attention, and networks, are kept as they are.
     """
 
-    def __init__(self) -> None:
+    state_dtype: torch.dtype = torch.float32  # also of caches that were pickled before there was a choice
+
+    def __init__(self, state_dtype: torch.dtype = torch.float32) -> None:
         super().__init__(layers=[])
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {state_dtype!r}")
         self.states: list[State] = []
         self.tokens = 0
+        self.state_dtype = state_dtype
 
     def update(self, states: list[State], tokens: int) -> None:  # type: ignore[override]  # whole states, not a layer's keys
         """Replace the states by those after `tokens` more positions (padding included, as transformers counts)."""
-        self.states = states
+        self.states = [_with_memory_in(self.state_dtype, state) for state in states]
         self.tokens += tokens
 
     @property
@@ -54,11 +66,13 @@ class PrismCache(Cache):
     @classmethod
     def load(cls, tensors: dict[str, Tensor]) -> Self:
         """The cache with these tensors; the inverse of `tensors`."""
-        cache, layers = cls(), dict[int, dict[str, Tensor]]()
+        layers: dict[int, dict[str, Tensor]] = {}
         for key, x in tensors.items():
             if key != "tokens":
                 layer, name = key.split(".", 1)
                 layers.setdefault(int(layer), {})[name] = x
+        kept = {layer["memory"].dtype for layer in layers.values() if "memory" in layer}
+        cache = cls(torch.bfloat16 if torch.bfloat16 in kept else torch.float32)
         cache.update([State.load(layers[i]) for i in sorted(layers)], int(tensors["tokens"]))
         return cache
 
@@ -96,7 +110,7 @@ class PrismCache(Cache):
 
     def copy(self) -> PrismCache:
         """An independent cache with the same states. States are never written in place, so no tensor is copied."""
-        twin = PrismCache()
+        twin = PrismCache(self.state_dtype)
         twin.update(list(self.states), self.tokens)
         return twin
 
@@ -120,3 +134,11 @@ class PrismCache(Cache):
     @property
     def is_sliding(self) -> Any:
         return [False] * len(self.states)
+
+
+def _with_memory_in(dtype: torch.dtype, state: State) -> State:
+    """The state with its memory in this dtype; the state itself if that changes nothing (float64 stays float64)."""
+    memory = state.memory
+    if not isinstance(memory, Tensor) or memory.dtype == dtype or memory.dtype not in STATE_DTYPES:
+        return state
+    return replace(state, memory=memory.to(dtype))
