@@ -1,11 +1,12 @@
-"""One token per row through a layer in a handful of kernels: six for PRISM with a SwiGLU, five for Gated DeltaNet.
+"""One token per row through a layer in seven kernels.
 
-    1  norm, all projections of the input, convolution window, PRISM's anchor       token_maps.py
-    2  PRISM only: the first halves of the anchor's low-rank maps                    token_maps.py
-    3  norms, gates, solver, memory, gated norm of the output                        token_memory.py
-    4  output projection and residual                                                token_maps.py
-    5  norm, gate and up projections, SiLU                                           token_maps.py
-    6  down projection and residual                                                  token_maps.py
+    1  norm, PRISM's anchor                                                                          token_maps.py
+    2  all projections of the input, convolution window, first halves of PRISM's low-rank maps       token_maps.py
+    3  second halves, norms, gates, solver, memory, gated norm of the output                         token_memory.py
+    4  output projection, residual                                                                   token_maps.py
+    5  norm                                                                                          token_maps.py
+    6  gate and up projections, SiLU                                                                 token_maps.py
+    7  down projection, residual                                                                     token_maps.py
 
 A rule that can be computed so returns a *plan*: its weights by role, as they are now. Nothing is prepared or kept between
 steps, so weights may change at any time. The definition is the layer's ordinary forward pass: that is what runs where a plan
@@ -157,29 +158,31 @@ class DeltaState(NamedTuple):
 
 def delta_step(x: Tensor, norm: Norm, plan: DeltaPlan, state: DeltaState, overwrite: bool) -> tuple[Tensor, DeltaState]:
     """x + mixer(norm x) for x `[B, D]`, and the state after this token, which is `state` itself if it may be overwritten."""
-    from prism.engine.kernels.token_maps import Window, maps
+    from prism.engine.kernels.token_maps import Window, maps, normed
     from prism.engine.kernels.token_memory import DeltaSizes, LaterWrites, delta_token
 
     new, writes = state if overwrite else state.like(), plan.writes
     anchor = None if writes is None else Window(writes.taps, state.anchor, new.anchor)
+    n, u = normed(x, norm, anchor)
     inputs = [weight for weight in (plan.qkv, plan.beta, plan.decay_in, plan.gate) if weight is not None]
-    given, u = maps(x, inputs, norm, window=Window(plan.taps, state.conv, new.conv), anchor=anchor)
+    of_u = [] if writes is None else [*(m.down for m in writes.maps), writes.beta]
+    given = maps(n, inputs, u, of_u, window=Window(plan.taps, state.conv, new.conv))
     later = None
-    if writes is not None and u is not None:
-        low, _ = maps(u, [*(m.down for m in writes.maps), writes.beta])
-        ups = [None if m is None else m.up for m in (writes.key, writes.gain, writes.expected)]
-        later = LaterWrites(low, *ups, writes.scale, writes.solver == "gelu", writes.nonlinearity)
+    if writes is not None:
+        key, gain, expected = (None if m is None else m.up for m in (writes.key, writes.gain, writes.expected))
+        later = LaterWrites(key, gain, expected, writes.scale, writes.solver == "gelu", writes.nonlinearity)
     at_beta = plan.qkv.shape[0]
     at_decay = at_beta + plan.beta.shape[0]
-    at_gate = -1 if plan.gate is None else given.shape[1] - plan.gate.shape[0]
-    places = (at_beta, at_decay, at_gate, plan.beta_scale, plan.norm.eps, UNIT_EPS)
+    at_low = sum(weight.shape[0] for weight in inputs)
+    at_gate = -1 if plan.gate is None else at_low - plan.gate.shape[0]
+    places = (at_beta, at_decay, at_gate, at_low, plan.beta_scale, plan.norm.eps, UNIT_EPS)
     sizes = DeltaSizes(plan.heads, plan.key_dim, plan.value_dim, plan.substeps, *places)
     mixed = delta_token(given, sizes, plan.decay, plan.norm.weight, later, state.memory, new.memory)
-    return maps(mixed, [plan.out], residual=x)[0], new
+    return maps(mixed, [plan.out], residual=x), new
 
 
 def glu_step(x: Tensor, plan: GluPlan) -> Tensor:
     """x + down(SiLU(gate n) ⊙ up n) for n = norm x, x `[B, D]`."""
-    from prism.engine.kernels.token_maps import gated, maps
+    from prism.engine.kernels.token_maps import gated, maps, normed
 
-    return maps(gated(x, plan.gate, plan.up, plan.norm), [plan.down], residual=x)[0]
+    return maps(gated(normed(x, plan.norm)[0], plan.gate, plan.up), [plan.down], residual=x)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard, tile_width
+from prism.engine.kernels.short_conv import joined
 from prism.engine.kernels.solver import correction
 
 MOST_ELEMENTS = 32768
@@ -38,15 +39,6 @@ def unit_vector(x, eps):
 
 
 @triton.jit
-def widened(up, low, first, i, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
-    """Rows first + i of `up` `[…, R]` times the vector at `low`: `[BN]`."""
-    r = tl.arange(0, BR)
-    place = (first + i)[:, None] * R + r[None, :]
-    weights = tl.load(up + place, mask=(i < N)[:, None] & (r < R)[None, :], other=0.0).to(tl.float32)
-    return tl.sum(weights * vector(low, r, R)[None, :], 1)
-
-
-@triton.jit
 def softplus(x):
     """log(1 + eˣ), with all digits where it is small: a decay near 1 depends on them."""
     e = tl.exp(-tl.abs(x))
@@ -55,10 +47,50 @@ def softplus(x):
     return tl.maximum(x, 0.0) + tl.where(rest == 0.0, e, tl.log(total) * (e / tl.where(rest == 0.0, 1.0, rest)))
 
 
-@triton.jit(do_not_specialize=["H", "width", "at_beta", "at_decay", "at_gate", "low_width"])
+@triton.jit
+def loaded_rows(up, first, i, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
+    """Rows first + i of `up` `[…, R]`, `[BN, BR]`."""
+    r = tl.arange(0, BR)
+    return tl.load(up + (first + i)[:, None] * R + r[None, :], mask=(i < N)[:, None] & (r < R)[None, :], other=0.0)
+
+
+@triton.jit
+def loaded_vectors(pointer, step, i, N: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT vectors of N numbers as a tuple, `step` numbers apart."""
+    found = ()
+    for s in tl.static_range(COUNT):
+        found = joined(found, (vector(pointer + s * step, i, N),))
+    return found
+
+
+@triton.jit
+def loaded_numbers(pointer, step, COUNT: tl.constexpr):
+    """COUNT numbers as a tuple, `step` apart."""
+    found = ()
+    for s in tl.static_range(COUNT):
+        found = joined(found, (tl.load(pointer + s * step).to(tl.float32),))
+    return found
+
+
+@triton.jit
+def loaded_each(up, first, step, i, N: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT such tiles as a tuple, `step` rows apart; empty if `up` is None."""
+    tiles = ()
+    if up is not None:
+        for l in tl.static_range(COUNT):
+            tiles = joined(tiles, (loaded_rows(up, first + l * step, i, N, R, BR),))
+    return tiles
+
+
+@triton.jit
+def widened(rows, low):
+    """`[BN, BR]` times the vector `[BR]`: the second half of a low-rank map."""
+    return tl.sum(rows.to(tl.float32) * low[None, :], 1)
+
+
+@triton.jit(do_not_specialize=["H", "width", "at_beta", "at_decay", "at_gate", "at_low"])
 def delta_token_kernel(
     given,
-    low,
     key_up,
     gain_up,
     expected_up,
@@ -79,7 +111,7 @@ def delta_token_kernel(
     at_beta,
     at_decay,
     at_gate,
-    low_width,
+    at_low,
     SUBSTEPS: tl.constexpr,
     N: tl.constexpr,
     R: tl.constexpr,
@@ -92,54 +124,67 @@ def delta_token_kernel(
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
-    """given `[rows, width]`: q̃, k̃, v after the convolution, and β, decay and gate at their places. low `[rows, low_width]`:
-    what `key_up`, `gain_up` and `expected_up` widen (those that are not None, R each), then the later writes' β `[H, N]`.
-    scale `[N, H, V]`, log_rate and rate_bias `[H]` (None: no decay), norm `[V]`, state `[rows, H, K, V]`, y `[rows, H·V]`. raw
-    is scratch memory like y, None if BV holds all values."""
+    """given `[rows, width]`: q̃, k̃, v after the convolution, and at their places β, decay, gate and `low`: what `key_up`,
+    `gain_up` and `expected_up` widen (those that are not None, R each), then the later writes' β `[H, N]`. scale `[N, H, V]`,
+    log_rate and rate_bias `[H]` (None: no decay), norm `[V]`, state `[rows, H, K, V]`, y `[rows, H·V]`. raw is scratch memory
+    like y, None if BV holds all values.
+
+    Whatever can be loaded is loaded first, so that the loads wait together."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     row, h = (pid // H).to(tl.int64), pid % H
-    c = tl.arange(0, BK)
-    token, narrow = given + row * width, low + row * low_width
-    low_gain = narrow + (0 if key_up is None else R)
+    c, r = tl.arange(0, BK), tl.arange(0, BR)
+    token = given + row * width
+    low_key = token + at_low
+    low_gain = low_key + (0 if key_up is None else R)
     low_expected = low_gain + (0 if gain_up is None else R)
     low_beta = low_expected + (0 if expected_up is None else R)
     values = token + H * (1 + SUBSTEPS) * K
-    q = query_scale * unit_vector(vector(token + h * K, c, K), unit_eps)
-    alpha = 1.0
-    if log_rate is not None:
-        z = tl.load(token + at_decay + h).to(tl.float32) + tl.load(rate_bias + h).to(tl.float32)
-        alpha = tl.exp(-tl.exp(tl.load(log_rate + h).to(tl.float32)) * softplus(z))
     squares = 0.0
     for block in tl.static_range(BLOCKS):
         vs = block * BV + tl.arange(0, BV)
         place = (row * H + h) * (K * V) + c[:, None] * V + vs[None, :]
         inside = (c < K)[:, None] & (vs < V)[None, :]
-        S = tl.load(state + place, mask=inside, other=0.0).to(tl.float32) * alpha
+        S = tl.load(state + place, mask=inside, other=0.0).to(tl.float32)
+        q = vector(token + h * K, c, K)
+        keys = loaded_vectors(token + (H + h) * K, H * K, c, K, SUBSTEPS)
+        fresh = loaded_vectors(values + h * V, H * V, vs, V, SUBSTEPS)
+        betas = loaded_numbers(token + at_beta + h, H, SUBSTEPS)
+        gate = vector(token + at_gate + h * V, vs, V) if GATE else 0.0
+        weight = vector(norm, vs, V)
+        if N > 0:
+            key_rows = loaded_each(key_up, h * N * K, K, c, K, R, BR, N)
+            gain_rows = loaded_each(gain_up, h * N * V, V, vs, V, R, BR, N)
+            expected_rows = loaded_each(expected_up, h * V, V, vs, V, R, BR, 1)
+            scales = loaded_vectors(scale + h * V, H * V, vs, V, N)
+            later_betas = loaded_numbers(low_beta + h * N, 1, N)
+            low_k = vector(low_key, r, R) if key_up is not None else 0.0
+            low_g = vector(low_gain, r, R) if gain_up is not None else 0.0
+            low_e = vector(low_expected, r, R) if expected_up is not None else 0.0
+        if log_rate is not None:
+            z = tl.load(token + at_decay + h).to(tl.float32) + tl.load(rate_bias + h).to(tl.float32)
+            S *= tl.exp(-tl.exp(tl.load(log_rate + h).to(tl.float32)) * softplus(z))
         for s in tl.static_range(SUBSTEPS):
-            key = unit_vector(vector(token + (H * (1 + s) + h) * K, c, K), unit_eps)
-            value = vector(values + (s * H + h) * V, vs, V)
-            beta = beta_scale * tl.sigmoid(tl.load(token + at_beta + s * H + h).to(tl.float32))
+            key, value = unit_vector(keys[s], unit_eps), fresh[s]
             seen = tl.sum(S * key[:, None], 0)
-            S += key[:, None] * (beta * (value - seen))[None, :]
+            S += key[:, None] * (beta_scale * tl.sigmoid(betas[s]) * (value - seen))[None, :]
         if N > 0:
             residual = value
             if expected_up is not None:
-                residual -= widened(expected_up, low_expected, h * V, vs, V, R, BR)
+                residual -= widened(expected_rows[0], low_e)
             for l in tl.static_range(N):
                 if key_up is not None:
-                    key = unit_vector(widened(key_up, narrow, (h * N + l) * K, c, K, R, BR), unit_eps)
+                    key = unit_vector(widened(key_rows[l], low_k), unit_eps)
                 gain = 1.0 if GELU else 0.5
                 if gain_up is not None:
-                    gain = widened(gain_up, low_gain, (h * N + l) * V, vs, V, R, BR)
+                    gain = widened(gain_rows[l], low_g)
                 delta, _, _ = correction(gain, residual, gain_up is not None, GELU, NONLINEAR)
-                beta = tl.sigmoid(tl.load(low_beta + h * N + l).to(tl.float32))
-                S += key[:, None] * (delta * beta * vector(scale + (l * H + h) * V, vs, V))[None, :]
+                S += key[:, None] * (delta * tl.sigmoid(later_betas[l]) * scales[l])[None, :]
                 residual -= delta
-        out = tl.sum(S * q[:, None], 0)
-        squares += tl.sum(out * out, 0)
+        out = tl.sum(S * (query_scale * unit_vector(q, unit_eps))[:, None], 0)
         tl.debug_barrier()  # `new_state` may be `state`: all threads have read
         tl.store(new_state + place, S.to(new_state.dtype.element_ty), mask=inside)
+        squares += tl.sum(out * out, 0)
         if BLOCKS > 1:
             tl.store(raw + (row * H + h) * V + vs, out, mask=vs < V)
     if BLOCKS > 1:
@@ -147,12 +192,10 @@ def delta_token_kernel(
     for block in tl.static_range(BLOCKS):
         vs = block * BV + tl.arange(0, BV)
         if BLOCKS > 1:
-            out = vector(raw + (row * H + h) * V, vs, V)
-        result = out * tl.rsqrt(squares / V + norm_eps)
-        if norm is not None:
-            result *= vector(norm, vs, V)
+            out, weight = vector(raw + (row * H + h) * V, vs, V), vector(norm, vs, V)
+            gate = vector(token + at_gate + h * V, vs, V) if GATE else 0.0
+        result = out * tl.rsqrt(squares / V + norm_eps) * weight
         if GATE:
-            gate = vector(token + at_gate + h * V, vs, V)
             result *= gate * tl.sigmoid(gate)
         tl.store(y + (row * H + h) * V + vs, result.to(y.dtype.element_ty), mask=vs < V)
 
@@ -167,16 +210,16 @@ class DeltaSizes(NamedTuple):
     at_beta: int
     at_decay: int
     at_gate: int
-    """Places of β, decay and gate in a row of `given`; -1 for a gate that does not exist."""
+    at_low: int
+    """Places of β, decay, gate and the first halves of low-rank maps in a row; -1 for a gate that does not exist."""
     beta_scale: float
     norm_eps: float
     unit_eps: float
 
 
 class LaterWrites(NamedTuple):
-    """PRISM's later writes: the outputs of its maps' first halves, and the weights of their second ones."""
+    """PRISM's later writes: the second halves of its low-rank maps, and the scale."""
 
-    low: Tensor  # [rows, low_width]
     key_up: Tensor | None  # [H·N·K, R]
     gain_up: Tensor | None  # [H·N·V, R]
     expected_up: Tensor | None  # [H·V, R]
@@ -189,7 +232,7 @@ def delta_token(
     given: Tensor,
     sizes: DeltaSizes,
     decay: tuple[Tensor, Tensor] | None,
-    norm: Tensor | None,
+    norm: Tensor,
     writes: LaterWrites | None,
     state: Tensor,
     new_state: Tensor,
@@ -200,17 +243,22 @@ def delta_token(
     BK = tile_width(K)
     BV = min(tile_width(V), max(16, MOST_ELEMENTS // BK))
     raw = None if BV >= V else y.new_empty(y.shape, dtype=torch.float32)
-    ups = (None,) * 3 if writes is None else writes[1:4]
+    ups = (None,) * 3 if writes is None else writes[:3]
     R = next((up.shape[1] for up in ups if up is not None), 1)
     N = 0 if writes is None else writes.scale.shape[0]
     with device_guard(given):
         delta_token_kernel[(rows * H,)](
-            given, given if writes is None else writes.low, *ups, None if writes is None else writes.scale,
+            given, *ups, None if writes is None else writes.scale,
             *(decay or (None, None)), norm, state, new_state, raw, y,
             K**-0.5, sizes.beta_scale, sizes.unit_eps, sizes.norm_eps,
-            H, given.shape[1], sizes.at_beta, sizes.at_decay, sizes.at_gate, 0 if writes is None else writes.low.shape[1],
+            H, given.shape[1], sizes.at_beta, sizes.at_decay, sizes.at_gate, sizes.at_low,
             SUBSTEPS=sizes.substeps, N=N, R=R, K=K, V=V, BR=tile_width(R), BK=BK, BV=BV, GATE=sizes.at_gate >= 0,
             GELU=writes is not None and writes.gelu, NONLINEAR=writes is None or writes.nonlinear,
-            num_warps=4 if BK * BV < 16384 else 8 if BK * BV < 32768 else 16,
+            num_warps=_warps(BK * BV),
         )  # fmt: skip
     return y
+
+
+def _warps(elements: int) -> int:
+    """Warps of a program, by the elements of the state that it holds."""
+    return 4 if elements < 16384 else 8 if elements < 32768 else 16
