@@ -43,6 +43,15 @@ class LowRankPlan(NamedTuple):
 
     down: Tensor  # [R, D]
     up: Tensor  # [N, R]
+    bias: Tensor | None = None  # [N]
+
+
+class DecayPlan(NamedTuple):
+    """A forget gate of z: the log-decay -e^A softplus(z + bias), or bound · σ(e^A (z + bias))."""
+
+    log_rate: Tensor  # A, [H]
+    bias: Tensor  # [H], or [H·K] for a decay per channel
+    bound: float | None = None
 
 
 class WritesPlan(NamedTuple):
@@ -63,7 +72,10 @@ class WritesPlan(NamedTuple):
 
 
 class DeltaPlan(NamedTuple):
-    """A layer of the delta family: its linear maps `[N, D]` and small parameters."""
+    """A layer of the delta family: its linear maps `[N, D]` and small parameters.
+
+    A decay per channel, and the gate beside it, are low-rank maps.
+    """
 
     heads: int
     key_dim: int
@@ -73,19 +85,37 @@ class DeltaPlan(NamedTuple):
     taps: Tensor | None  # [W, …], the convolution of q, k and v; None: W = 1
     beta: Tensor
     beta_scale: float
-    decay_in: Tensor | None
-    decay: tuple[Tensor, Tensor] | None  # log rate and bias, [H] each
-    gate: Tensor | None
+    decay_in: Tensor | LowRankPlan | None
+    decay: DecayPlan | None
+    gate: Tensor | LowRankPlan | None
     norm: Norm
     out: Tensor
+    gate_by: str = "silu"
     writes: WritesPlan | None = None
 
     @property
-    def maps(self) -> list[Tensor]:
-        """All weights that multiply a token, which must have its dtype."""
-        own = [self.qkv, self.beta, self.decay_in, self.gate, self.out]
-        later = [] if self.writes is None else [*(w for m in self.writes.maps for w in m), self.writes.beta]
-        return [weight for weight in [*own, *later] if weight is not None]
+    def inputs(self) -> list[Tensor]:
+        """The weights that multiply a token: those of maps, and first halves."""
+        given = (self.qkv, self.beta, self.decay_in, self.gate)
+        return [m.down if isinstance(m, LowRankPlan) else m for m in given if m is not None]
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """All weights that must have the token's dtype."""
+        wide = [m.up for m in (self.decay_in, self.gate) if isinstance(m, LowRankPlan)]
+        later = [] if self.writes is None else [*(w for m in self.writes.maps for w in m[:2]), self.writes.beta]
+        return [*self.inputs, self.out, *wide, *later]
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the kernel has a case for this combination of maps."""
+        decay = None if self.decay is None else self.decay.bias.shape[0] // self.heads
+        per_channel = isinstance(self.decay_in, LowRankPlan)
+        if (decay or 1) != (self.key_dim if per_channel else 1) or (self.decay_in is None) != (decay is None):
+            return False
+        later = [] if self.writes is None else self.writes.maps
+        ranks = {m.down.shape[0] for m in later}
+        return len(ranks) <= 1 and not any(m.bias is not None for m in later)
 
 
 class GluPlan(NamedTuple):
@@ -159,25 +189,19 @@ class DeltaState(NamedTuple):
 def delta_step(x: Tensor, norm: Norm, plan: DeltaPlan, state: DeltaState, overwrite: bool) -> tuple[Tensor, DeltaState]:
     """x + mixer(norm x) for x `[B, D]`, and the state after this token, which is `state` itself if it may be overwritten."""
     from prism.engine.kernels.token_maps import Window, maps, normed
-    from prism.engine.kernels.token_memory import DeltaSizes, LaterWrites, delta_token
+    from prism.engine.kernels.token_memory import Places, delta_token
 
     new, writes = state if overwrite else state.like(), plan.writes
     anchor = None if writes is None else Window(writes.taps, state.anchor, new.anchor)
     n, u = normed(x, norm, anchor)
-    inputs = [weight for weight in (plan.qkv, plan.beta, plan.decay_in, plan.gate) if weight is not None]
+    inputs = plan.inputs
     of_u = [] if writes is None else [*(m.down for m in writes.maps), writes.beta]
     given = maps(n, inputs, u, of_u, window=Window(plan.taps, state.conv, new.conv))
-    later = None
-    if writes is not None:
-        key, gain, expected = (None if m is None else m.up for m in (writes.key, writes.gain, writes.expected))
-        later = LaterWrites(key, gain, expected, writes.scale, writes.solver == "gelu", writes.nonlinearity)
-    at_beta = plan.qkv.shape[0]
-    at_decay = at_beta + plan.beta.shape[0]
+    at_decay = inputs[0].shape[0] + inputs[1].shape[0]
     at_low = sum(weight.shape[0] for weight in inputs)
-    at_gate = -1 if plan.gate is None else at_low - plan.gate.shape[0]
-    places = (at_beta, at_decay, at_gate, at_low, plan.beta_scale, plan.norm.eps, UNIT_EPS)
-    sizes = DeltaSizes(plan.heads, plan.key_dim, plan.value_dim, plan.substeps, *places)
-    mixed = delta_token(given, sizes, plan.decay, plan.norm.weight, later, state.memory, new.memory)
+    at_gate = at_low if plan.gate is None else at_low - inputs[-1].shape[0]
+    places = Places(inputs[0].shape[0], at_decay, at_gate, at_low)
+    mixed = delta_token(given, places, plan, UNIT_EPS, state.memory, new.memory)
     return maps(mixed, [plan.out], residual=x), new
 
 

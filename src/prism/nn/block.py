@@ -90,10 +90,10 @@ class Block(nn.Module):
         """One token per row in a few kernels, with the state after it; None if the ordinary forward pass must compute it."""
         if self.training or not layer_step.allowed(x, form, backend) or not _is_unmodified(self):
             return None
-        plan, glu, norm = self.mixer.rule.step_plan(), self._glu_plan(), _norm_plan(self.mixer_norm)
-        if plan is None or norm is None or (self.has_mlp and glu is None):
+        plan, glu, norm = self.mixer.rule.current_step_plan(), self._glu_plan(), _norm_plan(self.mixer_norm)
+        if plan is None or not plan.is_served or norm is None or (self.has_mlp and glu is None):
             return None
-        weights = [*plan.maps, *(() if glu is None else glu[1:])]
+        weights = [*plan.weights, *(() if glu is None else glu[1:])]
         row = x.squeeze(1).contiguous()
         before = layer_step.DeltaState.of(row, plan, state.memory, state.carry)
         if before is None or not layer_step.uniform(row, *weights):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from prism.engine import Update
 from prism.engine.fused import Corrections, delta_columns
 from prism.engine.layer_step import DeltaPlan, Norm
-from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain, is_plain_conv
+from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, map_plan
 from prism.rules.parts.decays import SoftplusDecay
 from prism.rules.parts.norms import HeadNorm
 from prism.rules.rule import (
@@ -43,6 +43,7 @@ class DeltaFamily(Rule):
 
     shared_maps = ("gate", "out")
     query_first_maps = ("qkv",)
+    planned = ("update", "output", "beta_and_decay", "corrections")
 
     def __init__(
         self,
@@ -101,34 +102,25 @@ class DeltaFamily(Rule):
         return self.out(self.norm(o, None if self.gate is None else F.silu(self.gate(x))))
 
     def step_plan(self) -> DeltaPlan | None:
-        planned = _PLANNED if type(self).step_plan is not DeltaFamily.step_plan else (*_PLANNED, "corrections")
-        if any(getattr(type(self), name) is not getattr(DeltaFamily, name) for name in planned):
-            return None  # a subclass computes something else
-        maps = [m for m in (self.qkv, self.beta, self.decay_in, self.gate, self.out) if m is not None]
-        norm, decay = self.norm.norm, self.decay
-        if not all(map(is_plain, maps)) or not is_plain_conv(self.conv) or norm.weight is None or norm.eps is None:
+        maps = {name: map_plan(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}
+        missing = any(plan is None and getattr(self, name) is not None for name, plan in maps.items())
+        norm = self.norm.norm
+        if missing or not is_plain_conv(self.conv) or norm.weight is None or norm.eps is None:
             return None
-        if decay is not None and (type(decay) is not SoftplusDecay or decay.channels != 1):
+        decay = None if self.decay is None else self.decay.step_plan()
+        if (decay is None) != (self.decay is None):
             return None
         return DeltaPlan(
-            self.heads,
-            self.key_dim,
-            self.value_dim,
-            self.substeps,
-            self.qkv.weight,
-            self.conv.weight,
-            self.beta.weight,
-            self.beta_scale,
-            None if self.decay_in is None else self.decay_in.weight,  # type: ignore[arg-type]  # a plain linear map's
-            None if decay is None else (decay.A_log, decay.dt_bias),
-            None if self.gate is None else self.gate.weight,  # type: ignore[arg-type]  # likewise
-            Norm(norm.weight, norm.eps),
-            self.out.weight,
+            heads=self.heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            substeps=self.substeps,
+            taps=self.conv.weight,
+            beta_scale=self.beta_scale,
+            decay=decay,
+            norm=Norm(norm.weight, norm.eps),
+            **maps,  # type: ignore[arg-type]  # what must exist does
         )
-
-
-_PLANNED = ("update", "output", "beta_and_decay")
-"""What `step_plan` says in other words; a subclass with its own `corrections` has its own plan."""
 
 
 class Delta(DeltaFamily):

@@ -39,7 +39,7 @@ from prism.rules.parts import (
     is_plain,
     is_plain_conv,
     l2_normalize,
-    low_rank_plan,
+    map_plan,
     split_heads,
 )
 from prism.rules.parts.norms import HeadNorm
@@ -143,7 +143,7 @@ class Prism(GatedDelta):
         return corrections, {"anchor": conv_state}
 
     def step_plan(self) -> DeltaPlan | None:
-        plan = super().step_plan() if type(self).corrections is Prism.corrections else None
+        plan = super().step_plan()
         if plan is None or self.writes is None:
             return plan
         writes = self.writes.step_plan()
@@ -207,7 +207,7 @@ class ResidualWrites(nn.Module):
     def step_plan(self) -> WritesPlan | None:
         """As `Rule.step_plan`, for these writes."""
         maps = [m for m in (self.key, self.gain, self.expected) if m is not None]
-        plans = {m: low_rank_plan(m) for m in maps}
+        plans = {m: map_plan(m) for m in maps}
         if None in plans.values() or not is_plain(self.beta) or not is_plain_conv(self.conv):
             return None
         key, gain, expected = (None if m is None else plans[m] for m in (self.key, self.gain, self.expected))

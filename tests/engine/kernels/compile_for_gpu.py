@@ -164,6 +164,8 @@ def layer_step() -> None:
     layer("prism", 96, 2, 1, torch.float16, single, shared_key=True, gain=False, residual="value", conv_size=1)
     layer("gated_delta", 128, 1, 3, half, single, key_dim=256, value_dim=512)
     layer("delta_product", 64, 2, 3, single, single, forget_gate=True)
+    layer("kda", 128, 1, 3, half, single, **head)
+    layer("kda", 64, 1, 3, torch.float16, half, key_dim=32, value_dim=64, lower_bound=-5.0)
 
 
 GROUPS = {"memory": memory, "around": around_the_memory, "networks": networks, "layer_step": layer_step}

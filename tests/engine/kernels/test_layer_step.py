@@ -43,6 +43,8 @@ LAYERS = {
     "prism, no convolution": {"conv_size": 1},
     "gated_delta": {"key_dim": 20, "value_dim": 12},
     "delta": {"negative_eigenvalues": True},
+    "kda": {"negative_eigenvalues": True},
+    "kda, bounded": {"lower_bound": -5.0, "key_dim": 9, "value_dim": 20},
     "delta_product": {"householders": 3, "forget_gate": True, "gate": True},
 }
 PROMPT, STEPS = 4, 2
@@ -113,7 +115,7 @@ def test_a_layer(name: str, stepped: list[Any]) -> None:
     assert len(stepped) == STEPS
 
 
-@pytest.mark.parametrize("name", ["prism, gelu", "gated_delta"])
+@pytest.mark.parametrize("name", ["prism, gelu", "gated_delta", "kda"])
 def test_a_layer_in_half_precision(name: str) -> None:
     assert_at_most_twice_torch(name, torch.float16)
 

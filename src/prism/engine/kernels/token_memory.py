@@ -1,12 +1,12 @@
 """The memory of a delta rule for one token per row, from the layer's projections to the gated norm of its output.
 
     S ← α S;   S ← S + k (β (v - Sᵀk))ᵀ for every sub-step;   S ← S + k_l w_lᵀ for PRISM's later writes;   o = Sᵀq
-    y = RMSNorm(o) ⊙ SiLU(gate)
+    y = RMSNorm(o) ⊙ SiLU(gate), or ⊙ σ(gate)
 
-with q = K^-½ unit(q̃), k = unit(k̃), β = c σ(·), α = exp(-e^A softplus(· + bias)) and PRISM's solver (solver.py). The second
-halves of PRISM's low-rank maps are computed here too: a head reads its own rows of them. One program holds a head of one row.
-The state is read once and written once, in the dtype that it has; everything in between is float32. Wide values are taken
-BV channels after the other, and normalised at the end.
+with q = K^-½ unit(q̃), k = unit(k̃), β = c σ(·), α = exp(-e^A softplus(· + bias)) per head or key channel (or KDA's bounded
+one), and PRISM's solver (solver.py). The second halves of low-rank maps are computed here too: a head reads its own rows of
+them. One program holds a head of one row. The state is read once and written once, in the dtype that it has; everything in
+between is float32. Wide values are taken BV channels after the other, and normalised at the end.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from prism.engine.kernels.available import device_guard, tile_width
 from prism.engine.kernels.short_conv import joined
 from prism.engine.kernels.solver import correction
+from prism.engine.layer_step import DeltaPlan, LowRankPlan
 
 MOST_ELEMENTS = 32768
 """Elements of the state that a program holds in registers."""
@@ -88,6 +89,26 @@ def widened(rows, low):
     return tl.sum(rows.to(tl.float32) * low[None, :], 1)
 
 
+@triton.jit
+def output_gate(given, up, bias, h, vs, V: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
+    """The head's gate before its activation, `[BV]`: given, or the second half of a low-rank map."""
+    if up is None:
+        return vector(given + h * V, vs, V)
+    else:  # Triton also compiles code after a return
+        gate = widened(loaded_rows(up, h * V, vs, V, R, BR), vector(given, tl.arange(0, BR), R))
+        return gate if bias is None else gate + vector(bias + h * V, vs, V)
+
+
+@triton.jit
+def decay_of(z, log_rate, BOUND: tl.constexpr):
+    """α, from the gate's input z with its bias: a number, or one per key channel."""
+    rate = tl.exp(log_rate)
+    if BOUND < 0.0:
+        return tl.exp(BOUND * tl.sigmoid(rate * z))
+    else:  # Triton also compiles code after a return
+        return tl.exp(-rate * softplus(z))
+
+
 @triton.jit(do_not_specialize=["H", "width", "at_beta", "at_decay", "at_gate", "at_low"])
 def delta_token_kernel(
     given,
@@ -97,6 +118,9 @@ def delta_token_kernel(
     scale,
     log_rate,
     rate_bias,
+    decay_up,
+    gate_up,
+    gate_bias,
     norm,
     state,
     new_state,
@@ -120,14 +144,20 @@ def delta_token_kernel(
     BR: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    RANK: tl.constexpr,
+    GATE_RANK: tl.constexpr,
+    BRANK: tl.constexpr,
+    BGATE: tl.constexpr,
+    BOUND: tl.constexpr,
     GATE: tl.constexpr,
     GELU: tl.constexpr,
     NONLINEAR: tl.constexpr,
 ):
     """given `[rows, width]`: q̃, k̃, v after the convolution, and at their places β, decay, gate and `low`: what `key_up`,
     `gain_up` and `expected_up` widen (those that are not None, R each), then the later writes' β `[H, N]`. scale `[N, H, V]`,
-    log_rate and rate_bias `[H]` (None: no decay), norm `[V]`, state `[rows, H, K, V]`, y `[rows, H·V]`. raw is scratch memory
-    like y, None if BV holds all values.
+    log_rate `[H]` (None: no decay), rate_bias `[H]`, or `[H·K]` with decay_up `[H·K, RANK]`, gate_up `[H·V, GATE_RANK]` and its
+    bias (None: the gate itself is given), norm `[V]`, state `[rows, H, K, V]`, y `[rows, H·V]`. raw is scratch memory like y,
+    None if BV holds all values. BOUND 0: the softplus gate; GATE: none, silu or sigmoid.
 
     Whatever can be loaded is loaded first, so that the loads wait together."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -150,8 +180,18 @@ def delta_token_kernel(
         keys = loaded_vectors(token + (H + h) * K, H * K, c, K, SUBSTEPS)
         fresh = loaded_vectors(values + h * V, H * V, vs, V, SUBSTEPS)
         betas = loaded_numbers(token + at_beta + h, H, SUBSTEPS)
-        gate = vector(token + at_gate + h * V, vs, V) if GATE else 0.0
         weight = vector(norm, vs, V)
+        gate = 0.0
+        if GATE != "none":
+            gate = output_gate(token + at_gate, gate_up, gate_bias, h, vs, V, GATE_RANK, BGATE)
+        if log_rate is not None:
+            rate = tl.load(log_rate + h).to(tl.float32)
+            if decay_up is None:
+                z = tl.load(token + at_decay + h).to(tl.float32) + tl.load(rate_bias + h).to(tl.float32)
+            else:
+                low_decay = vector(token + at_decay, tl.arange(0, BRANK), RANK)
+                z = widened(loaded_rows(decay_up, h * K, c, K, RANK, BRANK), low_decay)
+                z = (z + vector(rate_bias + h * K, c, K))[:, None]
         if N > 0:
             key_rows = loaded_each(key_up, h * N * K, K, c, K, R, BR, N)
             gain_rows = loaded_each(gain_up, h * N * V, V, vs, V, R, BR, N)
@@ -162,8 +202,7 @@ def delta_token_kernel(
             low_g = vector(low_gain, r, R) if gain_up is not None else 0.0
             low_e = vector(low_expected, r, R) if expected_up is not None else 0.0
         if log_rate is not None:
-            z = tl.load(token + at_decay + h).to(tl.float32) + tl.load(rate_bias + h).to(tl.float32)
-            S *= tl.exp(-tl.exp(tl.load(log_rate + h).to(tl.float32)) * softplus(z))
+            S *= decay_of(z, rate, BOUND)
         for s in tl.static_range(SUBSTEPS):
             key, value = unit_vector(keys[s], unit_eps), fresh[s]
             seen = tl.sum(S * key[:, None], 0)
@@ -193,67 +232,53 @@ def delta_token_kernel(
         vs = block * BV + tl.arange(0, BV)
         if BLOCKS > 1:
             out, weight = vector(raw + (row * H + h) * V, vs, V), vector(norm, vs, V)
-            gate = vector(token + at_gate + h * V, vs, V) if GATE else 0.0
+            if GATE != "none":
+                gate = output_gate(token + at_gate, gate_up, gate_bias, h, vs, V, GATE_RANK, BGATE)
         result = out * tl.rsqrt(squares / V + norm_eps) * weight
-        if GATE:
+        if GATE == "silu":
             result *= gate * tl.sigmoid(gate)
+        if GATE == "sigmoid":
+            result *= tl.sigmoid(gate)
         tl.store(y + (row * H + h) * V + vs, result.to(y.dtype.element_ty), mask=vs < V)
 
 
-class DeltaSizes(NamedTuple):
-    """Numbers that say how a token's projections are laid out and used."""
+class Places(NamedTuple):
+    """Where the other projections begin in a row of `given`, after q̃, k̃ and v."""
 
-    heads: int
-    key_dim: int
-    value_dim: int
-    substeps: int
-    at_beta: int
-    at_decay: int
-    at_gate: int
-    at_low: int
-    """Places of β, decay, gate and the first halves of low-rank maps in a row; -1 for a gate that does not exist."""
-    beta_scale: float
-    norm_eps: float
-    unit_eps: float
-
-
-class LaterWrites(NamedTuple):
-    """PRISM's later writes: the second halves of its low-rank maps, and the scale."""
-
-    key_up: Tensor | None  # [H·N·K, R]
-    gain_up: Tensor | None  # [H·N·V, R]
-    expected_up: Tensor | None  # [H·V, R]
-    scale: Tensor  # [N, H, V]
-    gelu: bool
-    nonlinear: bool
+    beta: int
+    decay: int
+    gate: int
+    low: int
 
 
 def delta_token(
-    given: Tensor,
-    sizes: DeltaSizes,
-    decay: tuple[Tensor, Tensor] | None,
-    norm: Tensor,
-    writes: LaterWrites | None,
-    state: Tensor,
-    new_state: Tensor,
+    given: Tensor, places: Places, plan: DeltaPlan, unit_eps: float, state: Tensor, new_state: Tensor
 ) -> Tensor:
     """y `[rows, H·V]`, before the output projection. Writes `new_state`, which may be `state`. All tensors are contiguous."""
-    rows, (H, K, V) = given.shape[0], sizes[:3]
+    rows, (H, K, V) = given.shape[0], plan[:3]
     y = given.new_empty(rows, H * V)
     BK = tile_width(K)
     BV = min(tile_width(V), max(16, MOST_ELEMENTS // BK))
     raw = None if BV >= V else y.new_empty(y.shape, dtype=torch.float32)
-    ups = (None,) * 3 if writes is None else writes[:3]
+    writes, decay = plan.writes, plan.decay
+    ups: list[Tensor | None] = [None] * 3
+    if writes is not None:
+        ups = [None if m is None else m.up for m in (writes.key, writes.gain, writes.expected)]
     R = next((up.shape[1] for up in ups if up is not None), 1)
-    N = 0 if writes is None else writes.scale.shape[0]
+    decay_up = plan.decay_in.up if isinstance(plan.decay_in, LowRankPlan) else None
+    gate_up, gate_bias = plan.gate[1:] if isinstance(plan.gate, LowRankPlan) else (None, None)
+    ranks = [1 if up is None else up.shape[1] for up in (decay_up, gate_up)]
     with device_guard(given):
         delta_token_kernel[(rows * H,)](
-            given, *ups, None if writes is None else writes.scale,
-            *(decay or (None, None)), norm, state, new_state, raw, y,
-            K**-0.5, sizes.beta_scale, sizes.unit_eps, sizes.norm_eps,
-            H, given.shape[1], sizes.at_beta, sizes.at_decay, sizes.at_gate, sizes.at_low,
-            SUBSTEPS=sizes.substeps, N=N, R=R, K=K, V=V, BR=tile_width(R), BK=BK, BV=BV, GATE=sizes.at_gate >= 0,
-            GELU=writes is not None and writes.gelu, NONLINEAR=writes is None or writes.nonlinear,
+            given, *ups, None if writes is None else writes.scale, *((None, None) if decay is None else decay[:2]),
+            decay_up, gate_up, gate_bias, plan.norm.weight, state, new_state, raw, y,
+            K**-0.5, plan.beta_scale, unit_eps, plan.norm.eps, H, given.shape[1], *places,
+            SUBSTEPS=plan.substeps, N=0 if writes is None else writes.scale.shape[0], R=R, K=K, V=V,
+            BR=tile_width(R), BK=BK, BV=BV, RANK=ranks[0], GATE_RANK=ranks[1],
+            BRANK=tile_width(ranks[0]), BGATE=tile_width(ranks[1]),
+            BOUND=0.0 if decay is None or decay.bound is None else decay.bound,
+            GATE="none" if plan.gate is None else plan.gate_by,
+            GELU=writes is not None and writes.solver == "gelu", NONLINEAR=writes is None or writes.nonlinearity,
             num_warps=_warps(BK * BV),
         )  # fmt: skip
     return y

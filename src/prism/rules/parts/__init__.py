@@ -48,11 +48,18 @@ def is_plain(m: nn.Module | None) -> bool:
     return type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter) and is_unmodified(m)
 
 
-def low_rank_plan(m: nn.Module | None) -> LowRankPlan | None:
-    """The two halves of a low-rank map without bias and non-linearity; None if m is anything else."""
-    if type(m) is not LowRank or m.activation is not None or not (is_plain(m.down) and is_plain(m.up)):
+def map_plan(m: nn.Module | None) -> Tensor | LowRankPlan | None:
+    """The weight of a plain linear map, or the weights of a low-rank one's halves; None if m is anything else.
+
+    A low-rank map may have a bias, and no non-linearity in between.
+    """
+    if isinstance(m, nn.Linear) and is_plain(m):
+        return m.weight
+    if type(m) is not LowRank or m.activation is not None or not is_plain(m.down):
         return None
-    return LowRankPlan(m.down.weight, m.up.weight)
+    if type(m.up) is not nn.Linear or type(m.up.weight) not in (Tensor, nn.Parameter) or not is_unmodified(m.up):
+        return None
+    return LowRankPlan(m.down.weight, m.up.weight, m.up.bias)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
