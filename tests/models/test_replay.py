@@ -117,6 +117,20 @@ def test_without_room_for_a_second_set_of_states(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(answers, steps(lm, plain, ids[:, 5:12]))
 
 
+def test_a_capture_copies_the_states_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, ids = model("prism*2", torch.float32), tokens(1, 8)
+    _, replayed = pair(lm, ids[:, :5])
+    copied, count = [], len([z for state in replayed.states for z in state.tensors()])
+
+    def contiguous(z: Tensor) -> Tensor:
+        copied.append(z)
+        return z.clone(memory_format=torch.contiguous_format)
+
+    monkeypatch.setattr(replay, "_contiguous", contiguous)
+    steps(lm, replayed, ids[:, 5:8])
+    assert replayed._step is not None and len(copied) == count
+
+
 def test_an_interrupted_capture_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, ids = model("prism*2"), tokens(1, 12)
     _, replayed = pair(lm, ids[:, :5])

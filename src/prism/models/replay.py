@@ -90,9 +90,11 @@ class CapturedStep:
         return out.logits, out.balance_loss, cache.states
 
     def has_fixed_layout(self) -> bool:
-        """Whether a step returns states of the same shapes and dtypes. Also triggers everything compiled on first use."""
-        copies = [state.map(_contiguous) for state in self.states]
-        return layout(self.compute(copies, overwrite=True)[-1]) == layout(self.states)
+        """Whether a step returns states of the same shapes and dtypes. Also triggers everything compiled on first use.
+
+        It may overwrite `states`: the first call copies the cache's into them.
+        """
+        return layout(self.compute(self.states, overwrite=True)[-1]) == layout(self.states)
 
     def can_serve(self, model: CachedModel, tokens: Tensor, states: list[State]) -> bool:
         """Whether replaying gives what `model` would compute now for these tokens and states."""
