@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import SOLVERS, Corrections, solved_writes
-from prism.engine.layer_step import DeltaPlan, WritesPlan
+from prism.engine.layer_step import DeltaPlan, LowRankPlan, WritesPlan
 from prism.rules.delta import GatedDelta
 from prism.rules.parts import (
     Carry,
@@ -207,8 +207,8 @@ class ResidualWrites(nn.Module):
     def step_plan(self) -> WritesPlan | None:
         """As `Rule.step_plan`, for these writes."""
         maps = [m for m in (self.key, self.gain, self.expected) if m is not None]
-        plans = {m: map_plan(m) for m in maps}
-        if None in plans.values() or not is_plain(self.beta) or not is_plain_conv(self.conv):
+        plans = {m: plan for m in maps if isinstance(plan := map_plan(m), LowRankPlan)}
+        if len(plans) < len(maps) or not is_plain(self.beta) or not is_plain_conv(self.conv):
             return None
         key, gain, expected = (None if m is None else plans[m] for m in (self.key, self.gain, self.expected))
         given = (self.conv.weight, key, gain, expected, self.beta.weight, self.scale)
