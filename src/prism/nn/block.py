@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from prism import rules
 from prism.engine import compat, layer_step
+from prism.engine.step_plan import GluPlan, Norm
 from prism.nn.mixer import Mixer
 from prism.nn.state import State
 from prism.rules.parts import is_plain
@@ -105,20 +106,20 @@ class Block(nn.Module):
             return row.unsqueeze(1), State(state.memory, dict(state.carry))
         return row.unsqueeze(1), State(after.memory, after.carry)
 
-    def _glu_plan(self) -> layer_step.GluPlan | None:
+    def _glu_plan(self) -> GluPlan | None:
         if not self.has_mlp:
             return None
         norm, maps = _norm_plan(self.mlp_norm), (self.mlp.gate, self.mlp.up, self.mlp.down)
         if norm is None or type(self.mlp) is not SwiGLU or not all(map(is_plain, maps)):
             return None
-        return layer_step.GluPlan(norm, *(m.weight for m in maps))
+        return GluPlan(norm, *(m.weight for m in maps))
 
 
-def _norm_plan(norm: nn.Module) -> layer_step.Norm | None:
+def _norm_plan(norm: nn.Module) -> Norm | None:
     """The weight and epsilon of an RMSNorm; None if it is another module, or has no weight."""
     if type(norm) is not nn.RMSNorm or norm.weight is None or norm.eps is None:
         return None
-    return layer_step.Norm(norm.weight, norm.eps)
+    return Norm(norm.weight, norm.eps)
 
 
 def _is_unmodified(block: Block) -> bool:

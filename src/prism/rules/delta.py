@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import Corrections, delta_columns
-from prism.engine.layer_step import DeltaPlan, Norm
+from prism.engine.step_plan import DeltaPlan, Norm
 from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, map_plan
 from prism.rules.parts.decays import SoftplusDecay
 from prism.rules.parts.norms import HeadNorm

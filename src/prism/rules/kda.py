@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prism.engine.layer_step import DecayPlan, DeltaPlan
+from prism.engine.step_plan import DecayPlan, DeltaPlan
 from prism.rules.delta import DeltaFamily
 from prism.rules.parts import LowRank, split_heads
 from prism.rules.parts.decays import SoftplusDecay

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import SOLVERS, Corrections, solved_writes
-from prism.engine.layer_step import DeltaPlan, LowRankPlan, WritesPlan
+from prism.engine.step_plan import DeltaPlan, LowRankPlan, WritesPlan
 from prism.rules.delta import GatedDelta
 from prism.rules.parts import (
     Carry,

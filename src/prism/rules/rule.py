@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine import FORMS
-from prism.engine.layer_step import DeltaPlan
+from prism.engine.step_plan import DeltaPlan
 
 Carry = Mapping[str, Tensor]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from prism.engine.kernels.available import device_guard, tile_width
 from prism.engine.kernels.short_conv import joined
 from prism.engine.kernels.solver import correction
-from prism.engine.layer_step import DeltaPlan, LowRankPlan
+from prism.engine.step_plan import DeltaPlan, LowRankPlan
 
 MOST_ELEMENTS = 32768
 """Elements of the state that a program holds in registers."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.layer_step import DecayPlan
+from prism.engine.step_plan import DecayPlan
 from prism.rules.parts import at_least_float32, split_heads
 from prism.rules.rule import set_initial_weights
 
