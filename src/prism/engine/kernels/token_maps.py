@@ -246,6 +246,6 @@ def _tile(x: Tensor, sizes: tuple[int, ...]) -> dict[str, Any]:
     blocks = -(-rows // BM)
     wide = [BN for BN in (64, 32) if sum(-(-size // BN) for size in sizes) * blocks >= PROGRAMS]
     BN = wide[0] if wide else 16
-    most = (256 if BM * BN <= 1024 else 128) if half else 64
-    tile = {"BM": BM, "BN": BN, "BD": min(most, tile_width(D)), "PRECISION": "tf32" if half else "ieee"}
-    return {**tile, "num_warps": 4, "num_stages": 4}
+    small = half and BM * BN <= 1024
+    tile = {"BM": BM, "BN": BN, "BD": min(128 if half else 64, tile_width(D)), "PRECISION": "tf32" if half else "ieee"}
+    return {**tile, "num_warps": 4, "num_stages": 6 if small else 4}
