@@ -135,8 +135,8 @@ def _turns(
 def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Milliseconds of one more token for every row after each context, and the bytes of state per row.
 
-    Decoding is replayed as a CUDA graph if the states have a fixed size (`prism.models.ReplayedCache`), and the model is also
-    called from Python.
+    Decoding is replayed as a CUDA graph if the states have a fixed size (`prism.models.ReplayedCache`), with memories in
+    float32 and in bfloat16. The model is also called from Python.
     """
     torch.manual_seed(0)
     model = PrismForCausalLM(configuration(name, arguments.tiny)).to(arguments.device).eval()
@@ -158,7 +158,38 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
             row["milliseconds"], again = _token_by_token(model, replayed, logits)
             if not torch.equal(after, again):
                 raise AssertionError(f"{name}: replayed steps differ by {(after - again).abs().max().item():.1e}")
+            cache = replayed
+            row |= _with_half_states(model, states, context, logits)
+        if arguments.device == "cuda":
+            row["kernels_a_layer"] = _kernels(model, cache, logits) / model.config.num_hidden_layers
         yield {**row, "state_bytes_a_row": cache.nbytes // batch}
+
+
+def _with_half_states(
+    model: PrismForCausalLM, states: list[Any], context: int, logits: torch.Tensor
+) -> dict[str, float]:
+    """Milliseconds with memories kept in bfloat16, and how far the logits of the same tokens are from those with float32."""
+    replayed, answers = ReplayedCache(torch.bfloat16), {}
+    replayed.update(states, context)
+    taken, _ = _token_by_token(model, replayed, logits)
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = PrismCache(dtype)
+        cache.update(states, context)
+        given = logits[:, -1:].argmax(-1)
+        for _ in range(20):  # the same tokens for both
+            answers[dtype] = model(given, past_key_values=cache, logits_to_keep=1).logits
+    single, half = answers[torch.float32].float(), answers[torch.bfloat16].float()
+    error = (half - single).norm() / single.norm()
+    return {"bfloat16_states_milliseconds": taken, "bfloat16_states_error": error.item()}
+
+
+def _kernels(model: PrismForCausalLM, cache: PrismCache, logits: torch.Tensor) -> int:
+    """Kernels of one more step, copies included; the embedding and the logits count too."""
+    following = logits[:, -1:].argmax(-1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        model(following, past_key_values=cache, logits_to_keep=1)
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
 
 
 def _token_by_token(
@@ -260,7 +291,9 @@ def main() -> None:
                 decoding.append(row)
                 print(
                     f"decode {name:14} context {row['context']:>6} batch {row['batch']}  "
-                    f"{row['milliseconds']:.2f} ms per token, {row['called_milliseconds']:.2f} called from Python  "
+                    f"{row['milliseconds']:.2f} ms per token, {row['called_milliseconds']:.2f} called from Python, "
+                    f"{row.get('bfloat16_states_milliseconds', float('nan')):.2f} with bfloat16 states  "
+                    f"{row.get('kernels_a_layer', float('nan')):.1f} kernels a layer  "
                     f"{row['state_bytes_a_row'] / 2**20:.2f} MiB per row",
                     flush=True,
                 )

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from prism.cli import main
 from prism.language.generate import Session
@@ -42,6 +44,19 @@ def test_three_runs_write_what_one_writes(
     assert len(set(whole)) > 8
     again = generate(capsys, folder, "--state", state, "--max-new-tokens", 16, *later, "--seed", 5)
     assert (again == parts[-1]) == (options[1] == 0), "a seed starts other random numbers"
+
+
+def test_memories_in_bfloat16_are_half_as_large(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    sizes, options = [], ("--prompt", "hello", "--max-new-tokens", 2, "--temperature", 0)
+    for number, more in enumerate([(), ("--state-dtype", "bfloat16")]):
+        generate(capsys, folder, *options, *more, "--save-state", tmp_path / f"{number}.safetensors")
+        sizes.append(
+            sum(z.nbytes for name, z in load_file(tmp_path / f"{number}.safetensors").items() if "memory" in name)
+        )
+    assert sizes[0] == 2 * sizes[1] > 0
+    resumed = tmp_path / "1.safetensors"
+    generate(capsys, folder, "--state", resumed, "--max-new-tokens", 2, "--save-state", resumed)
+    assert {z.dtype for name, z in load_file(resumed).items() if "memory" in name} == {torch.bfloat16}
 
 
 def test_prompt_file_and_standard_input_are_the_same_text(

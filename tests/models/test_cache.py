@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -45,6 +46,49 @@ def test_left_padded_rows_are_the_rows_alone(layers: Any) -> None:
     logits = in_segments(lm, ids, [20, 1, 4, 1], mask)
     for row, prompt in enumerate(rows):
         assert_close(f"row {row}", logits[row, -len(prompt) :], lm(prompt[None]).logits[0], EXACT)
+
+
+@pytest.mark.parametrize("layers", STACKS, ids=label)
+def test_states_after_a_prompt_hold_nothing_else_in_memory(layers: Any) -> None:
+    """No state is a view of a tensor with all tokens of the prompt."""
+    with torch.no_grad():
+        cache = model(layers, torch.float32)(tokens(1, 200), logits_to_keep=1).past_key_values
+    for name, z in cache.tensors().items():
+        assert z.untyped_storage().nbytes() <= 2 * z.nbytes, name
+
+
+@torch.no_grad()
+def logits_with(lm: PrismForCausalLM, cache: PrismCache, ids: Tensor, prompt: int) -> Tensor:
+    """Logits of the tokens after the prompt, one by one."""
+    lm(ids[:, :prompt], past_key_values=cache)
+    return torch.cat([lm(token, past_key_values=cache).logits for token in ids[:, prompt:].split(1, 1)], 1)
+
+
+@pytest.mark.parametrize("layers", STACKS, ids=label)
+def test_memories_in_bfloat16(layers: Any) -> None:
+    """The logits stay near those of float32, and the memory keeps its dtype in prompts and steps."""
+    lm, ids = model(layers, torch.float32), tokens(2, 30)
+    single, half = PrismCache(), PrismCache(torch.bfloat16)
+    expected, got = (logits_with(lm, cache, ids, 25) for cache in (single, half))
+    assert_close("logits", got, expected, 0.1)
+    for one, other in zip(single.states, half.states, strict=True):
+        if isinstance(one.memory, Tensor):
+            assert (one.memory.dtype, other.memory.dtype) == (torch.float32, torch.bfloat16)
+    if layers in (("prism", "prism"), ("gla", "gla")):
+        assert not torch.equal(got, expected)
+
+
+def test_a_caches_dtype_stays_with_it() -> None:
+    lm, ids = model("prism+gla", torch.float32), tokens(1, 9)
+    cache = PrismCache(torch.bfloat16)
+    logits_with(lm, cache, ids, 5)
+    twins = [cache.copy(), PrismCache.load(cache.tensors()), pickle.loads(pickle.dumps(cache))]
+    expected = logits_with(lm, cache, ids, 5)
+    for twin in twins:
+        assert twin.state_dtype == torch.bfloat16
+        assert torch.equal(logits_with(lm, twin, ids, 5), expected)
+    with pytest.raises(ValueError, match=r"state_dtype must be torch\.float32 or torch\.bfloat16"):
+        PrismCache(torch.float16)
 
 
 @pytest.mark.parametrize("layers", STACKS, ids=label)

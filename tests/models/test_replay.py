@@ -34,6 +34,18 @@ def test_replayed_steps_are_ordinary_steps(layers: Any) -> None:
     assert (replayed._step is not None) == lm.config.constant_state
 
 
+@pytest.mark.parametrize("layers", ["prism+gla", "mom+mamba2"])
+def test_replayed_memories_in_bfloat16(layers: str) -> None:
+    lm, ids = model(layers, torch.float32), tokens(2, 20)
+    plain, replayed = PrismCache(torch.bfloat16), ReplayedCache(torch.bfloat16)
+    with torch.no_grad():
+        for cache in (plain, replayed):
+            lm(ids[:, :12], past_key_values=cache)
+    assert torch.equal(steps(lm, replayed, ids[:, 12:]), steps(lm, plain, ids[:, 12:]))
+    assert_same(plain, replayed)
+    assert replayed._step is not None
+
+
 def test_prompts_padding_and_documents_take_the_ordinary_way_in_between() -> None:
     lm, ids = model("prism*2"), tokens(3, 30)
     plain, replayed = pair(lm, ids[:, :7])
@@ -103,6 +115,20 @@ def test_without_room_for_a_second_set_of_states(monkeypatch: pytest.MonkeyPatch
     with pytest.warns(UserWarning, match="cannot be replayed.*no room"):
         answers = steps(lm, replayed, ids[:, 5:12])
     assert torch.equal(answers, steps(lm, plain, ids[:, 5:12]))
+
+
+def test_a_capture_copies_the_states_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, ids = model("prism*2", torch.float32), tokens(1, 8)
+    _, replayed = pair(lm, ids[:, :5])
+    copied, count = [], len([z for state in replayed.states for z in state.tensors()])
+
+    def contiguous(z: Tensor) -> Tensor:
+        copied.append(z)
+        return z.clone(memory_format=torch.contiguous_format)
+
+    monkeypatch.setattr(replay, "_contiguous", contiguous)
+    steps(lm, replayed, ids[:, 5:8])
+    assert replayed._step is not None and len(copied) == count
 
 
 def test_an_interrupted_capture_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import torch
 from tyro.conf import Positional, arg
 
 from prism.files import check_state_target
@@ -28,6 +29,7 @@ def generate(
     seed: int | None = None,
     state: Path | None = None,
     save_state: Path | None = None,
+    state_dtype: Literal["float32", "bfloat16"] | None = None,
     device: str = "auto",
 ) -> int:
     """Continue a text with a language model.
@@ -49,6 +51,8 @@ def generate(
         seed: Random seed. None: 0, or with --state the saved random state.
         state: Resume from this state file; a prompt is appended to its text.
         save_state: Write the state after the last token to this .safetensors file, also when interrupted.
+        state_dtype: dtype of the memories between tokens. bfloat16 halves their size and rounds them after every token. None:
+            float32, or with --state that of the file.
         device: cpu, cuda, cuda:1 and so on. auto: cuda if available, else cpu.
     """
     sampling = Sampling(temperature, top_k, top_p)
@@ -59,7 +63,9 @@ def generate(
     text = _prompt(prompt, file, state)
     with resolve_model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device)
-    session = Session(lm, seed or 0) if state is None else Session.load(state, lm, seed)
+    dtype = None if state_dtype is None else getattr(torch, state_dtype)
+    fresh = (seed or 0, dtype or torch.float32)
+    session = Session(lm, *fresh) if state is None else Session.load(state, lm, seed, dtype)
     session.read(text)
     started, count = time.perf_counter(), 0
     with StopRequest() as stop:  # stops between two tokens, so the state matches the text

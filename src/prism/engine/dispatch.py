@@ -173,7 +173,9 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     return o
 
 
-def in_place_equivalent(update: Any, form: str) -> bool:
-    """Whether `memory_` computes what `memory` does in this form, to the bit."""
+def in_place_equivalent(update: Any, form: str, state: Tensor | None = None) -> bool:
+    """Whether `memory_` computes what `memory` does in this form, to the bit, and can overwrite the state."""
     form, _ = resolve(form)
-    return type(update) is Update and (engine_of(Update).choose(update) if form == "auto" else form) == "recurrent"
+    if type(update) is not Update or (state is not None and state.dtype != update.state_dtype):
+        return False
+    return (engine_of(Update).choose(update) if form == "auto" else form) == "recurrent"

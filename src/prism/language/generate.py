@@ -146,11 +146,16 @@ class Sampling:
 
 
 class Session:
-    """A text that is read and written by a model."""
+    """A text that is read and written by a model.
 
-    def __init__(self, lm: LanguageModel, seed: int = 0) -> None:
+    Args:
+        seed: of the random generator.
+        state_dtype: dtype in which memories are kept between tokens (see `PrismCache`).
+    """
+
+    def __init__(self, lm: LanguageModel, seed: int = 0, state_dtype: torch.dtype = torch.float32) -> None:
         self.lm = lm
-        self.reader = Reader(lm.model, lm.tokenizer.end)
+        self.reader = Reader(lm.model, lm.tokenizer.end, cache_for(lm.model, state_dtype))
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must fit in 64 bits, got {seed}")
         self.random = torch.Generator().manual_seed(seed)
@@ -202,8 +207,10 @@ class Session:
         write_state(path, FORMAT, tensors, {"model": self.lm.name, **fingerprint(self.lm.model)})
 
     @classmethod
-    def load(cls, path: Path, lm: LanguageModel, seed: int | None = None) -> Session:
-        """Resume from a saved session, with its random state or a new `seed`."""
+    def load(
+        cls, path: Path, lm: LanguageModel, seed: int | None = None, state_dtype: torch.dtype | None = None
+    ) -> Session:
+        """Resume from a saved session, with its random state or a new `seed`, and its dtype of memories or a new one."""
         tensors, about = read_state(path, FORMAT)
         if what := fingerprint_mismatch(about, lm.model):
             raise ValueError(
@@ -212,6 +219,9 @@ class Session:
         session = cls(lm, 0 if seed is None else seed)
         states = {name[6:]: x.to(lm.device) for name, x in tensors.items() if name.startswith("state.")}
         cache = type(cache_for(lm.model)).load(states)
+        if state_dtype is not None:
+            cache.state_dtype = state_dtype
+            cache.update(cache.states, 0)
         session.reader = Reader(lm.model, lm.tokenizer.end, cache, int(tensors["last"]))
         session.logits, session.ended = tensors["logits"].to(lm.device), bool(tensors["ended"])
         session.text = TextStream(lm.tokenizer, tensors["recent"].tolist())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from prism.engine.layer_step import STATE_DTYPES
 from prism.models.compat import tokens_removed
 from prism.models.rollback import DEPTH, Inputs, Rollback, count, cut, join
 from prism.nn.state import State
@@ -34,13 +36,21 @@ class PrismCache(Cache):
     Its size is that of the layers' states, which does not depend on the number of tokens for rules with `constant_state`.
 
     Args:
+        state_dtype: dtype in which memories are kept between calls, float32 or bfloat16. They are computed in float32 in any
+            case. bfloat16 halves their size, and rounds them after every call. It applies to memories that are one tensor, as
+            those of all linear rules; keys and values of softmax attention, and networks, are kept as they are.
         rollback: number of last tokens that `crop` can remove; 0 keeps nothing for it. See `activate_past_recording`.
     """
 
-    def __init__(self, rollback: int = 0) -> None:
+    state_dtype: torch.dtype = torch.float32  # also of caches that were pickled before there was a choice
+
+    def __init__(self, state_dtype: torch.dtype = torch.float32, *, rollback: int = 0) -> None:
         super().__init__(layers=[])
+        if state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {state_dtype!r}")
         self.states: list[State] = []
         self.tokens = 0
+        self.state_dtype = state_dtype
         self.unread: list[Inputs] = []
         """Inputs that `tokens` counts but the states have not read: the next forward pass starts with them."""
         self.rollback: Rollback | None = None
@@ -49,7 +59,7 @@ class PrismCache(Cache):
 
     def update(self, states: list[State], tokens: int) -> None:  # type: ignore[override]  # whole states, not a layer's keys
         """Replace the states by those after `tokens` more positions (padding included, as transformers counts)."""
-        self.states = states
+        self.states = [_with_memory_in(self.state_dtype, state) for state in states]
         self.tokens += tokens
 
     def read(
@@ -102,7 +112,7 @@ class PrismCache(Cache):
         self.unread = cut(self.unread, new, behind)
         self.update(states, max(new - behind, 0))
         if self.rollback is not None:
-            self.rollback.add(inputs, self._read, states, removable)
+            self.rollback.add(inputs, self._read, self.states, removable)
 
     @property
     def rolls_back(self) -> bool:
@@ -147,12 +157,14 @@ class PrismCache(Cache):
     @classmethod
     def load(cls, tensors: dict[str, Tensor]) -> Self:
         """The cache with these tensors; the inverse of `tensors`. It does not record."""
-        cache, layers, unread = cls(), dict[int, dict[str, Tensor]](), dict[int, dict[str, Tensor]]()
+        layers, unread = dict[int, dict[str, Tensor]](), dict[int, dict[str, Tensor]]()
         for key, x in tensors.items():
             if key != "tokens":
                 parts = unread if key.startswith("unread.") else layers
                 index, name = key.removeprefix("unread.").split(".", 1)
                 parts.setdefault(int(index), {})[name] = x
+        kept = {layer["memory"].dtype for layer in layers.values() if "memory" in layer}
+        cache = cls(torch.bfloat16 if torch.bfloat16 in kept else torch.float32)
         cache.update([State.load(layers[i]) for i in sorted(layers)], int(tensors["tokens"]))
         cache.unread = [Inputs(**unread[i]) for i in sorted(unread)]
         return cache
@@ -222,7 +234,7 @@ class PrismCache(Cache):
         return self._twin(list(self.states))
 
     def _twin(self, states: list[State]) -> PrismCache:
-        twin = PrismCache()
+        twin = PrismCache(self.state_dtype)
         twin.update(states, self.tokens)
         twin.unread = list(self.unread)
         twin.rollback = None if self.rollback is None else self.rollback.copy()
@@ -249,3 +261,11 @@ class PrismCache(Cache):
     @property
     def is_sliding(self) -> Any:
         return [False] * len(self.states)
+
+
+def _with_memory_in(dtype: torch.dtype, state: State) -> State:
+    """The state with its memory in this dtype; the state itself if that changes nothing (float64 stays float64)."""
+    memory = state.memory
+    if not isinstance(memory, Tensor) or memory.dtype == dtype or memory.dtype not in STATE_DTYPES:
+        return state
+    return replace(state, memory=memory.to(dtype))

@@ -51,8 +51,8 @@ class CapturedStep:
     `states` belong to the step, which writes them in place.
     """
 
-    def __init__(self, model: CachedModel, tokens: Tensor, states: list[State]) -> None:
-        self.model = model
+    def __init__(self, model: CachedModel, tokens: Tensor, states: list[State], state_dtype: torch.dtype) -> None:
+        self.model, self.state_dtype = model, state_dtype
         self.modules = modules = list(model.modules())
         self.registries = compat.registries(modules) or []  # `can_be_captured` has checked that they can be read
         entries = [(registry, name, value) for registry in self.registries for name, value in registry.items()]
@@ -85,15 +85,17 @@ class CapturedStep:
 
     def compute(self, states: list[State], overwrite: bool) -> tuple[Tensor, Tensor | None, list[State]]:
         """Logits, balance loss and new states, by the model's forward pass."""
-        cache = PrismCache()
+        cache = PrismCache(self.state_dtype)
         cache.update([replace(state, overwrite=overwrite) for state in states], 0)
         out: Any = self.model.forward(self.tokens, past_key_values=cache, use_cache=True, return_dict=True)
         return out.logits, out.balance_loss, cache.states
 
     def has_fixed_layout(self) -> bool:
-        """Whether a step returns states of the same shapes and dtypes. Also triggers everything compiled on first use."""
-        copies = [state.map(_contiguous) for state in self.states]
-        return layout(self.compute(copies, overwrite=True)[-1]) == layout(self.states)
+        """Whether a step returns states of the same shapes and dtypes. Also triggers everything compiled on first use.
+
+        It may overwrite `states`: the first call copies the cache's into them.
+        """
+        return layout(self.compute(self.states, overwrite=True)[-1]) == layout(self.states)
 
     def can_serve(self, model: CachedModel, tokens: Tensor, states: list[State]) -> bool:
         """Whether replaying gives what `model` would compute now for these tokens and states."""
@@ -156,10 +158,12 @@ def can_be_captured(model: CachedModel) -> bool:
     return not any(hasattr(m, "_disable_adapters") for m in modules)
 
 
-def capture(model: CachedModel, tokens: Tensor, states: list[State]) -> CapturedStep | None:
+def capture(
+    model: CachedModel, tokens: Tensor, states: list[State], state_dtype: torch.dtype = torch.float32
+) -> CapturedStep | None:
     """Capture a step. None if the states change their layout, and, with a warning, if a CUDA graph cannot contain the step."""
     try:
-        step = CapturedStep(model, tokens, states)
+        step = CapturedStep(model, tokens, states, state_dtype)
         with _autocast_without_cache(tokens.device):
             return step if record(step) else None
     except RuntimeError as error:  # a failed capture raises two errors, of which the first is the cause
@@ -249,8 +253,8 @@ class ReplayedCache(PrismCache):
     It holds a reference to the model. Models with hooks or switchable adapters take ordinary steps.
     """
 
-    def __init__(self, rollback: int = 0) -> None:
-        super().__init__(rollback)
+    def __init__(self, state_dtype: torch.dtype = torch.float32, *, rollback: int = 0) -> None:
+        super().__init__(state_dtype, rollback=rollback)
         self._step: CapturedStep | None = None
         self._kind: Any = None
         self._waited, self._patience = 0, PATIENCE
@@ -284,7 +288,7 @@ class ReplayedCache(PrismCache):
         if self._waited != self._patience:
             return None
         try:
-            return capture(model, tokens, self.states)
+            return capture(model, tokens, self.states, self.state_dtype)
         except BaseException:  # an interrupt: the next steps may try again
             self._kind = None
             raise
@@ -311,8 +315,8 @@ class ReplayedCache(PrismCache):
         return {**self.__dict__, "_step": None, "_kind": None}
 
 
-def cache_for(model: CachedModel) -> PrismCache:
+def cache_for(model: CachedModel, state_dtype: torch.dtype = torch.float32) -> PrismCache:
     """The fastest cache for this model: a `ReplayedCache` if all of it is on one GPU and its states have a fixed size."""
     kinds, devices = {type(p.data) for p in model.parameters()}, {p.device for p in model.parameters()}
     on_one_gpu = kinds == {Tensor} and len(devices) == 1 and next(iter(devices)).type == "cuda"
-    return ReplayedCache() if on_one_gpu and model.config.constant_state else PrismCache()
+    return (ReplayedCache if on_one_gpu and model.config.constant_state else PrismCache)(state_dtype)

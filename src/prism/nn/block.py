@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism import rules
+from prism.engine import compat, layer_step
+from prism.engine.step_plan import GluPlan, Norm
 from prism.nn.mixer import Mixer
 from prism.nn.state import State
+from prism.rules.parts import is_plain
 
 
 class SwiGLU(nn.Module):
@@ -74,11 +77,55 @@ class Block(nn.Module):
             keep_state: whether to return the state. If False the returned state is empty, so that unused tensors are not
                 tracked (FSDP warns about conv states, which are views).
         """
+        if mask is None and reset is None and state is not None:
+            stepped = self._step(x, state, form, backend)
+            if stepped is not None:
+                return stepped if keep_state else (stepped[0], State())
         mixed, state = self.mixer(_to_autocast_dtype(self.mixer_norm(x)), state, mask, reset, form, backend, shared)
         x = x + self.dropout(mixed)
         if self.has_mlp:
             x = x + self.dropout(self.mlp(_to_autocast_dtype(self.mlp_norm(x))))
         return x, state if keep_state else State()
+
+    def _step(self, x: Tensor, state: State, form: str, backend: str) -> tuple[Tensor, State] | None:
+        """One token per row in a few kernels, with the state after it; None if the ordinary forward pass must compute it."""
+        if self.training or not layer_step.allowed(x, form, backend) or not _is_unmodified(self):
+            return None
+        plan, glu, norm = self.mixer.rule.current_step_plan(), self._glu_plan(), _norm_plan(self.mixer_norm)
+        if plan is None or not plan.is_served or norm is None or (self.has_mlp and glu is None):
+            return None
+        weights = [*plan.weights, *(() if glu is None else glu[1:])]
+        row = x.squeeze(1).contiguous()
+        before = layer_step.DeltaState.of(row, plan, state.memory, state.carry)
+        if before is None or not layer_step.uniform(row, *weights):
+            return None
+        row, after = layer_step.delta_step(row, norm, plan, before, state.overwrite)
+        if glu is not None:
+            row = layer_step.glu_step(row, glu)
+        if state.overwrite:
+            return row.unsqueeze(1), State(state.memory, dict(state.carry))
+        return row.unsqueeze(1), State(after.memory, after.carry)
+
+    def _glu_plan(self) -> GluPlan | None:
+        if not self.has_mlp:
+            return None
+        norm, maps = _norm_plan(self.mlp_norm), (self.mlp.gate, self.mlp.up, self.mlp.down)
+        if norm is None or type(self.mlp) is not SwiGLU or not all(map(is_plain, maps)):
+            return None
+        return GluPlan(norm, *(m.weight for m in maps))
+
+
+def _norm_plan(norm: nn.Module) -> Norm | None:
+    """The weight and epsilon of an RMSNorm; None if it is another module, or has no weight."""
+    if type(norm) is not nn.RMSNorm or norm.weight is None or norm.eps is None:
+        return None
+    return Norm(norm.weight, norm.eps)
+
+
+def _is_unmodified(block: Block) -> bool:
+    """Whether every module inside would do nothing but its own forward pass: no hooks, nothing replaced on an instance."""
+    hooked = compat.forward_hooks(())  # the global ones
+    return not (hooked is None or any(hooked)) and all(m is block or compat.is_unmodified(m) for m in block.modules())
 
 
 def _to_autocast_dtype(x: Tensor) -> Tensor:

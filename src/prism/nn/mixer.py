@@ -90,7 +90,7 @@ class Mixer(nn.Module):
         named = backend != "auto" and not torch.compiler.is_compiling()
         with using(backend=backend) if named else nullcontext():
             update, carry, extra = self._update(x, state, span)
-            if state.overwrite and state.memory is not None and in_place_equivalent(update, form):
+            if state.overwrite and state.memory is not None and in_place_equivalent(update, form, state.memory):
                 o, new = memory_(update, state.memory, backend), state.memory
             else:
                 o, new = memory(update, state.memory, form, backend)
@@ -102,7 +102,7 @@ class Mixer(nn.Module):
         if order is not None:
             assert span.mask is not None  # nothing else is reordered
             y = _reorder(torch.where(span.mask.unsqueeze(-1), y, 0.0), order.argsort(1))
-        return y, State(new, {name: value for name, value in carry.items() if value.numel()})
+        return y, _compact(State(new, {name: value for name, value in carry.items() if value.numel()}))
 
     def step(
         self, x: Tensor, state: State | None = None, shared: dict[str, Tensor] | None = None
@@ -183,6 +183,16 @@ class Mixer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rule={self.rule.name!r}, state_size={self.state_size}, write_rank={self.write_rank}"
+
+
+def _compact(state: State) -> State:
+    """The state without views of much larger tensors: those of a long prompt would stay in memory as long as the state.
+
+    With gradients, and in compiled code, views stay views.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return state
+    return state.map(lambda z: z.clone() if z.untyped_storage().nbytes() > 2 * z.nbytes else z)
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import Corrections, delta_columns
-from prism.rules.parts import Carry, ShortConv, fused_linears
+from prism.engine.step_plan import DeltaPlan, Norm
+from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, map_plan
 from prism.rules.parts.decays import SoftplusDecay
 from prism.rules.parts.norms import HeadNorm
 from prism.rules.rule import (
@@ -42,6 +43,7 @@ class DeltaFamily(Rule):
 
     shared_maps = ("gate", "out")
     query_first_maps = ("qkv",)
+    planned = ("update", "output", "beta_and_decay", "corrections")
 
     def __init__(
         self,
@@ -98,6 +100,27 @@ class DeltaFamily(Rule):
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o, None if self.gate is None else F.silu(self.gate(x))))
+
+    def step_plan(self) -> DeltaPlan | None:
+        maps = {name: map_plan(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}
+        missing = any(plan is None and getattr(self, name) is not None for name, plan in maps.items())
+        norm = self.norm.norm
+        if missing or not is_plain_conv(self.conv) or norm.weight is None or norm.eps is None:
+            return None
+        decay = None if self.decay is None else self.decay.step_plan()
+        if (decay is None) != (self.decay is None):
+            return None
+        return DeltaPlan(
+            heads=self.heads,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            substeps=self.substeps,
+            taps=self.conv.weight,
+            beta_scale=self.beta_scale,
+            decay=decay,
+            norm=Norm(norm.weight, norm.eps),
+            **maps,  # type: ignore[arg-type]  # what must exist does
+        )
 
 
 class Delta(DeltaFamily):

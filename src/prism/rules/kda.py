@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import delta_columns
+from prism.engine.step_plan import DecayPlan, DeltaPlan
 from prism.rules.delta import DeltaFamily
 from prism.rules.parts import Carry, LowRank, fused_linears, split_heads
 from prism.rules.parts.decays import SoftplusDecay
@@ -32,6 +33,9 @@ class BoundedDecay(SoftplusDecay):
     def forward(self, z: Tensor) -> Tensor:
         z = split_heads(z.to(self.dt_bias.dtype) + self.dt_bias, len(self.A_log))
         return self.bound * torch.sigmoid(self.A_log.exp().unsqueeze(-1) * z)
+
+    def step_plan(self) -> DecayPlan | None:
+        return DecayPlan(self.A_log, self.dt_bias, self.bound)
 
 
 class Kda(DeltaFamily):
@@ -82,6 +86,10 @@ class Kda(DeltaFamily):
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         assert self.gate is not None
         return self.out(self.norm(o, self.gate(x).sigmoid()))
+
+    def step_plan(self) -> DeltaPlan | None:
+        plan = super().step_plan()
+        return None if plan is None else plan._replace(gate_by="sigmoid")
 
 
 class Gdn2(Kda):

@@ -29,8 +29,19 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import SOLVERS, Corrections, solved_writes
+from prism.engine.step_plan import DeltaPlan, LowRankPlan, WritesPlan
 from prism.rules.delta import GatedDelta
-from prism.rules.parts import Carry, LowRank, ShortConv, fused_linears, l2_normalize, split_heads
+from prism.rules.parts import (
+    Carry,
+    LowRank,
+    ShortConv,
+    fused_linears,
+    is_plain,
+    is_plain_conv,
+    l2_normalize,
+    map_plan,
+    split_heads,
+)
 from prism.rules.parts.norms import HeadNorm
 from prism.rules.rule import RESIDUAL_PROXY, Paper, Rule, Span, check_integers, construct, per_head, set_initial_weights
 
@@ -131,6 +142,13 @@ class Prism(GatedDelta):
         corrections, conv_state = self.writes(x, carry.get("anchor"), span)
         return corrections, {"anchor": conv_state}
 
+    def step_plan(self) -> DeltaPlan | None:
+        plan = super().step_plan()
+        if plan is None or self.writes is None:
+            return plan
+        writes = self.writes.step_plan()
+        return None if writes is None else plan._replace(writes=writes)
+
 
 class ResidualWrites(nn.Module):
     """Writes 2 … L of the `lm` preset: low-rank maps of a separate anchor, and a learned scale γ that can start at zero."""
@@ -185,6 +203,16 @@ class ResidualWrites(nn.Module):
             nonlinearity=self.nonlinearity,
         )
         return corrections, conv_state
+
+    def step_plan(self) -> WritesPlan | None:
+        """As `Rule.step_plan`, for these writes."""
+        maps = [m for m in (self.key, self.gain, self.expected) if m is not None]
+        plans = {m: plan for m in maps if isinstance(plan := map_plan(m), LowRankPlan)}
+        if len(plans) < len(maps) or not is_plain(self.beta) or not is_plain_conv(self.conv):
+            return None
+        key, gain, expected = (None if m is None else plans[m] for m in (self.key, self.gain, self.expected))
+        given = (self.conv.weight, key, gain, expected, self.beta.weight, self.scale)
+        return WritesPlan(*given, self.solver, self.nonlinearity)
 
 
 class PaperPrism(Rule):

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine import FORMS
+from prism.engine.step_plan import DeltaPlan
 
 Carry = Mapping[str, Tensor]
 
@@ -208,6 +209,9 @@ class Rule(nn.Module):
     query_first_maps: ClassVar[tuple[str, ...]] = ()
     """Maps whose first `query_size` outputs are queries: a mixture shares those rows, and each memory has its own rest."""
 
+    planned: ClassVar[tuple[str, ...]] = ("update", "output")
+    """Methods that `step_plan` describes in another way."""
+
     def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, write_rank: int = 1) -> None:
         super().__init__()
         check_integers(width=width, heads=heads, key_dim=key_dim, value_dim=value_dim)
@@ -263,6 +267,22 @@ class Rule(nn.Module):
     def output(self, o: Tensor, x: Tensor, extra: Any) -> Tensor:
         """o `[B, T, H, V]`, x `[B, T, width]` → `[B, T, width]`."""
         raise NotImplementedError
+
+    def step_plan(self) -> DeltaPlan | None:
+        """The weights by role, if engine/layer_step.py can compute a token of this rule; None: `update` and `output` do.
+
+        It describes the methods in `planned` of the class that defines it.
+        """
+        return None
+
+    def current_step_plan(self) -> DeltaPlan | None:
+        """`step_plan()`, unless a subclass has overridden something that the plan describes."""
+        for cls in type(self).__mro__:
+            if "step_plan" in cls.__dict__:
+                return self.step_plan()
+            if any(name in cls.__dict__ for name in self.planned):
+                return None
+        return None
 
 
 _lookups: list[Callable[[str], type[Rule]]] = []

@@ -142,7 +142,33 @@ def networks() -> None:
     forward_and_backward(serial_mlp(*tokens, rate, *weights, None, None, None, None, True)[:3])
 
 
-GROUPS = {"memory": memory, "around": around_the_memory, "networks": networks}
+def layer_step() -> None:
+    """The kernels of `prism.engine.layer_step`, at the sizes of small and large models."""
+    from prism.engine import layer_step as steps
+    from prism.nn.block import Block
+
+    steps.allowed = lambda *_: True  # nothing is started here
+
+    def layer(
+        rule: str, width: int, heads: int, rows: int, dtype: torch.dtype, state: torch.dtype, **options: Any
+    ) -> None:
+        block, x = Block(rule, width, heads, 2 * width, **options).eval(), torch.zeros(rows, 1, width)
+        with torch.no_grad():
+            before = block(x)[1].map(lambda z: z.to(dtype).contiguous())
+            block.to(dtype)(x.to(dtype), replace(before, memory=before.memory.to(state)), backend="triton")
+
+    half, single = torch.bfloat16, torch.float32
+    head = {"key_dim": 128, "value_dim": 128}
+    layer("prism", 768, 6, 32, half, single, **head)
+    layer("prism", 768, 6, 256, half, half, **head, steps=3, solver="gelu")
+    layer("prism", 96, 2, 1, torch.float16, single, shared_key=True, gain=False, residual="value", conv_size=1)
+    layer("gated_delta", 128, 1, 3, half, single, key_dim=256, value_dim=512)
+    layer("delta_product", 64, 2, 3, single, single, forget_gate=True)
+    layer("kda", 128, 1, 3, half, single, **head)
+    layer("kda", 64, 1, 3, torch.float16, half, key_dim=32, value_dim=64, lower_bound=-5.0)
+
+
+GROUPS = {"memory": memory, "around": around_the_memory, "networks": networks, "layer_step": layer_step}
 
 if __name__ == "__main__":
     compile_only()

@@ -31,6 +31,7 @@ configurations; nothing is tuned at run time. The first call of a kind compiles 
 | tiles.py | device functions that these kernels share |
 | segments.py | how a sequence is cut into segments, and the kernel that links them |
 | decode.py | one token at a time: kernel, launch and operator |
+| token_maps.py, token_memory.py | one token through a whole layer (engine/layer_step.py): its maps, its memory |
 | short_conv.py, solver.py, columns.py | kernel, launch and operator of each operation around the memory (engine/fused.py) |
 | serial_mlp.py | kernel, launch and operator of online gradient descent of a two-layer network (engine/networks/serial.py) |
 | configurations.py | measured tile sizes per shape and GPU |

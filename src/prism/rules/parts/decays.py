@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism.engine.step_plan import DecayPlan
 from prism.rules.parts import at_least_float32, split_heads
 from prism.rules.rule import set_initial_weights
 
@@ -69,6 +70,11 @@ class SoftplusDecay(nn.Module):
         if self.channels == 1:
             return -rate * step
         return -rate.unsqueeze(-1) * split_heads(step, len(rate))
+
+    def step_plan(self) -> DecayPlan | None:
+        """The gate's parameters; None for a subclass that computes something else."""
+        same = type(self).forward is SoftplusDecay.forward and type(self).step_size is SoftplusDecay.step_size
+        return DecayPlan(self.A_log, self.dt_bias) if same else None
 
 
 def head_numbers(x: Tensor, heads: int) -> Tensor:
