@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from prism.documents import needed_starts, starts_of_positions
 from prism.engine.checks import values_may_be_read
+from prism.engine.context import Context
 from prism.engine.defaults import resolve
 from prism.models.cache import PrismCache
 from prism.models.compat import is_loaded, require_marks, warn_of_missing
@@ -111,6 +112,7 @@ class PrismModel(PrismPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         shared: dict[str, Tensor] | None = None,
+        context: Context | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Hidden states `[B, T, hidden_size]`, and with `use_cache` the states after the last token.
@@ -123,6 +125,7 @@ class PrismModel(PrismPreTrainedModel):
             past_key_values: the cache that an earlier call returned.
             reset: `[B, T]` bool, the same as `position_ids == 0`. Omit it too where no document starts.
             shared: a new dict that is passed from layer to layer; a mixture of memories stores its balance loss there.
+            context: the processes over which the sequences are cut; the tokens are this process's part, without padding.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds, not both and not none")
@@ -138,7 +141,7 @@ class PrismModel(PrismPreTrainedModel):
         if states and len(states) != len(self.layers):
             raise ValueError(f"past_key_values has {len(states)} layers, the model {len(self.layers)}")
         mask = _padding_mask(attention_mask, B, T)
-        reset = _document_starts(reset, position_ids, B, T, fresh=not states)
+        reset = _document_starts(reset, position_ids, B, T, fresh=not states and (context is None or context.first))
         shared = {} if shared is None else shared
         form, backend = resolve(self.config.form, self.config.backend)
         hidden: list[Any] = []
@@ -146,7 +149,9 @@ class PrismModel(PrismPreTrainedModel):
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
             if output_hidden_states:  # only then: keeping them needs memory for layers × tokens
                 hidden.append(x)
-            x, state = layer(x, state, mask, reset, shared, keep_state=use_cache, form=form, backend=backend)
+            x, state = layer(
+                x, state, mask, reset, shared, keep_state=use_cache, form=form, backend=backend, context=context
+            )
             new.append(state)
         x = self.norm(x)
         cache = None
@@ -203,6 +208,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        context: Context | None = None,
         **kwargs: Any,
     ) -> PrismOutput | tuple[Any, ...]:
         """Logits `[B, T, vocab_size]`. Arguments as in `PrismModel.forward`, and
@@ -211,6 +217,10 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is ignored in the loss.
             logits_to_keep: number of last tokens for which logits are computed (0: all), or their indices.
         """
+        if labels is not None and context is not None:
+            raise ValueError(
+                "labels cannot be used with context: the first target of the next part is in another process"
+            )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         if isinstance(past_key_values, ReplayedCache):
             special = (position_ids, inputs_embeds, labels, reset, output_hidden_states or None)
@@ -230,6 +240,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             output_hidden_states,
             return_dict=True,
             shared=shared,
+            context=context,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, keep])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism import rules
+from prism.engine.context import Context
 from prism.nn.mixer import Mixer
 from prism.nn.state import State
 
@@ -67,6 +68,7 @@ class Block(nn.Module):
         keep_state: bool = True,
         form: str = "auto",
         backend: str = "auto",
+        context: Context | None = None,
     ) -> tuple[Tensor, State]:
         """x `[B, T, width]` → `[B, T, width]` and the mixer's state; arguments as in `Mixer.forward`.
 
@@ -74,7 +76,9 @@ class Block(nn.Module):
             keep_state: whether to return the state. If False the returned state is empty, so that unused tensors are not
                 tracked (FSDP warns about conv states, which are views).
         """
-        mixed, state = self.mixer(_to_autocast_dtype(self.mixer_norm(x)), state, mask, reset, form, backend, shared)
+        mixed, state = self.mixer(
+            _to_autocast_dtype(self.mixer_norm(x)), state, mask, reset, form, backend, shared, context
+        )
         x = x + self.dropout(mixed)
         if self.has_mlp:
             x = x + self.dropout(self.mlp(_to_autocast_dtype(self.mlp_norm(x))))
