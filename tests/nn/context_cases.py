@@ -42,14 +42,16 @@ def compare_all(cases: list[Case], folder: Path) -> None:
     """Compare every case; writes {case: {tensor: relative error}} to a file of this process, or why one was refused."""
     dist.init_process_group("gloo")
     contexts = {4: Context(dist.group.WORLD), 2: Context(dist.new_subgroups(2)[0])}
-    found: dict[str, Any] = {}
-    for case in cases:
-        try:
-            found[str(case)] = dict(_compare(case, contexts[case.parts]))
-        except ValueError as error:
-            found[str(case)] = str(error)
+    found = {str(case): _compared_or_refused(case, contexts[case.parts]) for case in cases}
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def _compared_or_refused(case: Case, context: Context) -> dict[str, float] | str:
+    try:
+        return dict(_compare(case, context))
+    except ValueError as error:
+        return str(error)
 
 
 def _compare(case: Case, context: Context) -> Iterator[tuple[str, float]]:

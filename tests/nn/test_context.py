@@ -68,7 +68,7 @@ def test_parts_shorter_than_a_window_are_refused(found: list[dict[str, Any]]) ->
     for rule, options, fewest in (("gla", {"conv_size": 4}, 3), ("sliding_window", {"window": 9}, 8), ("gla", {}, 1)):
         mixer = Mixer(rule, 8, 2, **options)
         mixer.check_cut(fewest)
-        with pytest.raises(ValueError, match=f"looks back {fewest} tokens, so each part"):
+        with pytest.raises(ValueError, match=f"needs parts of at least {fewest} tokens"):
             mixer.check_cut(fewest - 1)
 
 

@@ -138,7 +138,7 @@ class Mixer(nn.Module):
         fewest = max(fewest_tokens(self.rule), 1 if cut is None else cut.shortest(update))
         if tokens < fewest:
             raise ValueError(
-                f"rule {self.rule.name!r} looks back {fewest} tokens, so each part of a sequence must have as many, got "
+                f"rule {self.rule.name!r} needs parts of at least {fewest} tokens where processes share a sequence, got "
                 f"{tokens}: use longer sequences, or fewer processes for each"
             )
 
