@@ -63,13 +63,11 @@ class Context:
         start = self.rank * least + min(self.rank, longer)
         return slice(start, start + least + (self.rank < longer))
 
-    @torch.compiler.disable
     def previous(self, own: Tensor, first: Tensor | None) -> Tensor:
         """The part before this one's `own`; for the first part, `first` (None: zeros). All have the same shape."""
         result: Tensor = _Previous.apply(self, own, torch.zeros_like(own) if first is None else first.to(own.dtype))
         return result
 
-    @torch.compiler.disable
     def chain(self, P: Tensor, D: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
         """The state before this part and the one after it.
 
@@ -83,7 +81,6 @@ class Context:
         start, end = _Chain.apply(self, P, D, torch.zeros_like(D) if first is None else first.to(D.dtype))
         return start, end
 
-    @torch.compiler.disable
     def gather(self, x: Tensor) -> list[Tensor]:
         """The `x` of every part, in order; of one shape, without gradients."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
