@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import resource
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +20,11 @@ from transformers import AutoModelForCausalLM
 from prism.language.corpus import prepare
 from prism.language.model import build_model
 from prism.language.settings import Settings
-from prism.language.task import LanguageTask
+from prism.language.task import LanguageTask, train_lm
 from prism.recommend.task import RecTask
 from prism.train.distributed import World, joined
 from prism.train.settings import ParallelSettings
-from tests.children import final_tensors, finish, kill_when, reached, same_tensors
+from tests.children import final_tensors, finish, kill_when, reached, same_tensors, start_children
 from tests.train.runs import losses, small, start
 from tests.train.test_parallel import assert_close
 
@@ -31,7 +35,7 @@ Run = Callable[[str, int, dict[str, Any]], Settings]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Finished runs by name; each is made once."""
     made: dict[str, Settings] = {}
 
@@ -41,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             assert finish(start(made[name], build_model, processes)) == [0] * processes
         return made[name]
 
-    yield run
+    return run
 
 
 SHARED = {
@@ -83,9 +87,9 @@ def test_a_group_that_shares_sequences_has_the_same_ones() -> None:
     group: Any = SimpleNamespace(size=2)
     numbers = [World(torch.device("cpu"), rank, 4, "fsdp", group).numbers(np.arange(6)).tolist() for rank in range(4)]
     assert numbers == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
-    with pytest.raises(ValueError, match="batch.sequences is 5, which 2 groups of 2 processes cannot share equally"):
+    with pytest.raises(ValueError, match=r"batch.sequences is 5, which 2 groups of 2 processes cannot share equally"):
         World(torch.device("cpu"), 0, 4, "fsdp", group).share(5)
-    with pytest.raises(ValueError, match="batch.sequences is 5, which 4 processes cannot share equally"):
+    with pytest.raises(ValueError, match=r"batch.sequences is 5, which 4 processes cannot share equally"):
         World(torch.device("cpu"), 0, 4, "fsdp").share(5)
 
 
@@ -111,7 +115,63 @@ def test_groups_must_divide_the_processes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     with (
-        pytest.raises(ValueError, match="parallel.context is 3, which does not divide the 4 processes"),
+        pytest.raises(ValueError, match=r"parallel.context is 3, which does not divide the 4 processes"),
         joined(ParallelSettings(context=3), "cpu"),
     ):
         pass
+
+
+def data_bytes() -> int:
+    """Memory that this process may write to, which RLIMIT_DATA limits."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+    return int(line.split()[1]) << 10
+
+
+def train_within(settings: Settings, limit: int | None, notes: Path) -> None:
+    """Train with at most `limit` bytes more than now. Writes the bytes that were needed, or the error, to `notes`."""
+    before, most, ended = data_bytes(), 0, threading.Event()
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (before + limit, before + limit))
+
+    def watch() -> None:
+        nonlocal most
+        while not ended.wait(0.002):
+            most = max(most, data_bytes())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    note = notes / os.environ.get("RANK", "0")
+    try:
+        train_lm(settings)
+        note.write_text(str(most - before))
+    except RuntimeError as error:
+        note.write_text(str(error))
+        raise
+    finally:
+        ended.set()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
+def test_two_processes_train_a_sequence_that_is_too_long_for_one(tmp_path: Path) -> None:
+    corpus, tokens = tmp_path / "corpus", 1 << 16
+    corpus.mkdir()
+    (corpus / "long.txt").write_text("all work and no play makes jack a dull boy. " * (tokens // 20))
+    data = {"sources": [str(corpus)], "context": tokens, "separate_documents": False}
+    model = {**MODEL, "layers": "prism", "hidden_size": 32, "head_dim": 32, "num_heads": 1}
+    changes = {"model": model, "data": data, "steps": 1, "batch": {"sequences": 1}, "validation": {"sequences": 1}}
+
+    def run(name: str, processes: int, limit: int | None) -> tuple[list[int | None], list[str], Settings]:
+        settings, notes = small(tmp_path / name, **changes, parallel={"context": processes}), tmp_path / f"{name}-notes"
+        notes.mkdir()
+        codes = finish(start_children(train_within, settings, limit, notes, processes=processes))
+        return codes, [path.read_text() for path in sorted(notes.iterdir())], settings
+
+    codes, (needed,), free = run("free", 1, None)
+    assert codes == [0]
+    limit = int(needed) * 3 // 4
+    codes, (error,), _ = run("limited", 1, limit)
+    assert codes == [1] and "can't allocate memory" in error
+    codes, used, shared = run("shared", 2, limit)
+    assert codes == [0, 0] and all(int(number) < limit for number in used)
+    assert_close(shared.out, free.out, 1e-5)

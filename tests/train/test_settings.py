@@ -52,11 +52,11 @@ def test_the_bare_name_of_a_section_sets_its_short_field(tmp_path: Path) -> None
     assert parse(["--config", str(toml), "--parallel", "auto"]).parallel == ParallelSettings("auto", 4)
     write_json(tmp_path / "config.json", {"settings": {"parallel": "ddp"}, "identity": {}})
     assert parse(["--out", str(tmp_path)]).parallel == ParallelSettings("ddp", 1)
-    with pytest.raises(ValueError, match="^here: batch is a section of settings, got 3$"):
+    with pytest.raises(ValueError, match=r"^here: batch is a section of settings, got 3$"):
         override(Settings(), {"batch": 3}, "here")
-    with pytest.raises(ValueError, match="^here: parallel.mode must be one of auto, none, ddp, fsdp, got 'dpp'$"):
+    with pytest.raises(ValueError, match=r"^here: parallel.mode must be one of auto, none, ddp, fsdp, got 'dpp'$"):
         override(Settings(), {"parallel": "dpp"}, "here")
-    with pytest.raises(ValueError, match="^parallel.context must be at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^parallel.context must be at least 1, got 0$"):
         parse(["--parallel.context", "0"])
 
 
