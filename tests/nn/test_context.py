@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from prism import Mixer, rules
 from prism.engine import memory
@@ -15,6 +17,7 @@ from prism.engine.memories.diagonal import Diagonal, as_real, total_decay
 from prism.engine.update import Update
 from prism.rules.rule import Carry, Rule, Span
 from tests.children import finish, start_children
+from tests.helpers import assert_close, relative_error
 from tests.nn.context_cases import Case, compare_all
 
 UNCUT = ("mom", "slstm", "ttt_linear", "ttt_mlp", "titans", "atlas", "softmax", "hstu")
@@ -104,6 +107,43 @@ def test_a_carry_that_is_not_exchanged_and_padding_are_refused() -> None:
         Mixer("gla", 8, 1)(x, mask=torch.ones(1, 3, dtype=torch.bool), context=_Alone(None))
     mixer = Mixer("retnet", 8, 1)
     torch.testing.assert_close(mixer(x, context=_Alone(None))[0], mixer(x)[0])
+
+
+def test_the_kernels_compute_the_map_of_a_part() -> None:
+    mixer, x = Mixer("prism", 32, 2), torch.randn(1, 10, 32)
+    start = mixer(torch.randn(1, 5, 32))[1].detach()
+
+    def results(backend: str, context: Context | None) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_(), start.memory.clone().requires_grad_()]
+        y, end = mixer(leaves[0], replace(start, memory=leaves[1]), backend=backend, context=context)
+        return [y, end.memory, *torch.autograd.grad(y.sum() + end.memory.sum(), [*leaves, *mixer.parameters()])]
+
+    for got, wanted in zip(results("triton", _Alone(None)), results("torch", None), strict=True):
+        assert_close("part", got, wanted, 1e-4)
+
+
+@pytest.mark.parametrize("erase", [False, True])
+def test_in_low_precision_a_part_errs_hardly_more_than_one_call(erase: bool) -> None:
+    shape = (1, 200, 2, 16)
+    q, k, w, state = (torch.randn(n, dtype=torch.float64) for n in (shape, shape, shape, (1, 2, 16, 16)))
+    k, g, beta = (
+        F.normalize(k, dim=-1).unsqueeze(3),
+        -0.05 * torch.rand(shape[:3]).double(),
+        torch.rand(shape[:3]).double(),
+    )
+
+    def output(dtype: torch.dtype, context: Context | None) -> torch.Tensor:
+        kind = {"erase_strength": beta.to(dtype), "erase_first": True} if erase else {}
+        update = Update(
+            q.to(dtype), k.to(dtype), w.unsqueeze(3).to(dtype), g.to(torch.promote_types(dtype, torch.float32)), **kind
+        )
+        return memory(update, state.to(update.state_dtype), context=context)[0]
+
+    exact = output(torch.float64, None)
+    assert_close("float64", output(torch.float64, _Alone(None)), exact, 1e-12)
+    for dtype in (torch.bfloat16, torch.float16):
+        error = relative_error(output(dtype, None), exact)
+        assert_close(str(dtype), output(dtype, _Alone(None)), exact, 2 * error)
 
 
 def test_parts_of_a_sequence_cover_it_in_order() -> None:
