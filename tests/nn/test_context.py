@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +66,12 @@ def test_a_rule_that_cannot_be_cut_is_refused_by_all_processes(found: list[dict[
         assert f"rule {case.rule!r} cannot share a sequence" in errors[str(case)]
     with torch.device("meta"), pytest.raises(ValueError, match=f"rule '{case.rule}' cannot share a sequence"):
         Mixer(case.rule, 8, 2).check_cut(1000)
+
+
+def test_the_page_names_the_rules_that_cannot_be_cut() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "many-gpus.md").read_text(encoding="utf-8")
+    section = page.partition("### Which rules")[2].partition("\n\n")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", section)) == set(UNCUT)
 
 
 def test_parts_shorter_than_a_window_are_refused(found: list[dict[str, Any]]) -> None:
