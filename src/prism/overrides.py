@@ -58,8 +58,11 @@ def override(settings: T, values: dict[str, Any], where: str, prefix: str = "") 
             raise ValueError(f"{where} has a setting {name} that does not exist{hint}")
         current = getattr(settings, key)
         if is_dataclass(current):
+            short = short_field(current)
             if not isinstance(value, dict):
-                raise ValueError(f"{where}: {name} is a section of settings, got {value!r}")
+                if short is None:
+                    raise ValueError(f"{where}: {name} is a section of settings, got {value!r}")
+                value = {short: value}
             changes[key] = override(current, value, where, f"{name}.")
         else:
             try:
@@ -68,6 +71,11 @@ def override(settings: T, values: dict[str, Any], where: str, prefix: str = "") 
                 raise ValueError(f"{where}: {name} must be {error}, got {value!r}") from None
     changed: T = replace(settings, **changes)
     return changed
+
+
+def short_field(section: Any) -> str | None:
+    """The field that the bare name of a section sets (`metadata={"short": True}`); None if it has none."""
+    return next((field.name for field in fields(section) if "short" in field.metadata), None)
 
 
 def to_plain(settings: Any) -> Any:

@@ -13,6 +13,7 @@ from prism.cli.train import parse
 from prism.files import write_json
 from prism.language.settings import PRESETS, Settings, preset
 from prism.overrides import override, to_plain
+from prism.train.settings import ParallelSettings
 
 
 def test_flags_beat_toml_beats_preset(tmp_path: Path) -> None:
@@ -38,6 +39,25 @@ def test_a_run_folder_remembers_its_settings(tmp_path: Path) -> None:
     assert parse(["--out", str(tmp_path)]) == before
     assert parse(["--out", str(tmp_path), "--steps", "3"]) == dataclasses.replace(before, steps=3)
     assert parse(["--out", str(tmp_path), "--preset", "tiny"]).model.layers == "prism", "a preset that is named counts"
+
+
+def test_the_bare_name_of_a_section_sets_its_short_field(tmp_path: Path) -> None:
+    """As `parallel` was spelt when it was no section: in flags, TOML files and stored runs."""
+    for words in (["--parallel", "ddp"], ["--parallel=ddp"], ["--parallel.mode", "ddp"]):
+        assert parse([*words, "--parallel.context", "2"]).parallel == ParallelSettings("ddp", 2)
+    toml = tmp_path / "my.toml"
+    toml.write_text('parallel = "none"\n')
+    assert parse(["--config", str(toml)]).parallel == ParallelSettings("none")
+    toml.write_text('[parallel]\nmode = "fsdp"\ncontext = 4\n')
+    assert parse(["--config", str(toml), "--parallel", "auto"]).parallel == ParallelSettings("auto", 4)
+    write_json(tmp_path / "config.json", {"settings": {"parallel": "ddp"}, "identity": {}})
+    assert parse(["--out", str(tmp_path)]).parallel == ParallelSettings("ddp", 1)
+    with pytest.raises(ValueError, match=r"^here: batch is a section of settings, got 3$"):
+        override(Settings(), {"batch": 3}, "here")
+    with pytest.raises(ValueError, match=r"^here: parallel.mode must be one of auto, none, ddp, fsdp, got 'dpp'$"):
+        override(Settings(), {"parallel": "dpp"}, "here")
+    with pytest.raises(ValueError, match=r"^parallel.context must be at least 1, got 0$"):
+        parse(["--parallel.context", "0"])
 
 
 @pytest.mark.parametrize("name", PRESETS)

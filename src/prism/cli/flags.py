@@ -17,7 +17,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from prism.messages import did_you_mean
-from prism.overrides import override, read_toml
+from prism.overrides import override, read_toml, short_field
 from prism.train.settings import RunSettings
 
 S = TypeVar("S", bound=RunSettings)
@@ -73,7 +73,7 @@ def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callab
     parsed, unknown = tyro.cli(
         type(blank),
         prog=f"prism train {task}",
-        args=list(arguments),
+        args=[_in_full(word, blank) for word in arguments],
         description=_description(type(blank)),
         default=settings,
         return_unknown_args=True,
@@ -84,6 +84,14 @@ def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callab
         raise ValueError(f"unknown setting {unknown[0]}{hint}; --help lists them all")
     parsed.check()
     return replace(parsed, config=None)  # the file is applied: a resumed run must not apply it again
+
+
+def _in_full(word: str, settings: Any) -> str:
+    """A word of the command line; the bare flag of a section becomes that of its short field: `--parallel.mode`."""
+    flag, equals, value = word.partition("=")
+    section = getattr(settings, flag.removeprefix("--").replace("-", "_"), None) if flag.startswith("--") else None
+    short = short_field(section) if is_dataclass(section) else None
+    return word if short is None else f"{flag}.{short.replace('_', '-')}{equals}{value}"
 
 
 def _description(described: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from prism.engine.autocast import without_autocast
+from prism.engine.context import Context
 from prism.engine.defaults import BACKENDS, FORMS, resolve
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.update import Update, check_state, wants_gradients
@@ -32,6 +33,18 @@ class Path:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a memory runs over a sequence that is cut into parts, one per process."""
+
+    run: Callable[[Any, Any, str, str, Context], tuple[Any, Any]]
+    """(update, state before the first part, form, backend, processes) → the outputs of this part and the state after it."""
+    refuses: Callable[[Any], str | None] = lambda update: None
+    """Says in one clause why an update cannot be cut; None if it can."""
+    shortest: Callable[[Any], int] = lambda update: 1
+    """The fewest tokens that a part must have, given an update."""
+
+
+@dataclass(frozen=True)
 class Engine:
     """Computes one type of update."""
 
@@ -45,6 +58,8 @@ class Engine:
     """Whether `torch.autocast` may choose the precision inside. A memory that sums over tokens sets its precision itself."""
     delegate: Callable[[Any, Any, str, str], tuple[Any, Any]] | None = None
     """For an update that only wraps others: calls `memory` on them with the requested form and backend."""
+    cut: Cut | None = None
+    """How it runs over a sequence that is cut over processes; None: it cannot be cut."""
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -68,7 +83,9 @@ def engine_of(update_type: type) -> Engine:
     raise ValueError(f"update must be one of {known}; got {update_type.__name__}")
 
 
-def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "auto") -> tuple[Any, Any]:
+def memory(
+    update: Any, state: Any = None, form: str = "auto", backend: str = "auto", context: Context | None = None
+) -> tuple[Any, Any]:
     """Run T tokens through a memory.
 
     Args:
@@ -77,6 +94,8 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
         form: `"recurrent"`, `"parallel"`, `"chunkwise"`, `"scan"`, or `"auto"`. Networks also have `"serial"`, online
             learning (networks/serial.py).
         backend: `"torch"`, `"triton"`, `"fla"`, or `"auto"`.
+        context: the processes over which a sequence is cut. The tokens are then this process's part of it, `state` the
+            memory before the first part, and the result is this part's.
 
     Inside `with prism.engine.using(form=…, backend=…)`, `"auto"` stands for that choice.
 
@@ -92,6 +111,8 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     """
     engine = engine_of(type(update))
     form, backend = resolve(form, backend)
+    if context is not None:
+        return _run_part(engine, update, state, form, backend, context)
     if engine.delegate is not None:  # which calls `memory` on an update that has forms
         engine.check_state(update, state)
         return engine.delegate(update, state, form, backend)
@@ -103,6 +124,28 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     engine.check_state(update, state)
     run = choose_path(engine, update, form, backend).run
     return run(update, state) if engine.autocast else without_autocast(run, update, state)
+
+
+def _run_part(engine: Engine, update: Any, state: Any, form: str, backend: str, context: Context) -> tuple[Any, Any]:
+    problem = cut_refuses(update)
+    if problem is not None or engine.cut is None:
+        raise ValueError(f"{type(update).__name__} {problem}: compute the whole sequence in one process")
+    shortest = engine.cut.shortest(update)
+    if update.tokens < shortest:
+        raise ValueError(
+            f"this part has {update.tokens} tokens, but one must have at least {shortest}: use fewer parts"
+        )
+    engine.check_state(update, state)
+    run = engine.cut.run
+    if engine.autocast:
+        return run(update, state, form, backend, context)
+    return without_autocast(run, update, state, form, backend, context)
+
+
+def cut_refuses(update: Any) -> str | None:
+    """Why an update cannot run over a sequence that is cut over processes, in one clause; None if it can."""
+    cut = engine_of(type(update)).cut
+    return "has no map that carries its state over a part at once" if cut is None else cut.refuses(update)
 
 
 def choose_path(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> Path:

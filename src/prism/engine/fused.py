@@ -56,11 +56,6 @@ def use_kernel(x: Tensor) -> bool:
     return available.PROBLEM is None and not available.outdated(x) and not have_tangents(x)
 
 
-def use_conv_kernel(x: Tensor, window: Tensor | None) -> bool:
-    """Whether the convolution's kernel serves a call. It has no gradient for the conv state."""
-    return use_kernel(x) and (window is None or not window.requires_grad or not torch.is_grad_enabled())
-
-
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -79,13 +74,17 @@ def short_conv(
         documents: each token's document number `[B, T]`. Taps do not reach into an earlier document.
         activation: apply SiLU to the result `[B, T, D]`.
     """
-    if use_conv_kernel(x, window):
+    size, T = weight.shape[0], x.shape[1]
+    if use_kernel(x):
         from prism.engine.kernels import short_conv as kernel
 
         numbers = None if documents is None else documents.int()
+        if window is not None and window.requires_grad and torch.is_grad_enabled():
+            # The kernel has no gradient for the conv state: here its tokens come before the others.
+            seen, numbers = history(x, window, size - 1), None if numbers is None else F.pad(numbers, (size - 1, 0))
+            return kernel.short_conv(seen, weight, bias, None, numbers, activation)[:, size - 1 :]
         before = None if window is None else window.to(x.dtype)
         return kernel.short_conv(x, weight, bias, before, numbers, activation)
-    size, T = weight.shape[0], x.shape[1]
     seen = history(x, window, size - 1)
     # Under autocast x is bfloat16 and the weight float32. Their product must not turn the whole layer into float32.
     weight = weight.to(x.dtype)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prism.engine.dispatch import Engine, Path, register
+from prism.engine import cut
+from prism.engine.dispatch import Cut, Engine, Path, register
 from prism.engine.kernels import fla, serve
 from prism.engine.linear.block import parallel
 from prism.engine.linear.chunkwise import chunkwise
@@ -70,6 +71,7 @@ register(
         },
         choose=_choose_linear,
         check_state=check_state,
+        cut=Cut(cut.linear),
     ),
 )
 
@@ -80,6 +82,7 @@ register(
         choose=lambda update: "parallel",
         check_state=attention.check_state,
         autocast=True,
+        cut=Cut(cut.window, cut.window_refuses, lambda update: update.slots or 1),
     ),
 )
 
@@ -103,6 +106,7 @@ register(
         },
         choose=_choose_diagonal,
         check_state=diagonal.check_state,
+        cut=Cut(cut.diagonal),
     ),
 )
 
@@ -112,6 +116,7 @@ register(
         paths={("recurrent", "torch"): Path(slots.recurrent), ("chunkwise", "torch"): Path(slots.chunkwise)},
         choose=_recurrent_or("chunkwise"),
         check_state=slots.check_state,
+        cut=Cut(cut.slots),
     ),
 )
 
@@ -124,6 +129,7 @@ register(
         },
         choose=_recurrent_or("chunkwise"),
         check_state=least_squares.check_state,
+        cut=Cut(cut.least_squares),
     ),
 )
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism.engine.context import Context
 from prism.language.corpus import Corpus, prepare
 from prism.language.export import write_model
 from prism.language.model import Builder, build_model, vocabulary
@@ -18,6 +19,7 @@ from prism.language.perplexity import Score
 from prism.language.settings import Settings
 from prism.language.tokens import Batch, Sequences
 from prism.messages import say
+from prism.nn.mixer import Mixer
 from prism.overrides import to_plain
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
@@ -32,7 +34,8 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
 
     In training it includes the balance loss of mixtures of memories.
     """
-    out = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False)
+    part = {} if batch.context is None else {"context": batch.context}
+    out = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False, **part)
     nats = F.cross_entropy(out.logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
     balance = getattr(out, "balance_loss", None)
     if model.training and balance is not None:
@@ -53,14 +56,15 @@ class Validation:
     @torch.no_grad()
     def score(self, model: nn.Module, world: World, at_once: int) -> Score:
         """Score the model. Every process makes equally many passes, the last one perhaps on a sample that is not counted."""
-        mine = self.chosen[world.rank :: world.size]
-        rounds = -(-len(self.chosen) // (world.size * at_once))
+        mine = self.chosen[world.group :: world.groups]
+        rounds = -(-len(self.chosen) // (world.groups * at_once))
         nats, tokens = 0.0, 0
         training = model.training
         model.eval()
         for i in range(rounds):
             numbers = mine[i * at_once : (i + 1) * at_once]
-            batch = self.sequences.batch(numbers if len(numbers) else self.chosen[:1]).to(world.device)
+            batch = self.sequences.batch(numbers if len(numbers) else self.chosen[:1])
+            batch = (batch if world.context is None else batch.part(world.context)).to(world.device)
             total = loss_sum(model, batch)
             if len(numbers):
                 nats, tokens = nats + float(total), tokens + batch.targets.numel()
@@ -96,6 +100,7 @@ class LanguageTask:
         end = corpus.manifest.end if settings.data.separate_documents else None
         self.sequences = Sequences(corpus.stream("train"), settings.data.context, end)
         self.validation = Validation(corpus, settings.data.context, end, settings.validation.sequences)
+        self.context: Context | None = None
 
     def build(self) -> nn.Module:
         return self.builder(self.settings.model, self.vocab_size, self.corpus.manifest.end)
@@ -128,8 +133,17 @@ class LanguageTask:
     def files(self) -> dict[str, bytes]:
         return {"tokenizer.json": self.corpus.tokenizer_file.read_bytes()}
 
+    def share_sequences(self, context: Context) -> None:
+        self.context = context
+        with torch.device("meta"):
+            mixers = [part for part in self.build().modules() if isinstance(part, Mixer)]
+        shortest = min(self.sequences.context, self.validation.sequences.context)  # held-out text may be shorter
+        for mixer in mixers:
+            mixer.check_cut(shortest // context.size)
+
     def samples(self, numbers: np.ndarray, device: torch.device) -> Batch:
-        return self.sequences.samples(numbers, self.settings.seed)
+        batch = self.sequences.samples(numbers, self.settings.seed)
+        return batch if self.context is None else batch.part(self.context)
 
     def weight(self, numbers: np.ndarray) -> int:
         return len(numbers) * self.settings.data.context

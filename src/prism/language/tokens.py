@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from prism.documents import document_starts, needed_starts
+from prism.engine.context import Context
 from prism.files import read_json, sha256, write_json
 from prism.train.order import sequence_of
 
@@ -175,11 +176,18 @@ class Batch:
     """Samples of one step.
 
     inputs and targets (the next tokens) are int64 `[B, T]`; reset is bool `[B, T]`, True where a document starts, or None.
+    context: the processes that share the samples, of which this batch holds one part; None: they are whole.
     """
 
     inputs: Tensor
     targets: Tensor
     reset: Tensor | None
+    context: Context | None = None
+
+    def part(self, context: Context) -> Batch:
+        """This process's part of the samples' tokens. Targets were shifted before, so each part has the one after it."""
+        mine = context.part(self.inputs.shape[1])
+        return replace(self._map(lambda x: x[:, mine].contiguous()), context=context)
 
     def tensors(self) -> dict[str, Tensor]:
         held = {"inputs": self.inputs, "targets": self.targets, "reset": self.reset}
@@ -190,13 +198,14 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Copy to a device. A reset without effect is dropped first, on the CPU, where reading it needs no synchronisation."""
-        needed = None if self.reset is None else needed_starts(self.reset, fresh=True)
+        fresh = self.context is None or self.context.first
+        needed = None if self.reset is None else needed_starts(self.reset, fresh)
         pin = device.type == "cuda"  # from pageable memory, CUDA lets the host wait for the work queued before the copy
         return replace(self, reset=needed)._map(lambda x: (x.pin_memory() if pin else x).to(device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         reset = None if self.reset is None else function(self.reset)
-        return Batch(function(self.inputs), function(self.targets), reset)
+        return Batch(function(self.inputs), function(self.targets), reset, self.context)
 
 
 class Sequences:

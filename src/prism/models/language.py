@@ -26,6 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from prism.documents import needed_starts, starts_of_positions
 from prism.engine.checks import values_may_be_read
+from prism.engine.context import Context
 from prism.engine.defaults import resolve
 from prism.models.cache import PrismCache
 from prism.models.compat import is_loaded, require_marks, tokens_to_record, warn_of_missing
@@ -113,6 +114,7 @@ class PrismModel(PrismPreTrainedModel):
         return_dict: bool | None = None,
         shared: dict[str, Tensor] | None = None,
         removable: int = 0,
+        context: Context | None = None,
         **_: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Hidden states `[B, T, hidden_size]`, and with `use_cache` the states after the last token.
@@ -126,6 +128,7 @@ class PrismModel(PrismPreTrainedModel):
             reset: `[B, T]` bool, the same as `position_ids == 0`. Omit it too where no document starts.
             shared: a new dict that is passed from layer to layer; a mixture of memories stores its balance loss there.
             removable: number of last tokens that a recording cache can `crop` after this call (0: all).
+            context: the processes over which the sequences are cut; the tokens are this process's part, without padding.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass either input_ids or inputs_embeds, not both and not none")
@@ -146,16 +149,16 @@ class PrismModel(PrismPreTrainedModel):
             raise ValueError(f"past_key_values has {len(states)} layers, the model {len(self.layers)}")
         mask = _padding_mask(attention_mask, B, T)
         fresh = past_key_values is None or not past_key_values.is_initialized
-        reset = _document_starts(reset, position_ids, B, T, fresh)
+        reset = _document_starts(reset, position_ids, B, T, fresh and (context is None or context.first))
         shared = {} if shared is None else shared
         cache = None
         if past_key_values is not None and past_key_values.rolls_back:
             cache = past_key_values if use_cache else None
-            run = partial(self._run, use_cache=use_cache, output_hidden_states=output_hidden_states)
+            run = partial(self._run, use_cache=use_cache, output_hidden_states=output_hidden_states, context=context)
             inputs = Inputs(given, mask, reset)
             x, hidden = past_key_values.read(inputs, removable or T, run, shared, self.embed_tokens, update=use_cache)
         else:
-            x, new, hidden = self._run(given, states, mask, reset, shared, use_cache, output_hidden_states)
+            x, new, hidden = self._run(given, states, mask, reset, shared, use_cache, output_hidden_states, context)
             if use_cache:
                 cache = PrismCache() if past_key_values is None else past_key_values
                 cache.update(new, T)
@@ -175,6 +178,7 @@ class PrismModel(PrismPreTrainedModel):
         shared: dict[str, Tensor],
         use_cache: bool,
         output_hidden_states: bool | None,
+        context: Context | None,
     ) -> tuple[Any, list[State], list[Any]]:
         """The stack on ids `[B, T]` or embeddings `[B, T, hidden_size]`: its output, new states, and the layers' inputs."""
         x = self.embed_tokens(x) if x.ndim == 2 else x
@@ -184,7 +188,9 @@ class PrismModel(PrismPreTrainedModel):
         for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
             if output_hidden_states:  # only then: keeping them needs memory for layers × tokens
                 hidden.append(x)
-            x, state = layer(x, state, mask, reset, shared, keep_state=use_cache, form=form, backend=backend)
+            x, state = layer(
+                x, state, mask, reset, shared, keep_state=use_cache, form=form, backend=backend, context=context
+            )
             new.append(state)
         return self.norm(x), new, hidden
 
@@ -231,6 +237,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        context: Context | None = None,
         **kwargs: Any,
     ) -> PrismOutput | tuple[Any, ...]:
         """Logits `[B, T, vocab_size]`. Arguments as in `PrismModel.forward`, and
@@ -239,6 +246,10 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is ignored in the loss.
             logits_to_keep: number of last tokens for which logits are computed (0: all), or their indices.
         """
+        if labels is not None and context is not None:
+            raise ValueError(
+                "labels cannot be used with context: the first target of the next part is in another process"
+            )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         if isinstance(past_key_values, ReplayedCache):
             special = (position_ids, inputs_embeds, labels, reset, output_hidden_states or None)
@@ -259,6 +270,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             return_dict=True,
             shared=shared,
             removable=logits_to_keep if isinstance(logits_to_keep, int) else 0,
+            context=context,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(out.last_hidden_state[:, keep])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from prism import rules
 from prism.engine import compat, layer_step
+from prism.engine.context import Context
 from prism.engine.step_plan import GluPlan, Norm
 from prism.nn.mixer import Mixer
 from prism.nn.state import State
@@ -70,6 +71,7 @@ class Block(nn.Module):
         keep_state: bool = True,
         form: str = "auto",
         backend: str = "auto",
+        context: Context | None = None,
     ) -> tuple[Tensor, State]:
         """x `[B, T, width]` → `[B, T, width]` and the mixer's state; arguments as in `Mixer.forward`.
 
@@ -77,11 +79,13 @@ class Block(nn.Module):
             keep_state: whether to return the state. If False the returned state is empty, so that unused tensors are not
                 tracked (FSDP warns about conv states, which are views).
         """
-        if mask is None and reset is None and state is not None:
+        if mask is None and reset is None and state is not None and context is None:
             stepped = self._step(x, state, form, backend)
             if stepped is not None:
                 return stepped if keep_state else (stepped[0], State())
-        mixed, state = self.mixer(_to_autocast_dtype(self.mixer_norm(x)), state, mask, reset, form, backend, shared)
+        mixed, state = self.mixer(
+            _to_autocast_dtype(self.mixer_norm(x)), state, mask, reset, form, backend, shared, context
+        )
         x = x + self.dropout(mixed)
         if self.has_mlp:
             x = x + self.dropout(self.mlp(_to_autocast_dtype(self.mlp_norm(x))))

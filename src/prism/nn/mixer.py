@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from prism import rules
-from prism.engine import memory, memory_, using
+from prism.engine import engine_of, memory, memory_, using
 from prism.engine.checks import check_flags
-from prism.engine.dispatch import in_place_equivalent
+from prism.engine.context import Context
+from prism.engine.dispatch import cut_refuses, in_place_equivalent
 from prism.nn.parameters import full_precision, gates, keep_gates_exact
 from prism.nn.state import State
+from prism.rules.parts import fewest_tokens
 from prism.rules.rule import Carry, Span
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -65,6 +67,7 @@ class Mixer(nn.Module):
         form: str = "auto",
         backend: str = "auto",
         shared: dict[str, Tensor] | None = None,
+        context: Context | None = None,
     ) -> tuple[Tensor, State]:
         """x `[B, T, width]` → `[B, T, width]` and the state after the last real token.
 
@@ -77,23 +80,31 @@ class Mixer(nn.Module):
                 compiled code, where only `prism.engine.using` around the call chooses those.
             shared: in a stack, one dict for all layers, new for every forward pass. Some rules store a tensor there for the
                 layers above (RWKV-7 its first value).
+            context: the processes over which a sequence is cut (`prism.engine.context`). x is then this process's part of it,
+                `state` the one before the first part, and the new state the one after this part. Padding is refused.
         """
         state = State() if state is None else state
         self._check(x, state, mask, reset)
+        if context is not None and mask is not None:
+            raise ValueError(
+                "mask cannot be used with context: pack documents without padding and mark them with reset"
+            )
         order = None
         if mask is not None:  # real tokens to the front, in order: rules only see padding at the end
             x = torch.where(mask.unsqueeze(-1), x, 0.0)
             order = torch.argsort(~mask, dim=1, stable=True)
             x, mask = _reorder(x, order), mask.gather(1, order)
             reset = None if reset is None else reset.gather(1, order) & mask
-        span = Span(mask, reset, shared)
+        span = Span(mask, reset, shared, context)
         named = backend != "auto" and not torch.compiler.is_compiling()
         with using(backend=backend) if named else nullcontext():
             update, carry, extra = self._update(x, state, span)
-            if state.overwrite and state.memory is not None and in_place_equivalent(update, form, state.memory):
+            self._check_part(update, carry, span)
+            overwrite = context is None and state.overwrite and state.memory is not None
+            if overwrite and in_place_equivalent(update, form, state.memory):
                 o, new = memory_(update, state.memory, backend), state.memory
             else:
-                o, new = memory(update, state.memory, form, backend)
+                o, new = memory(update, state.memory, form, backend, context)
             y = self.rule.output(o, x, extra)
         if not torch.compiler.is_compiling() and y.shape != x.shape:
             raise ValueError(
@@ -114,6 +125,40 @@ class Mixer(nn.Module):
             )
         y, state = self(x.unsqueeze(1), state, shared=shared)
         return y.squeeze(1), state
+
+    @torch.no_grad()
+    def check_cut(self, tokens: int) -> None:
+        """Raise ValueError unless sequences can be cut into parts of `tokens` tokens, one per process."""
+        maps = (part.weight for part in self.rule.modules() if isinstance(part, nn.Linear))
+        like = next(maps, next(self.parameters()))
+        update, _, _ = self._call_rule(
+            torch.zeros(1, 1, self.rule.width, dtype=like.dtype, device=like.device), {}, Span()
+        )
+        self._refuse_cut(cut_refuses(update))
+        cut = engine_of(type(update)).cut
+        fewest = max(fewest_tokens(self.rule), 1 if cut is None else cut.shortest(update))
+        if tokens < fewest:
+            raise ValueError(
+                f"rule {self.rule.name!r} needs parts of at least {fewest} tokens where processes share a sequence, got "
+                f"{tokens}: use longer sequences, or fewer processes for each"
+            )
+
+    def _check_part(self, update: Any, carry: dict[str, Tensor], span: Span) -> None:
+        """In a part of a sequence, refuse an update that cannot be cut, and a carry that is not exchanged."""
+        if span.context is None:
+            return
+        self._refuse_cut(cut_refuses(update))
+        known = {id(value) for value in span.exchanged}
+        for name, value in carry.items():
+            if value.numel() and id(value) not in known:
+                self._refuse_cut(f"carries {name!r}, which it does not exchange (`Span.previous`)")
+
+    def _refuse_cut(self, problem: str | None) -> None:
+        if problem is not None:
+            raise ValueError(
+                f"rule {self.rule.name!r} cannot share a sequence between processes, because it {problem}: use another "
+                "rule, or one process per sequence (--parallel.context 1)"
+            )
 
     def _check(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> None:
         if not isinstance(state, State):

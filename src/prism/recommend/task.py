@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prism.engine.context import Context
 from prism.messages import did_you_mean, say
 from prism.overrides import override, to_plain
 from prism.recommend.evaluate import rank_targets
@@ -161,6 +162,11 @@ class RecTask:
 
     def files(self) -> dict[str, bytes]:
         return {ITEMS: self.dataset.catalogue.to_bytes(), USERS: self.dataset.users.to_bytes()}
+
+    def share_sequences(self, context: Context) -> None:
+        raise ValueError(
+            f"parallel.context is {context.size}, but prism train rec cannot share a history between processes: leave it at 1"
+        )
 
     def samples(self, numbers: np.ndarray, device: torch.device) -> RecBatch:
         return self.table.batch(numbers, device)

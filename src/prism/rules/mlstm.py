@@ -115,7 +115,7 @@ def stabiliser(log_f: Tensor, write: Tensor, start: Tensor | None, span: Span) -
     m_t = max(a_t + m_{t-1}, b_t) is an associative scan: log₂ T rounds, each joining neighbours twice as far apart.
     """
     first = torch.zeros_like(write[:, 0]) if start is None else start.to(write.dtype)
-    a, b = log_f, write
+    a, b = log_f, write  # of the maps m ↦ max(a + m, b), whose compositions up to each token follow
     if span.reset is not None:  # start from m = 0
         fresh = span.reset.unsqueeze(-1)
         a, b = torch.where(fresh, -torch.inf, a), torch.where(fresh, torch.maximum(log_f, write), b)
@@ -124,9 +124,17 @@ def stabiliser(log_f: Tensor, write: Tensor, start: Tensor | None, span: Span) -
         b = torch.cat([b[:, :reach], torch.maximum(a[:, reach:] + b[:, :-reach], b[:, reach:])], 1)
         a = torch.cat([a[:, :reach], a[:, reach:] + a[:, :-reach]], 1)
         reach *= 2
+    if span.context is not None:
+        maps = span.context.gather(torch.stack([a[:, -1], b[:, -1], first]))
+        first = maps[0][2]
+        for whole in maps[: span.context.rank]:
+            first = torch.maximum(whole[0] + first, whole[1])
     m = torch.maximum(a + first.unsqueeze(1), b)
     m_with_start = torch.cat([first.unsqueeze(1), m], 1)
     before = m_with_start[:, :-1]
     if span.reset is not None:
         before = torch.where(span.reset.unsqueeze(-1), 0.0, before)
-    return before, m, span.last(m_with_start, 1)[:, 0]
+    last = span.last(m_with_start, 1)[:, 0]
+    if span.context is not None:
+        span.exchanged.append(last)
+    return before, m, last

@@ -21,13 +21,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from prism.engine import FORMS
+from prism.engine.context import Context
 from prism.engine.step_plan import DeltaPlan
 
 Carry = Mapping[str, Tensor]
@@ -105,11 +106,16 @@ class Span:
         reset: `[B, T]` bool, True where a document starts. None: nowhere.
         shared: a dict that is passed from layer to layer within one forward pass (RWKV-7's first value); None outside a
             stack.
+        context: the processes over which the sequence is cut; this span is then one part of it. What a rule carries must
+            come from the part before: through `previous`, `positions`, or an exchange that `exchanged` records.
     """
 
     mask: Tensor | None = None
     reset: Tensor | None = None
     shared: dict[str, Tensor] | None = None
+    context: Context | None = None
+    exchanged: list[Tensor] = field(default_factory=list)
+    """Entries of the new carry that took part in an exchange: the mixer refuses any other in a part of a sequence."""
 
     @property
     def lengths(self) -> Tensor | None:
@@ -120,6 +126,16 @@ class Span:
     def documents(self) -> Tensor | None:
         """`[B, T]`, each token's document: 0 if it began before this span, then 1, 2, …; None if there is only that one."""
         return None if self.reset is None else self.reset.long().cumsum(1)
+
+    def previous(self, own: Tensor, first: Tensor | None) -> Tensor | None:
+        """What was carried to this span: `first`, but in a later part of a sequence, what the part before it ends with.
+
+        `own` is what this span ends with. It must follow from the span's own tokens.
+        """
+        if self.context is None:
+            return first
+        self.exchanged.append(own)
+        return self.context.previous(own, first)
 
     def last(self, rows: Tensor, count: int) -> Tensor:
         """The `count` rows up to the last real token, `[B, count, …]`.
@@ -136,13 +152,29 @@ class Span:
 
         `start` `[B]` is the position of the first token if no document starts there.
         """
+        if self.context is not None:
+            start = self._start_of_part(self.context, tokens, start)
         index = torch.arange(tokens, device=start.device).expand(start.shape[0], tokens)
         position = start[:, None] + index
         if self.reset is not None:
             began = torch.where(self.reset, index, -1).cummax(1).values
             position = torch.where(began >= 0, index - began, position)
-        following = torch.cat([start[:, None], position + 1], 1)
-        return position, self.last(following, 1)[:, 0]
+        following = self.last(torch.cat([start[:, None], position + 1], 1), 1)[:, 0]
+        if self.context is not None:
+            self.exchanged.append(following)
+        return position, following
+
+    def _start_of_part(self, context: Context, tokens: int, first: Tensor) -> Tensor:
+        """The position `[B]` of this part's first token, if no document starts there; `first` is that of the first part."""
+        alone = replace(self, context=None, exchanged=[])
+        _, following = alone.positions(tokens, first if context.first else torch.zeros_like(first))
+        restarts = torch.full_like(following, context.first)  # whether `following` does not depend on the start
+        if self.reset is not None:
+            restarts = restarts | self.reset.any(1)
+        start = first
+        for after, independent in context.gather(torch.stack([following, restarts]))[: context.rank]:
+            start = torch.where(independent > 0, after, start + after)
+        return start
 
 
 @runtime_checkable

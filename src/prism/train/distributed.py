@@ -1,10 +1,12 @@
-"""Data parallelism: communication between processes, and models under DDP or FSDP.
+"""Processes that train together: their communication, models under DDP or FSDP, and sequences that several share.
 
 Design choices
 - One process needs no process group: every collective below is then local.
 - Processes agree before they act: if one fails, all raise the same error, and none waits forever.
 - Sharded models are created on the meta device and initialised shard by shard: no device ever holds a whole one.
 - Of the model only `_no_split_modules` is used: the layers that are sharded one by one.
+- Processes that share sequences (`parallel.context`) have consecutive ranks, so that they sit on one machine. Each computes
+  the gradient of everyone's loss with respect to its use of the weights: DDP and FSDP sum over all processes either way.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +27,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from prism.device import pick_device
+from prism.engine.context import Context
+from prism.train.settings import ParallelSettings
 
 T = TypeVar("T")
 
@@ -40,10 +45,39 @@ class World:
     rank: int = 0
     size: int = 1
     parallel: str = "none"
+    context: Context | None = None
+    """The processes that share this one's sequences; None: it has whole ones."""
 
     @property
     def main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def shared_by(self) -> int:
+        """How many processes share a sequence."""
+        return 1 if self.context is None else self.context.size
+
+    @property
+    def groups(self) -> int:
+        """How many processes, or groups that share sequences, divide a batch among them."""
+        return self.size // self.shared_by
+
+    @property
+    def group(self) -> int:
+        """Which of them this process is, or belongs to."""
+        return self.rank // self.shared_by
+
+    def share(self, sequences: int) -> int:
+        """How many sequences of a global batch this process works on; those that share sequences have the same ones."""
+        if sequences % self.groups:
+            what = "processes" if self.context is None else f"groups of {self.shared_by} processes"
+            raise ValueError(f"batch.sequences is {sequences}, which {self.groups} {what} cannot share equally")
+        return sequences // self.groups
+
+    def numbers(self, numbers: np.ndarray) -> np.ndarray:
+        """This process's share of a global batch's sample numbers."""
+        share = self.share(len(numbers))
+        return numbers[self.group * share : (self.group + 1) * share]
 
     def sum(self, *numbers: float) -> list[float]:
         """Sum each number over all processes, in float64."""
@@ -89,9 +123,19 @@ class World:
 
 
 @contextmanager
-def joined(parallel: str, device: str) -> Iterator[World]:
+def joined(settings: ParallelSettings, device: str) -> Iterator[World]:
     """Join the process group that torchrun started, if any, and leave it at the end."""
+    parallel, parts = settings.mode, settings.context
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    if parts > 1 and "RANK" not in os.environ:
+        raise ValueError(
+            f"parallel.context is {parts}: start the run with torchrun, for example "
+            f"torchrun --nproc-per-node {parts} -m prism …"
+        )
+    if size % parts:
+        raise ValueError(
+            f"parallel.context is {parts}, which does not divide the {size} processes that torchrun started: use a divisor"
+        )
     if parallel == "auto":
         parallel = "fsdp" if size > 1 else "none"
     if parallel == "none" and size > 1:
@@ -109,7 +153,8 @@ def joined(parallel: str, device: str) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=30))
     try:
-        yield World(here, dist.get_rank(), dist.get_world_size(), parallel)
+        context = None if parts == 1 else Context(dist.new_subgroups(parts)[0])
+        yield World(here, dist.get_rank(), dist.get_world_size(), parallel, context)
     finally:
         dist.destroy_process_group()
 

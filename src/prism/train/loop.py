@@ -132,10 +132,9 @@ def train(task: Task, report: Report | None = None) -> RunResult:
     """
     settings = task.settings
     with joined(settings.parallel, settings.device) as world:
-        if settings.batch.sequences % world.size:
-            raise ValueError(
-                f"batch.sequences is {settings.batch.sequences}, which {world.size} processes cannot share equally"
-            )
+        world.share(settings.batch.sequences)  # raises an error if they cannot share it
+        if world.context is not None:
+            task.share_sequences(world.context)
         model = spread(task.build, task.initialize, world)
         with open_run(task, world) as folder:
             return _Run(task, world, model, folder, report).go()
@@ -159,7 +158,7 @@ class _Run:
         self.task, self.world, self.model, self.folder = task, world, model, folder
         self.settings = settings = task.settings
         self.report, self.bar_shown = report, world.main and report is None
-        self.share = settings.batch.sequences // world.size
+        self.share = world.share(settings.batch.sequences)
         self.at_once = min(settings.batch.micro or self.share, self.share)
         self.optimizers = Optimizers(model, settings.optimizer)
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.checkpoint.keep, world)
@@ -266,10 +265,9 @@ class _Run:
         """This step's samples of this process, and the weight of everyone's."""
         started = time.perf_counter()
         first = (self.step - 1) * self.settings.batch.sequences
-        weight = self.task.weight(np.arange(first, first + self.settings.batch.sequences))
-        first += self.world.rank * self.share
-        samples = self.task.samples(np.arange(first, first + self.share), self.world.device)
-        return _Step(self.step, samples, weight, started)
+        everyone = np.arange(first, first + self.settings.batch.sequences)
+        samples = self.task.samples(self.world.numbers(everyone), self.world.device)
+        return _Step(self.step, samples, self.task.weight(everyone), started)
 
     def compute(self, step: _Step, stop: StopRequest) -> Tensor:
         """Compute gradients and, if the device decides, update the weights; nothing waits for the device.

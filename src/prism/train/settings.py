@@ -1,7 +1,8 @@
 """Settings of a training run, shared by all tasks. The docstring of a field is its help text on the command line.
 
 `RunSettings` holds what the training loop reads. The tasks add their own sections: `prism.language.settings` and
-`prism.recommend.settings`. A field with `metadata={"min": n}` is refused below n.
+`prism.recommend.settings`. A field with `metadata={"min": n}` is refused below n. One with `metadata={"short": True}` is what
+the bare name of its section sets, as in `--parallel ddp` for `--parallel.mode ddp`.
 """
 
 from __future__ import annotations
@@ -93,6 +94,15 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
+class ParallelSettings:
+    mode: Literal["auto", "none", "ddp", "fsdp"] = field(default="auto", metadata={"short": True})
+    """Data parallelism over the processes that torchrun starts (also: --parallel MODE). auto: fsdp if there is more than
+    one."""
+    context: int = field(default=1, metadata={"min": 1})
+    """Processes that share each sequence, one part of it each. 1: every process has sequences of its own."""
+
+
+@dataclass(frozen=True)
 class LogSettings:
     every: int = field(default=10, metadata={"min": 1})
     """Steps between lines of log.jsonl."""
@@ -122,10 +132,9 @@ class RunSettings:
     """Precision of matrix products; weights stay in float32. auto: bf16 on cuda, fp32 elsewhere."""
     compile: bool = False
     """Compile the layers with torch.compile."""
-    parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
-    """Data parallelism over the processes that torchrun starts. auto: fsdp if there is more than one."""
     max_skips: int = field(default=10, metadata={"min": 1})
     """Stop after this many consecutive steps with a non-finite loss or gradient."""
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
     batch: BatchSettings = field(default_factory=BatchSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)

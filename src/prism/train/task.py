@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from prism.engine.context import Context
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.settings import RunSettings
@@ -71,6 +72,12 @@ class Task(Protocol):
 
     def files(self) -> dict[str, bytes]:
         """Further files of the run folder, by name."""
+
+    def share_sequences(self, context: Context) -> None:
+        """Let several processes share every sequence: from now on `samples` returns this process's part of them.
+
+        Raises ValueError if the task, a rule of its model or the length of its sequences does not allow it.
+        """
 
     def samples(self, numbers: np.ndarray, device: torch.device) -> Samples:
         """Samples i, j, … of the infinite training order."""

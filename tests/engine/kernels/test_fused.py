@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,12 +188,18 @@ def test_short_convolution_is_a_proper_operator() -> None:
     torch.library.opcheck(short_conv.registered, (x, weight, None, None, None, True))
 
 
-def test_a_convolution_whose_state_wants_a_gradient_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    on_gpu: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=torch.device("cuda", 0))
-    window = torch.zeros(1, 3, 3)
-    assert fused.use_conv_kernel(on_gpu, window)
-    assert not fused.use_conv_kernel(on_gpu, window.requires_grad_()), "the kernel has no gradient for it"
+def test_a_convolution_state_has_a_gradient_by_the_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    conv, x, window = ShortConv(16, 3), torch.randn(2, 5, 16), torch.randn(2, 2, 16)
+    span = Span(reset=torch.tensor([[False] * 5, [False, True, False, False, True]]))
+
+    def results(by_kernel: bool) -> list[Tensor]:
+        monkeypatch.setattr(fused, "use_kernel", lambda x: by_kernel)
+        given = [x.clone().requires_grad_(), window.clone().requires_grad_(), *conv.parameters()]
+        y, _ = conv(given[0], given[1], span)
+        return [y, *torch.autograd.grad(y.square().sum(), given)]
+
+    for got, wanted in zip(results(True), results(False), strict=True):
+        assert_close("convolution", got, wanted, 1e-5)
 
 
 @pytest.mark.parametrize("options", [{"preset": "lm"}, {"preset": "paper"}, {"preset": "lm", "steps": 1}])

@@ -1,7 +1,8 @@
 """Compute all states by a prefix scan: each token is an affine map S ↦ P S + D, and composing maps is associative.
 
 Work is linear and depth logarithmic in T, but every state is materialised and, for rules that erase, a composition is a
-K×K product. It is a form to reason with, and to split a sequence over devices, not the fast one.
+K×K product. It is a form to reason with, not the fast one. The same maps, of whole parts of a sequence, let several
+processes share one (engine/cut.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def scan(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     steps = resolve(update)
     S0 = steps.initial(state)
     P, D = _maps(steps)
-    D = torch.cat([(_apply(P[:, :1], S0.unsqueeze(1)) + D[:, :1]), D[:, 1:]], 1)  # the first map starts from S0
+    D = torch.cat([(apply_map(P[:, :1], S0.unsqueeze(1)) + D[:, :1]), D[:, 1:]], 1)  # the first map starts from S0
     states = prefixes(P, D)[1]  # [B, R, H, K, V]
     seen = states
     if not steps.read_after:
@@ -49,14 +50,19 @@ def _maps(steps: Steps) -> tuple[Tensor, Tensor]:
     return P, D
 
 
-def _apply(P: Tensor, X: Tensor) -> Tensor:
+def is_diagonal(P: Tensor, X: Tensor) -> bool:
+    """Whether P `[…, K, 1]` or `[…, 1, 1]` is the diagonal of a matrix that multiplies X `[…, K, V]`."""
+    return P.shape[-1] == 1 and P.shape[-2] in (1, X.shape[-2])
+
+
+def apply_map(P: Tensor, X: Tensor) -> Tensor:
     """P X, for a matrix or a diagonal P."""
-    return P * X if P.shape[-1] == 1 and P.shape[-2] in (1, X.shape[-2]) else P @ X
+    return P * X if is_diagonal(P, X) else P @ X
 
 
 def _compose(first: tuple[Tensor, Tensor], then: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """The map that applies `first`, then `then`."""
-    return _apply(then[0], first[0]), _apply(then[0], first[1]) + then[1]
+    return apply_map(then[0], first[0]), apply_map(then[0], first[1]) + then[1]
 
 
 def prefixes(P: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:

@@ -138,6 +138,36 @@ def check_state(update: Diagonal, state: Tensor | None) -> None:
     check_shape("state", state, (*shape, 2) if is_complex else shape, "[B, *S, 2]" if is_complex else "[B, *S]")
 
 
+def total_decay(update: Diagonal, chunk: int = CHUNK) -> Tensor:
+    """The product of a over all tokens, `[B, *S]`: what is left of the incoming state; zero if a document starts."""
+    shape = (update.shape[0], *update.shape[2:])
+    if update.log_decay is None:
+        left = update.initial(None) + 1
+        for part in _split(update, chunk):
+            left = left * checkpoint(_product_over_tokens, part, use_reentrant=False, preserve_rng_state=False)
+        return left
+    wide = torch.promote_types(update.dtype, torch.float64)  # a long sum
+    total = torch.zeros(shape, dtype=wide, device=factors(update.write)[0].device)
+    for part in _split(replace(update, reset=None), chunk):
+        assert part.log_decay is not None
+        g = _product(part.log_decay).to(wide).expand(part.shape)
+        total = total + zero_padding(g, part.mask).sum(1)
+    left = total.exp().to(update.dtype)
+    if update.reset is None:
+        return left
+    reset = update.reset if update.mask is None else update.reset & update.mask
+    return torch.where(reset.any(1).view(-1, *[1] * (len(shape) - 1)), 0.0, left)
+
+
+def _product_over_tokens(update: Diagonal) -> Tensor:
+    """The product of a `[B, T, *S]` over the tokens, `[B, *S]`, by pairs: exact gradients where a factor is zero."""
+    a, _ = _maps(update)
+    while a.shape[1] > 1:
+        pairs = a.shape[1] // 2
+        a = torch.cat([a[:, :pairs] * a[:, pairs : 2 * pairs], a[:, 2 * pairs :]], 1)
+    return a[:, 0]
+
+
 def _chunk(update: Diagonal, h: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs of a chunk before `finish`, and the state after it."""
     a, x = _maps(update)

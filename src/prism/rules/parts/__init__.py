@@ -90,12 +90,19 @@ class ShortConv(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, conv_state: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
+        following = self._next_state(x, conv_state, span)
         if self.weight is None:
             y = x if self.bias is None else x + self.bias.to(x.dtype)
             y = F.silu(y) if self.activation else y
         else:
+            if span.context is not None and x.shape[1] < self.size - 1:
+                raise ValueError(
+                    f"this part of the sequence has {x.shape[1]} tokens, but a convolution reaches back {self.size - 1}: "
+                    "cut it into fewer parts"
+                )
+            conv_state = span.previous(following, conv_state)
             y = short_conv(x, self.weight, self.bias, conv_state, span.documents, self.activation)
-        return y, self._next_state(x, conv_state, span)
+        return y, following
 
     def _next_state(self, x: Tensor, conv_state: Tensor | None, span: Span) -> Tensor:
         """The last `size - 1` real tokens of the current document, zeros before it."""
@@ -121,10 +128,18 @@ def token_shift(x: Tensor, last: Tensor | None, span: Span) -> tuple[Tensor, Ten
     `last` `[B, 1, D]` is the token before the span.
     """
     seen = history(x, last, 1)
+    following = span.last(seen, 1)
+    if span.context is not None:
+        seen = history(x, span.previous(following, last), 1)
     previous = seen[:, :-1]
     if span.reset is not None:
         previous = torch.where(span.reset.unsqueeze(-1), 0.0, previous)
-    return previous, span.last(seen, 1)
+    return previous, following
+
+
+def fewest_tokens(rule: nn.Module) -> int:
+    """The fewest tokens that each part of a sequence must have if it is cut: as many as the rule's convolutions reach back."""
+    return max((part.size - 1 for part in rule.modules() if isinstance(part, ShortConv)), default=1) or 1
 
 
 class LowRank(nn.Module):
