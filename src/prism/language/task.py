@@ -18,6 +18,7 @@ from prism.language.perplexity import Score
 from prism.language.settings import Settings
 from prism.language.tokens import Batch, Sequences
 from prism.messages import say
+from prism.models import PrismForCausalLM
 from prism.overrides import to_plain
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
@@ -32,12 +33,13 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
 
     In training it includes the balance loss of mixtures of memories.
     """
-    out = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False)
-    nats = F.cross_entropy(out.logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
-    balance = getattr(out, "balance_loss", None)
-    if model.training and balance is not None:
-        nats = nats + batch.targets.numel() * balance
-    return nats
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if isinstance(inner, PrismForCausalLM):  # it has the loss without the logits
+        given = {"reset": batch.reset, "use_cache": False, "shift_labels": batch.targets, "skip_logits": True}
+        mean: Tensor = model(batch.inputs, **given).loss
+        return mean * batch.targets.numel()
+    logits = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
 
 
 class Validation:

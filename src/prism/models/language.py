@@ -18,17 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from prism.documents import needed_starts, starts_of_positions
 from prism.engine.checks import values_may_be_read
+from prism.engine.compat import is_unmodified
 from prism.engine.defaults import resolve
 from prism.models.cache import PrismCache
 from prism.models.compat import is_loaded, require_marks, warn_of_missing
 from prism.models.config import PrismConfig
+from prism.models.cross_entropy import IGNORED, linear_cross_entropy
 from prism.models.replay import ReplayedCache, cache_for
 from prism.nn.block import Block, place_options
 from prism.nn.parameters import assign, gates, initial_weights
@@ -203,6 +207,8 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        shift_labels: Tensor | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> PrismOutput | tuple[Any, ...]:
         """Logits `[B, T, vocab_size]`. Arguments as in `PrismModel.forward`, and
@@ -210,10 +216,23 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         Args:
             labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is ignored in the loss.
             logits_to_keep: number of last tokens for which logits are computed (0: all), or their indices.
+            shift_labels: `[B, T]`, the next tokens, instead of `labels`.
+            skip_logits: whether to leave `logits` None. By default in training with labels: the loss does not need them
+                (`linear_cross_entropy`), and for a whole batch they would be the largest tensor of the step.
+            kwargs: `num_items_in_batch`, by which the sum of the loss is divided (by default the number of labels that are
+                not ignored), and `ignore_index`; transformers' Trainer passes the first.
         """
         return_dict = self.config.return_dict if return_dict is None else return_dict
         if isinstance(past_key_values, ReplayedCache):
-            special = (position_ids, inputs_embeds, labels, reset, output_hidden_states or None)
+            special = (
+                position_ids,
+                inputs_embeds,
+                labels,
+                shift_labels,
+                reset,
+                output_hidden_states or None,
+                skip_logits,
+            )
             plain = use_cache is not False and isinstance(logits_to_keep, int) and all(z is None for z in special)
             replayed = self._replayed(input_ids, attention_mask, past_key_values) if plain else None
             if replayed is not None:
@@ -231,13 +250,14 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             return_dict=True,
             shared=shared,
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, keep])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        hidden, loss = out.last_hidden_state, None
+        if labels is not None or shift_labels is not None:
+            loss = self._loss(hidden, labels, shift_labels, **kwargs)
             if self.training and "balance_loss" in shared:
                 loss = loss + shared["balance_loss"]
+        skip = (self.training and loss is not None) if skip_logits is None else skip_logits
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = None if skip else self.lm_head(hidden[:, keep])
         output = PrismOutput(
             loss=loss,
             logits=logits,
@@ -246,6 +266,44 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             balance_loss=shared.get("balance_loss"),
         )
         return output if return_dict else output.to_tuple()
+
+    def _loss(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The loss of the next tokens. A loss function set by the user, or a head that was replaced, gets all logits."""
+        if (
+            self.loss_function is not ForCausalLMLoss
+            or type(self.lm_head) is not nn.Linear
+            or not is_unmodified(self.lm_head)
+        ):
+            loss: Tensor = self.loss_function(
+                logits=self.lm_head(hidden), labels=labels, vocab_size=self.config.vocab_size, shift_labels=shift_labels,
+                num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, **kwargs,
+            )  # fmt: skip
+            return loss
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        total = linear_cross_entropy(
+            hidden,
+            self.lm_head.weight,
+            shift_labels.to(hidden.device),
+            self.lm_head.bias,
+            ignore_index=ignore_index,
+            reduction=reduction,
+        )
+        if num_items_in_batch is None:
+            return total
+        return total / (
+            num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
+        )
 
     def _replayed(self, input_ids: Any, attention_mask: Any, cache: ReplayedCache) -> PrismOutput | None:
         """The output of a replayed step; None if the call is not one plain token per row, or there is no graph for it."""

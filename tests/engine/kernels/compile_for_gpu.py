@@ -109,6 +109,7 @@ def memory() -> None:
 def around_the_memory() -> None:
     """The kernels of `prism.engine.fused`."""
     from prism.engine.kernels.columns import columns
+    from prism.engine.kernels.cross_entropy import token_losses
     from prism.engine.kernels.short_conv import short_conv
     from prism.engine.kernels.solver import solve
 
@@ -125,6 +126,8 @@ def around_the_memory() -> None:
     documents, window = torch.zeros(B, T, dtype=torch.int32), torch.zeros(B, 3, 48, dtype=torch.bfloat16)
     forward_and_backward([short_conv(x, weight, None, None, None, True)])
     forward_and_backward([short_conv(x, weight, bias, window, documents, False)])
+    for dtype in (torch.bfloat16, None):
+        token_losses(torch.zeros(3, 320), torch.zeros(3, dtype=torch.int64), -100, 0.0, dtype)
 
 
 def networks() -> None:

@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 KERNELS = {
     "memory": "prepare forward_scan segment_chain backward_scan backward_queries backward_writes backward_decay step",
-    "around": "columns columns_backward solve solve_backward short_conv short_conv_weights short_conv_inputs",
+    "around": "columns columns_backward solve solve_backward short_conv short_conv_weights short_conv_inputs "
+    "token_losses",
     "networks": "serial_mlp serial_mlp_backward",
 }
 
