@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism import rules
+from prism.engine.pieces import residual_norm, swiglu
 from prism.nn.mixer import Mixer
 from prism.nn.state import State
 
@@ -23,7 +22,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return swiglu(x, self.gate, self.up, self.down)
 
 
 class Block(nn.Module):
@@ -74,17 +73,13 @@ class Block(nn.Module):
             keep_state: whether to return the state. If False the returned state is empty, so that unused tensors are not
                 tracked (FSDP warns about conv states, which are views).
         """
-        mixed, state = self.mixer(_to_autocast_dtype(self.mixer_norm(x)), state, mask, reset, form, backend, shared)
-        x = x + self.dropout(mixed)
+        x, y = residual_norm(x, None, self.mixer_norm)
+        mixed, state = self.mixer(y, state, mask, reset, form, backend, shared)
+        mixed = self.dropout(mixed)
         if self.has_mlp:
-            x = x + self.dropout(self.mlp(_to_autocast_dtype(self.mlp_norm(x))))
-        return x, state if keep_state else State()
-
-
-def _to_autocast_dtype(x: Tensor) -> Tensor:
-    """x in autocast's dtype if autocast is on: one cast here instead of one for every linear map that reads x."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+            x, y = residual_norm(x, mixed, self.mlp_norm)
+            mixed = self.dropout(self.mlp(y))
+        return x + mixed, state if keep_state else State()
 
 
 def place_options(rule: str | type[rules.Rule], index: int, count: int) -> dict[str, int]:

@@ -13,14 +13,13 @@ or with `negative_eigenvalues` (β = 2σ) in [-1, 1].
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import Corrections, delta_columns
 from prism.rules.parts import Carry, ShortConv, fused_linears
 from prism.rules.parts.decays import SoftplusDecay
-from prism.rules.parts.norms import HeadNorm
+from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.rule import (
     DECAYED_REGRESSION,
     REGRESSION,
@@ -97,7 +96,7 @@ class DeltaFamily(Rule):
         return update, {"conv": conv_state, **carried}, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
-        return self.out(self.norm(o, None if self.gate is None else F.silu(self.gate(x))))
+        return self.out(self.norm(o)) if self.gate is None else gated_output(self.norm, o, self.gate(x), self.out)
 
 
 class Delta(DeltaFamily):

@@ -130,6 +130,22 @@ def around_the_memory() -> None:
         token_losses(torch.zeros(3, 320), torch.zeros(3, dtype=torch.int64), -100, 0.0, dtype)
 
 
+def pieces_of_a_layer() -> None:
+    """The kernels of `prism.engine.pieces`."""
+    from prism.engine.kernels import gated, residual_norm
+
+    x, delta, weight = torch.zeros(5, 768), torch.zeros(5, 768, dtype=torch.bfloat16), torch.zeros(768)
+    for added in (delta, None):
+        residual_norm.residual_norm(x, added, weight, 1e-6, torch.bfloat16)
+    for above, dtype in ((x, torch.bfloat16), (None, None)):
+        residual_norm.residual_norm_backward(x, weight, above, delta, 1e-6, dtype)
+    gated.product(delta)
+    gated.product_backward(delta, torch.zeros(5, 384, dtype=torch.bfloat16))
+    o, head = delta.view(30, 128), torch.zeros(128)
+    gated.gated_norm(o, o, head, 1e-5)
+    gated.gated_norm_backward(o, o, head, o, 1e-5)
+
+
 def networks() -> None:
     """The kernels of memories that are networks."""
     from prism.engine.kernels.serial_mlp import serial_mlp
@@ -145,7 +161,7 @@ def networks() -> None:
     forward_and_backward(serial_mlp(*tokens, rate, *weights, None, None, None, None, True)[:3])
 
 
-GROUPS = {"memory": memory, "around": around_the_memory, "networks": networks}
+GROUPS = {"memory": memory, "around": around_the_memory, "pieces": pieces_of_a_layer, "networks": networks}
 
 if __name__ == "__main__":
     compile_only()

@@ -15,6 +15,7 @@ KERNELS = {
     "memory": "prepare forward_scan segment_chain backward_scan backward_queries backward_writes backward_decay step",
     "around": "columns columns_backward solve solve_backward short_conv short_conv_weights short_conv_inputs "
     "token_losses",
+    "pieces": "residual_norm residual_norm_backward product product_backward gated_norm gated_norm_backward",
     "networks": "serial_mlp serial_mlp_backward",
 }
 

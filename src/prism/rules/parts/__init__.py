@@ -17,6 +17,7 @@ from prism.engine.compat import is_unmodified
 from prism.engine.fused import UNIT_EPS as UNIT_EPS
 from prism.engine.fused import history, short_conv
 from prism.engine.fused import l2_normalize as l2_normalize
+from prism.engine.pieces import plain_linear
 from prism.rules.rule import Carry, Span, set_initial_weights
 
 
@@ -32,7 +33,7 @@ def fused_linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     read x, and each add to its gradient. If one was replaced, hooked or quantised, every map is called as a module instead.
     """
     firsts = [m.down if type(m) is LowRank and is_unmodified(m) else m for m in maps]
-    plain = [m for m in firsts if isinstance(m, nn.Linear) and _plain(m)]
+    plain = [m for m in firsts if isinstance(m, nn.Linear) and plain_linear(m)]
     if len(plain) < len(maps) or len({(m.weight.dtype, m.weight.device) for m in plain}) > 1:
         return [m(x) for m in maps]
     sizes = [m.out_features for m in plain]
@@ -40,11 +41,6 @@ def fused_linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     zeros = plain[0].weight.new_zeros(spare, x.shape[-1])
     *outputs, _ = F.linear(x, torch.cat([*[m.weight for m in plain], zeros])).split([*sizes, spare], -1)
     return [m.widen(y) if isinstance(m, LowRank) else y for m, y in zip(maps, outputs, strict=True)]
-
-
-def _plain(m: nn.Linear) -> bool:
-    """Whether m computes x Wᵀ with an ordinary tensor W: quantised and sharded weights are of other classes."""
-    return type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter) and is_unmodified(m)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -1,0 +1,169 @@
+"""SwiGLU's product and the gated norm of a memory's output, with gradients, each in one pass.
+
+    product       h = silu(g) ⊙ u                      g and u side by side, `[M, 2F]`
+    gated norm    y = unit(o) ⊙ weight ⊙ silu(g)       unit(o) = o / sqrt(mean o² + eps)
+
+The backward kernels also return h and y themselves. So nobody keeps them for the linear map that follows: its weights'
+gradient takes them from there. The definitions in torch, and these maps, are in `engine/pieces.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prism.engine.kernels.available import device_guard
+
+BLOCK = 1024
+ELEMENTS = 4096
+PROGRAMS = 1056
+"""Programs of the gated norm's backward: 8 per multiprocessor of an H200."""
+WIDEST = 4096
+"""The widest head of a gated norm."""
+
+
+@triton.jit
+def silu_and_slope(g):
+    """silu(g) and its derivative."""
+    s = tl.sigmoid(g)
+    return g * s, s * (1.0 + g * (1.0 - s))
+
+
+@triton.jit
+def product_kernel(gu, h, F, BLOCK: tl.constexpr):
+    """One program per row and BLOCK channels: gu `[M, 2F]` → h `[M, F]`."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gu + row * 2 * F + c, mask=c < F, other=0.0).to(tl.float32)
+    u = tl.load(gu + row * 2 * F + F + c, mask=c < F, other=0.0).to(tl.float32)
+    tl.store(h + row * F + c, (g * tl.sigmoid(g) * u).to(h.dtype.element_ty), mask=c < F)
+
+
+@triton.jit
+def product_backward_kernel(gu, d_h, d_gu, h, F, BLOCK: tl.constexpr):
+    """The gradient of gu `[M, 2F]`, and h `[M, F]` again."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.load(gu + row * 2 * F + c, mask=c < F, other=0.0).to(tl.float32)
+    u = tl.load(gu + row * 2 * F + F + c, mask=c < F, other=0.0).to(tl.float32)
+    d_out = tl.load(d_h + row * F + c, mask=c < F, other=0.0).to(tl.float32)
+    activated, slope = silu_and_slope(g)
+    tl.store(h + row * F + c, (activated * u).to(h.dtype.element_ty), mask=c < F)
+    tl.store(d_gu + row * 2 * F + c, (d_out * u * slope).to(d_gu.dtype.element_ty), mask=c < F)
+    tl.store(d_gu + row * 2 * F + F + c, (d_out * activated).to(d_gu.dtype.element_ty), mask=c < F)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gated_norm_kernel(
+    o,
+    g,
+    weight,
+    y,
+    eps,
+    rows,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """o, g `[rows, V]`, weight `[V]` (None: 1) → y `[rows, V]`."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    v = tl.arange(0, BLOCK)
+    inside = (r < rows)[:, None] & (v < V)[None, :]
+    place = r[:, None] * V + v[None, :]
+    x = tl.load(o + place, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(g + place, mask=inside, other=0.0).to(tl.float32)
+    z = x * tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None]
+    if weight is not None:
+        z *= tl.load(weight + v, mask=v < V, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + place, (z * gate * tl.sigmoid(gate)).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "repeat"])
+def gated_norm_backward_kernel(
+    o,
+    g,
+    weight,
+    d_y,
+    d_o,
+    d_g,
+    y,
+    d_weight,
+    eps,
+    rows,
+    repeat,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The gradients of o and g, y again, and the weight's gradient over repeat · ROWS rows, `[programs, V]`."""
+    v = tl.arange(0, BLOCK)
+    factor = tl.full((BLOCK,), 1.0, tl.float32)
+    if weight is not None:
+        factor = tl.load(weight + v, mask=v < V, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * repeat * ROWS
+    for i in range(repeat):
+        r = first + i * ROWS + tl.arange(0, ROWS)
+        inside = (r < rows)[:, None] & (v < V)[None, :]
+        place = r[:, None] * V + v[None, :]
+        x = tl.load(o + place, mask=inside, other=0.0).to(tl.float32)
+        activated, slope = silu_and_slope(tl.load(g + place, mask=inside, other=0.0).to(tl.float32))
+        d_out = tl.load(d_y + place, mask=inside, other=0.0).to(tl.float32)
+        shrink = tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None]
+        unit = x * shrink
+        scaled = unit * factor[None, :]
+        total += tl.sum(d_out * activated * unit, 0)
+        d_unit = d_out * activated * factor[None, :]
+        d_x = shrink * (d_unit - unit * (tl.sum(d_unit * unit, 1) / V)[:, None])
+        tl.store(d_o + place, d_x.to(d_o.dtype.element_ty), mask=inside)
+        tl.store(d_g + place, (d_out * scaled * slope).to(d_g.dtype.element_ty), mask=inside)
+        tl.store(y + place, (scaled * activated).to(y.dtype.element_ty), mask=inside)
+    tl.store(d_weight + tl.program_id(0) * V + v, total, mask=v < V)
+
+
+def product(gu: Tensor) -> Tensor:
+    """`[M, 2F]` → `[M, F]`. No gradient."""
+    rows, F = gu.shape[0], gu.shape[1] // 2
+    h = gu.new_empty(rows, F)
+    with device_guard(gu):
+        product_kernel[(rows, triton.cdiv(F, BLOCK))](gu, h, F, BLOCK=BLOCK, num_warps=4)
+    return h
+
+
+def product_backward(gu: Tensor, d_h: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of gu, and h."""
+    rows, F = gu.shape[0], gu.shape[1] // 2
+    d_gu, h = torch.empty_like(gu), gu.new_empty(rows, F)
+    with device_guard(gu):
+        product_backward_kernel[(rows, triton.cdiv(F, BLOCK))](gu, d_h, d_gu, h, F, BLOCK=BLOCK, num_warps=4)
+    return d_gu, h
+
+
+def gated_norm(o: Tensor, g: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """o, g `[rows, V]` → `[rows, V]`. No gradient."""
+    y, tile = torch.empty_like(o), _tile(o)
+    with device_guard(o):
+        gated_norm_kernel[(triton.cdiv(len(o), tile["ROWS"]),)](o, g, weight, y, eps, len(o), **tile, num_warps=4)
+    return y
+
+
+def gated_norm_backward(
+    o: Tensor, g: Tensor, weight: Tensor | None, d_y: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of o and g, y, and the gradient of the weight."""
+    d_o, d_g, y, tile = torch.empty_like(o), torch.empty_like(g), torch.empty_like(o), _tile(o)
+    tiles = triton.cdiv(len(o), tile["ROWS"])
+    programs = min(tiles, PROGRAMS)
+    shares = o.new_empty(programs, o.shape[1], dtype=torch.float32)
+    with device_guard(o):
+        gated_norm_backward_kernel[(programs,)](
+            o, g, weight, d_y, d_o, d_g, y, shares, eps, len(o), triton.cdiv(tiles, programs), **tile, num_warps=4
+        )
+    return d_o, d_g, y, None if weight is None else shares.sum(0).to(weight.dtype)
+
+
+def _tile(o: Tensor) -> dict[str, int]:
+    block = triton.next_power_of_2(o.shape[1])
+    return {"V": o.shape[1], "BLOCK": block, "ROWS": max(1, ELEMENTS // block)}
