@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 EXPORTING = "is_exporting"
+SAVED_TENSOR_HOOKS = "_top_saved_tensors_default_hooks"
 TRANSFORMS = "_are_functorch_transforms_active"
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -58,6 +59,15 @@ def in_dispatch_mode() -> bool:
     module = getattr(torch.utils, "_python_dispatch", None)
     active = getattr(module, "is_in_torch_dispatch_mode", None)
     return True if active is None else active()
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether someone's saved-tensor hooks are active (gradient checkpointing, `save_on_cpu`).
+
+    Fallback: False; hooks entered inside theirs then replace them.
+    """
+    top = getattr(getattr(torch._C, "_autograd", None), SAVED_TENSOR_HOOKS, None)
+    return top is not None and top(False) is not None
 
 
 def is_exporting() -> bool:

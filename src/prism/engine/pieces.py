@@ -6,13 +6,14 @@
 
 Each function is its definition in torch. In training on a GPU an autograd function takes its place, if every module in it is
 an ordinary one without hooks: the same values up to rounding, from the kernels in engine/kernels/residual_norm.py and
-gated.py. It keeps its inputs and the outputs of large products. What a product of two of them gives, the backward pass
-computes again. Compiled code, dispatch modes and function transforms take the definition.
+gated.py. It keeps its inputs and the outputs of large products; the backward pass computes their gated product again. With
+`recomputing` (engine/recompute.py) the norms' results are not kept either, and the definitions keep as little. Compiled code, dispatch modes and function transforms take the definition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from prism.engine import compat
 from prism.engine.fused import use_kernel
+from prism.engine.recompute import cheap, replaceable
 
 WIDEST_ROW, WIDEST_HEAD = 8192, 4096
 """Widths up to which the kernels serve a norm over a row of a layer's input, and over a head."""
@@ -35,9 +37,9 @@ def residual_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Ten
     """x + delta `[…, D]` (x without delta), and its norm for the maps that read it, in autocast's dtype."""
     if _serves(x) and _plain_norm(norm, x.shape[-1], WIDEST_ROW):
         s, y = _ResidualNorm.apply(x, delta, norm.weight, norm.eps, _autocast_dtype(x))
-        return s, y
+        return s, replaceable(y, partial(_normed, weight=norm.weight, eps=norm.eps, dtype=y.dtype), s)
     s = x if delta is None else x + delta
-    return s, to_autocast_dtype(norm(s))
+    return s, replaceable(to_autocast_dtype(norm(s)), lambda z: to_autocast_dtype(norm(z)), s)
 
 
 def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
@@ -45,7 +47,8 @@ def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor
     if _serves(x) and x.dtype == _autocast_dtype(x) and all(map(plain_linear, (gate, up, down))):
         y: Tensor = _SwiGLU.apply(x, gate.weight, up.weight, down.weight)
         return y
-    return down(F.silu(gate(x)) * up(x))
+    (h,), _ = cheap(lambda g, u: ((F.silu(g) * u,), None), gate(x), up(x))
+    return down(h)
 
 
 def gated_output(
@@ -60,7 +63,8 @@ def gated_output(
     if _serves(o) and fits and plain_linear(out) and _plain_norm(inner, o.shape[-1], WIDEST_HEAD):
         y: Tensor = _GatedOutput.apply(o, g, inner.weight, inner.eps, out.weight)
         return y
-    return out(norm(o, F.silu(g)))
+    (y,), _ = cheap(lambda o, g: ((norm(o, F.silu(g)),), None), o, g)
+    return out(y)
 
 
 def plain_linear(m: nn.Module) -> bool:
@@ -107,6 +111,13 @@ def _weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype == torch.float32 != x.dtype and x.is_cuda:  # without rounding it to half precision
         return torch.mm(d_y.T, x, out_dtype=torch.float32)
     return torch.mm(d_y.T, x).to(weight.dtype)
+
+
+def _normed(s: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """The norm of a sum that was computed before."""
+    from prism.engine.kernels import residual_norm as kernel
+
+    return kernel.residual_norm(_rows(s, s.shape[-1]), None, weight, eps, dtype)[1].view(s.shape)
 
 
 class _ResidualNorm(torch.autograd.Function):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from prism import rules
 from prism.engine.pieces import residual_norm, swiglu
+from prism.engine.recompute import recomputing
 from prism.nn.mixer import Mixer
 from prism.nn.state import State
 
@@ -33,7 +34,12 @@ class Block(nn.Module):
         hidden: width of the SwiGLU; 0 omits it and its norm (in HSTU the gate replaces it).
         eps: epsilon of the norms.
         dropout: dropout probability of both residual branches.
+
+    Attributes:
+        recompute: whether training keeps no activation that is cheap to compute again (see prism/engine/recompute.py).
     """
+
+    recompute = False
 
     def __init__(
         self,
@@ -73,13 +79,14 @@ class Block(nn.Module):
             keep_state: whether to return the state. If False the returned state is empty, so that unused tensors are not
                 tracked (FSDP warns about conv states, which are views).
         """
-        x, y = residual_norm(x, None, self.mixer_norm)
-        mixed, state = self.mixer(y, state, mask, reset, form, backend, shared)
-        mixed = self.dropout(mixed)
-        if self.has_mlp:
-            x, y = residual_norm(x, mixed, self.mlp_norm)
-            mixed = self.dropout(self.mlp(y))
-        return x + mixed, state if keep_state else State()
+        with recomputing(self.recompute):
+            x, y = residual_norm(x, None, self.mixer_norm)
+            mixed, state = self.mixer(y, state, mask, reset, form, backend, shared)
+            mixed = self.dropout(mixed)
+            if self.has_mlp:
+                x, y = residual_norm(x, mixed, self.mlp_norm)
+                mixed = self.dropout(self.mlp(y))
+            return x + mixed, state if keep_state else State()
 
 
 def place_options(rule: str | type[rules.Rule], index: int, count: int) -> dict[str, int]:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.engine.fused import Corrections, delta_columns
+from prism.engine.fused import Columns, Corrections, delta_columns
+from prism.engine.recompute import cheap
 from prism.rules.parts import Carry, ShortConv, fused_linears
 from prism.rules.parts.decays import SoftplusDecay
 from prism.rules.parts.norms import HeadNorm, gated_output
@@ -81,11 +82,16 @@ class DeltaFamily(Rule):
         return None, {}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
-        mixed, conv_state = self.conv(self.qkv(x), carry.get("conv"), span)
+        def columns(x: Tensor, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
+            mixed, conv_state = self.conv(projected, carry.get("conv"), span)
+            corrections, carried = self.corrections(x, carry, span)
+            found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
+            return found, {"conv": conv_state, **carried}
+
         beta, log_decay = self.beta_and_decay(x)
-        corrections, carried = self.corrections(x, carry, span)
+        found, carried = cheap(columns, x, self.qkv(x), beta)
         update = Update(
-            *delta_columns(mixed, beta, self.key_dim, self.substeps, corrections),
+            *found,
             log_decay,
             erase_strength=beta,
             erase_first=True,
@@ -93,7 +99,7 @@ class DeltaFamily(Rule):
             mask=span.mask,
             substeps=self.substeps,
         )
-        return update, {"conv": conv_state, **carried}, None
+        return update, carried, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o)) if self.gate is None else gated_output(self.norm, o, self.gate(x), self.out)
