@@ -96,6 +96,16 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         target.copy_(source)
 
 
+def zero_all(tensors: list[Tensor]) -> None:
+    """Set tensors to zero in place with one kernel for all. Fallback: one kernel each."""
+    together = getattr(torch, "_foreach_zero_", None)
+    if together is not None:
+        together(tensors)
+        return
+    for tensor in tensors:
+        tensor.zero_()
+
+
 def forward_hooks(modules: Iterable[nn.Module]) -> list[dict[Any, Any]] | None:
     """Torch's own dictionaries of forward hooks, the global ones first. Fallback: None, unknown."""
     kept = [getattr(torch_module, name, None) for name in GLOBAL_HOOKS]

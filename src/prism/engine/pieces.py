@@ -7,7 +7,8 @@
 Each function is its definition in torch. In training on a GPU an autograd function takes its place, if every module in it is
 an ordinary one without hooks: the same values up to rounding, from the kernels in engine/kernels/residual_norm.py and
 gated.py. It keeps its inputs and the outputs of large products; the backward pass computes their gated product again. With
-`recomputing` (engine/recompute.py) the norms' results are not kept either, and the definitions keep as little. Compiled code, dispatch modes and function transforms take the definition.
+`recomputing` (engine/recompute.py) the norms' results are not kept either, and the definitions keep as little. Compiled
+code, dispatch modes and function transforms take the definitions.
 """
 
 from __future__ import annotations

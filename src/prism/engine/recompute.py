@@ -144,7 +144,7 @@ class _Recipe:
         if i not in self.results:
             self._again()
         self.awaited[i] -= 1
-        # Below 0 in a second backward pass over the same graph, in which nobody knows who still waits.
+        # Below 0 in a second backward pass over the same graph: who still waits is not known then.
         return self.results[i] if self.awaited[i] > 0 else self.results.pop(i)
 
     def inner(self, number: int) -> Tensor:

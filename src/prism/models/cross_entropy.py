@@ -23,7 +23,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from prism.engine.fused import token_losses
@@ -69,6 +70,33 @@ def linear_cross_entropy(
     else:
         total = _compute(*given, wants)[0]
     return total if reduction == "sum" else total / (expected != ignore_index).sum()
+
+
+def next_token_loss(
+    hidden: Tensor,
+    head: nn.Linear,
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+    **_: Any,
+) -> Tensor:
+    """A language model's loss, by the rules of transformers' `ForCausalLMLoss`.
+
+    Args:
+        hidden: `[B, T, D]`, the input of the head.
+        labels: `[B, T]`, the tokens themselves, or `shift_labels` `[B, T]`, those that follow them.
+        num_items_in_batch: by which the sum is divided; None: the number of labels that are not ignored.
+    """
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    given = (hidden, head.weight, shift_labels.to(hidden.device), head.bias)
+    total = linear_cross_entropy(*given, ignore_index=ignore_index, reduction=reduction)
+    if num_items_in_batch is None:
+        return total
+    return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
 
 
 def rows_at_once(outputs: int, device: str) -> int:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -32,7 +31,7 @@ from prism.engine.defaults import resolve
 from prism.models.cache import PrismCache
 from prism.models.compat import is_loaded, require_marks, warn_of_missing
 from prism.models.config import PrismConfig
-from prism.models.cross_entropy import IGNORED, linear_cross_entropy
+from prism.models.cross_entropy import next_token_loss
 from prism.models.replay import ReplayedCache, cache_for
 from prism.nn.block import Block, place_options
 from prism.nn.parameters import assign, gates, initial_weights
@@ -267,43 +266,13 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         )
         return output if return_dict else output.to_tuple()
 
-    def _loss(
-        self,
-        hidden: Tensor,
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = IGNORED,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _loss(self, hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, **kwargs: Any) -> Tensor:
         """The loss of the next tokens. A loss function set by the user, or a head that was replaced, gets all logits."""
-        if (
-            self.loss_function is not ForCausalLMLoss
-            or type(self.lm_head) is not nn.Linear
-            or not is_unmodified(self.lm_head)
-        ):
-            loss: Tensor = self.loss_function(
-                logits=self.lm_head(hidden), labels=labels, vocab_size=self.config.vocab_size, shift_labels=shift_labels,
-                num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, **kwargs,
-            )  # fmt: skip
-            return loss
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        total = linear_cross_entropy(
-            hidden,
-            self.lm_head.weight,
-            shift_labels.to(hidden.device),
-            self.lm_head.bias,
-            ignore_index=ignore_index,
-            reduction=reduction,
-        )
-        if num_items_in_batch is None:
-            return total
-        return total / (
-            num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch
-        )
+        if self.loss_function is ForCausalLMLoss and type(self.lm_head) is nn.Linear and is_unmodified(self.lm_head):
+            return next_token_loss(hidden, self.lm_head, labels, shift_labels, **kwargs)
+        given = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": shift_labels}
+        loss: Tensor = self.loss_function(logits=self.lm_head(hidden), **given, **kwargs)
+        return loss
 
     def _replayed(self, input_ids: Any, attention_mask: Any, cache: ReplayedCache) -> PrismOutput | None:
         """The output of a replayed step; None if the call is not one plain token per row, or there is no graph for it."""

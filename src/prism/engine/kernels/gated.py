@@ -3,7 +3,7 @@
     product       h = silu(g) ⊙ u                      g and u side by side, `[M, 2F]`
     gated norm    y = unit(o) ⊙ weight ⊙ silu(g)       unit(o) = o / sqrt(mean o² + eps)
 
-The backward kernels also return h and y themselves. So nobody keeps them for the linear map that follows: its weights'
+The backward kernels also return h and y themselves. So they are not kept for the linear map that follows: its weights'
 gradient takes them from there. The definitions in torch, and these maps, are in `engine/pieces.py`.
 """
 
