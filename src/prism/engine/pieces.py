@@ -5,10 +5,10 @@
     gated_output    out(RMSNorm(o) ⊙ silu(g)), per head
 
 Each function is its definition in torch. In training on a GPU an autograd function takes its place, if every module in it is
-an ordinary one without hooks: the same values up to rounding, from the kernels in engine/kernels/residual_norm.py and
-gated.py. It keeps its inputs and the outputs of large products; the backward pass computes their gated product again. With
-`recomputing` (engine/recompute.py) the norms' results are not kept either, and the definitions keep as little. Compiled
-code, dispatch modes and function transforms take the definitions.
+an ordinary one without hooks: the same values up to rounding, from the kernels in engine/kernels/pieces.py. It keeps its
+inputs and the outputs of large products; the backward pass computes their gated product again. With `recomputing`
+(engine/recompute.py) the norms' results are not kept either, and the definitions keep as little. Compiled code, dispatch
+modes and function transforms take the definitions.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def _normed(s: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """The norm of a sum that was computed before."""
-    from prism.engine.kernels import residual_norm as kernel
+    from prism.engine.kernels import pieces as kernel
 
     return kernel.residual_norm(_rows(s, s.shape[-1]), None, weight, eps, dtype)[1].view(s.shape)
 
@@ -128,7 +128,7 @@ class _ResidualNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        from prism.engine.kernels import residual_norm as kernel
+        from prism.engine.kernels import pieces as kernel
 
         D = x.shape[-1]
         s, y = kernel.residual_norm(_rows(x, D), None if delta is None else _rows(delta, D), weight, eps, dtype)
@@ -139,7 +139,7 @@ class _ResidualNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_s: Tensor | None, d_y: Tensor | None) -> tuple[Tensor | None, ...]:
-        from prism.engine.kernels import residual_norm as kernel
+        from prism.engine.kernels import pieces as kernel
 
         _refuse_second_derivatives()
         s, weight = ctx.saved_tensors
@@ -157,7 +157,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        from prism.engine.kernels import gated as kernel
+        from prism.engine.kernels import pieces as kernel
 
         flat = _rows(x, x.shape[-1])
         gu = flat @ torch.cat([gate, up]).to(x.dtype).T
@@ -166,7 +166,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        from prism.engine.kernels import gated as kernel
+        from prism.engine.kernels import pieces as kernel
 
         _refuse_second_derivatives()
         x, gu, gate, up, down = ctx.saved_tensors
@@ -188,7 +188,7 @@ class _GatedOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, g: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
-        from prism.engine.kernels import gated as kernel
+        from prism.engine.kernels import pieces as kernel
 
         V = o.shape[-1]
         rows, gates = _rows(o, V), _rows(g, V)
@@ -199,7 +199,7 @@ class _GatedOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_z: Tensor) -> tuple[Tensor | None, ...]:
-        from prism.engine.kernels import gated as kernel
+        from prism.engine.kernels import pieces as kernel
 
         _refuse_second_derivatives()
         o, g, weight, out = ctx.saved_tensors

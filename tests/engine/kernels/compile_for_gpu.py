@@ -132,18 +132,18 @@ def around_the_memory() -> None:
 
 def pieces_of_a_layer() -> None:
     """The kernels of `prism.engine.pieces`."""
-    from prism.engine.kernels import gated, residual_norm
+    from prism.engine.kernels import pieces
 
     x, delta, weight = torch.zeros(5, 768), torch.zeros(5, 768, dtype=torch.bfloat16), torch.zeros(768)
     for added in (delta, None):
-        residual_norm.residual_norm(x, added, weight, 1e-6, torch.bfloat16)
+        pieces.residual_norm(x, added, weight, 1e-6, torch.bfloat16)
     for above, dtype in ((x, torch.bfloat16), (None, None)):
-        residual_norm.residual_norm_backward(x, weight, above, delta, 1e-6, dtype)
-    gated.product(delta)
-    gated.product_backward(delta, torch.zeros(5, 384, dtype=torch.bfloat16))
+        pieces.residual_norm_backward(x, weight, above, delta, 1e-6, dtype)
+    pieces.product(delta)
+    pieces.product_backward(delta, torch.zeros(5, 384, dtype=torch.bfloat16))
     o, head = delta.view(30, 128), torch.zeros(128)
-    gated.gated_norm(o, o, head, 1e-5)
-    gated.gated_norm_backward(o, o, head, o, 1e-5)
+    pieces.gated_norm(o, o, head, 1e-5)
+    pieces.gated_norm_backward(o, o, head, o, 1e-5)
 
 
 def networks() -> None:
