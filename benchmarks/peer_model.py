@@ -12,7 +12,7 @@ from torch import Tensor
 import prism
 from candidates import compile_candidates_together
 from prism.engine import dispatch
-from prism.engine.fused import Columns
+from prism.engine.fused import Columns, short_conv
 from prism.rules import delta
 
 
@@ -48,12 +48,15 @@ def fla_kernels(active: bool) -> Iterator[None]:
             use_qk_l2norm_in_kernel=True,
         )
 
-    ours, engine = delta.delta_columns, dispatch.engine_of(prism.Update)
+    def convolved(x: Tensor, weight: Tensor, documents: Tensor | None, beta: Tensor, key_dim: int, *_: Any) -> Columns:
+        return unscaled(short_conv(x, weight, None, None, documents), beta, key_dim)
+
+    ours, engine = (delta.delta_columns, delta.convolved_columns), dispatch.engine_of(prism.Update)
     path = dispatch.Path(torch.compiler.disable(run))
     dispatch.register(prism.Update, dispatch.Engine({("chunkwise", "fla"): path}, lambda update: "chunkwise"))
-    delta.delta_columns = unscaled
+    delta.delta_columns, delta.convolved_columns = unscaled, convolved
     try:
         yield
     finally:
-        delta.delta_columns = ours
+        delta.delta_columns, delta.convolved_columns = ours
         dispatch.register(prism.Update, engine)

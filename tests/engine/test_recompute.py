@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -80,6 +82,19 @@ def test_columns_gates_and_norms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
         out.sum().backward()
     assert runs.count(False) >= 8  # q, k, w, both norms, the gated norm, the product …
     assert kept[1] < 0.75 * kept[0]
+
+
+def test_results_are_freed_when_the_block_ends() -> None:
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    with recomputing():
+        (y,), _ = cheap(lambda z: ((z.tanh(),), None), x)
+        z = replaceable(F.linear(y, weight).sin(), torch.sin, F.linear(y, weight))
+        out = F.linear(z, weight)
+        held = [weakref.ref(y), weakref.ref(z)]
+    del y, z
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+    assert out.grad_fn is not None
 
 
 def test_a_second_backward_pass_computes_again() -> None:

@@ -38,7 +38,7 @@ def residual_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Ten
     """x + delta `[…, D]` (x without delta), and its norm for the maps that read it, in autocast's dtype."""
     if _serves(x) and _plain_norm(norm, x.shape[-1], WIDEST_ROW):
         s, y = _ResidualNorm.apply(x, delta, norm.weight, norm.eps, _autocast_dtype(x))
-        return s, replaceable(y, partial(_normed, weight=norm.weight, eps=norm.eps, dtype=y.dtype), s)
+        return s, replaceable(y, partial(_normed, norm=norm, dtype=y.dtype), s)
     s = x if delta is None else x + delta
     return s, replaceable(to_autocast_dtype(norm(s)), lambda z: to_autocast_dtype(norm(z)), s)
 
@@ -114,11 +114,11 @@ def _weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(d_y.T, x).to(weight.dtype)
 
 
-def _normed(s: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+def _normed(s: Tensor, norm: Any, dtype: torch.dtype) -> Tensor:
     """The norm of a sum that was computed before."""
     from prism.engine.kernels import pieces as kernel
 
-    return kernel.residual_norm(_rows(s, s.shape[-1]), None, weight, eps, dtype)[1].view(s.shape)
+    return kernel.residual_norm(_rows(s, s.shape[-1]), None, norm.weight, norm.eps, dtype)[1].view(s.shape)
 
 
 class _ResidualNorm(torch.autograd.Function):

@@ -63,6 +63,8 @@ def recomputing(wanted: bool = True) -> Iterator[None]:
             yield
     finally:
         _active.reset(token)
+        region.results.clear()  # torch keeps the hooks, and so the region, as long as the saved tensors
+        region.held.clear()
 
 
 def cheap(function: Function[Rest], *inputs: Tensor | None) -> tuple[tuple[Tensor, ...], Rest]:

@@ -178,7 +178,8 @@ def _through_state(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator
     """(nats, tokens) of each segment; the state is passed from one to the next."""
     reader = Reader(lm.model, lm.tokenizer.end)
     for piece, _ in _pieces(stream, how.segment, how.segment):
-        yield float(reader.forward(piece[:-1], **_summed(piece[1:][None])).loss), len(piece) - 1
+        out: Any = reader.forward(piece[:-1], **_summed(piece[1:][None]))
+        yield float(out.loss), len(piece) - 1
 
 
 @torch.no_grad()

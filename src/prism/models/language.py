@@ -249,7 +249,8 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             return_dict=True,
             shared=shared,
         )
-        hidden, loss = out.last_hidden_state, None
+        hidden = out.last_hidden_state
+        loss: Any = None
         if labels is not None or shift_labels is not None:
             loss = self._loss(hidden, labels, shift_labels, **kwargs)
             if self.training and "balance_loss" in shared:
