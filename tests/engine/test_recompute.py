@@ -152,6 +152,7 @@ def test_other_hooks_and_modes_come_first() -> None:
         assert torch.equal(torch.autograd.grad(layer(x)[0].sum(), x)[0], expected)
     with torch.no_grad():
         layer(x)
+    torch.testing.assert_close(torch.func.grad(lambda z: layer(z)[0].sum())(x.detach()), expected)
 
 
 def test_a_function_must_do_the_same_every_time() -> None:

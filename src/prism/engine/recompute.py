@@ -6,8 +6,8 @@ again; the others find the result, and the last one drops it. Unlike `torch.util
 after the function that save its results (a linear map saves its input, a memory its queries, keys and values), and they
 themselves do not run twice. Values are the same to the bit, because the same function computes them from the same tensors.
 
-The function must have no side effects and draw no random numbers. Outside of such a block, in compiled code and where other
-saved-tensor hooks are active (gradient checkpointing, `save_on_cpu`), `cheap` just calls it.
+The function must have no side effects and draw no random numbers. Outside of such a block, in compiled code and function
+transforms, and where other saved-tensor hooks are active (gradient checkpointing, `save_on_cpu`), `cheap` just calls it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from prism.engine.compat import saved_tensor_hooks_active
+from prism.engine.compat import saved_tensor_hooks_active, transforms_active
 from prism.engine.defaults import resolve, using
 
 Rest = TypeVar("Rest")
@@ -53,7 +53,8 @@ _active: ContextVar[_Region | None] = ContextVar("prism_recomputing", default=No
 @contextmanager
 def recomputing(wanted: bool = True) -> Iterator[None]:
     """Inside the block, results of `cheap` are computed again in the backward pass instead of being kept."""
-    if not wanted or not torch.is_grad_enabled() or torch.compiler.is_compiling() or saved_tensor_hooks_active():
+    plain = not wanted or not torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if plain or saved_tensor_hooks_active() or transforms_active():
         yield
         return
     region = _Region()
