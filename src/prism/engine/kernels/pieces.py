@@ -233,7 +233,7 @@ def product(gu: Tensor) -> Tensor:
     rows, F = gu.shape[0], gu.shape[1] // 2
     h = gu.new_empty(rows, F)
     with device_guard(gu):
-        product_kernel[(rows, triton.cdiv(F, BLOCK))](gu, h, F, BLOCK=BLOCK, num_warps=4)
+        product_kernel[(rows, -(-F // BLOCK))](gu, h, F, BLOCK=BLOCK, num_warps=4)
     return h
 
 
@@ -242,7 +242,7 @@ def product_backward(gu: Tensor, d_h: Tensor) -> tuple[Tensor, Tensor]:
     rows, F = gu.shape[0], gu.shape[1] // 2
     d_gu, h = torch.empty_like(gu), gu.new_empty(rows, F)
     with device_guard(gu):
-        product_backward_kernel[(rows, triton.cdiv(F, BLOCK))](gu, d_h, d_gu, h, F, BLOCK=BLOCK, num_warps=4)
+        product_backward_kernel[(rows, -(-F // BLOCK))](gu, d_h, d_gu, h, F, BLOCK=BLOCK, num_warps=4)
     return d_gu, h
 
 
@@ -250,7 +250,7 @@ def gated_norm(o: Tensor, g: Tensor, weight: Tensor | None, eps: float) -> Tenso
     """o, g `[rows, D]` → `[rows, D]`. No gradient."""
     y, tile = torch.empty_like(o), _tile(o)
     with device_guard(o):
-        gated_norm_kernel[(triton.cdiv(len(o), tile["ROWS"]),)](o, g, weight, y, eps, len(o), **tile, num_warps=4)
+        gated_norm_kernel[(-(-len(o) // tile["ROWS"]),)](o, g, weight, y, eps, len(o), **tile, num_warps=4)
     return y
 
 
@@ -259,16 +259,16 @@ def gated_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of o and g, y, and the gradient of the weight."""
     d_o, d_g, y, tile = torch.empty_like(o), torch.empty_like(g), torch.empty_like(o), _tile(o)
-    tiles = triton.cdiv(len(o), tile["ROWS"])
+    tiles = -(-len(o) // tile["ROWS"])
     programs = min(tiles, PROGRAMS)
     shares = o.new_empty(programs, o.shape[1], dtype=torch.float32)
     with device_guard(o):
         gated_norm_backward_kernel[(programs,)](
-            o, g, weight, d_y, d_o, d_g, y, shares, eps, len(o), triton.cdiv(tiles, programs), **tile, num_warps=4
+            o, g, weight, d_y, d_o, d_g, y, shares, eps, len(o), -(-tiles // programs), **tile, num_warps=4
         )
     return d_o, d_g, y, None if weight is None else shares.sum(0).to(weight.dtype)
 
 
 def _tile(x: Tensor) -> dict[str, int]:
-    block = triton.next_power_of_2(x.shape[1])
+    block = 1 << (x.shape[1] - 1).bit_length()
     return {"D": x.shape[1], "BLOCK": block, "ROWS": max(1, ELEMENTS // block)}
