@@ -228,7 +228,7 @@ def around_the_memory(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any
             return flat(*delta_columns(mixed, beta, K, corrections=Corrections(keys, *rest, "closed", True)))
 
     def by_kernel(*tensors: Tensor) -> Tensor:
-        return flat(*columns.columns(*tensors, None, None, K, K**-0.5, UNIT_EPS, False, True))
+        return flat(*columns.columns(*tensors, K, K**-0.5, UNIT_EPS, False, True))
 
     rows = [normal(B, T, H * (2 * K + V)), normal(B, T, H).sigmoid(), normal(B, T, H, L, K)]
     yield _compare("columns", by_kernel, in_torch, [*rows, *anchored])

@@ -12,7 +12,7 @@ from torch import Tensor
 import prism
 from candidates import compile_candidates_together
 from prism.engine import dispatch
-from prism.engine.fused import Columns, short_conv
+from prism.engine.fused import Columns
 from prism.rules import delta
 
 
@@ -48,15 +48,12 @@ def fla_kernels(active: bool) -> Iterator[None]:
             use_qk_l2norm_in_kernel=True,
         )
 
-    def convolved(x: Tensor, weight: Tensor, documents: Tensor | None, beta: Tensor, key_dim: int, *_: Any) -> Columns:
-        return unscaled(short_conv(x, weight, None, None, documents), beta, key_dim)
-
-    ours, engine = (delta.delta_columns, delta.convolved_columns), dispatch.engine_of(prism.Update)
+    ours, engine = delta.delta_columns, dispatch.engine_of(prism.Update)
     path = dispatch.Path(torch.compiler.disable(run))
     dispatch.register(prism.Update, dispatch.Engine({("chunkwise", "fla"): path}, lambda update: "chunkwise"))
-    delta.delta_columns, delta.convolved_columns = unscaled, convolved
+    delta.delta_columns = unscaled
     try:
         yield
     finally:
-        delta.delta_columns, delta.convolved_columns = ours
+        delta.delta_columns = ours
         dispatch.register(prism.Update, engine)

@@ -2,7 +2,6 @@
 
     short_conv      y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}), per channel
     delta_columns   q = K^-½ · unit(q̃),   k_1 = unit(k̃),   w_1 = β v;   PRISM's later writes   k_l = unit(k̃_l),   w_l
-    convolved_columns   both in one pass
     solved_writes   w_l = γ_l β_l δ_l, PRISM's solver, which reduces a residual r_1 = v - u in L steps:
 
         gelu     δ_l = GELU(p_l ⊙ r_l),   r_{l+1} = r_l - δ_l
@@ -143,37 +142,12 @@ def delta_columns(
     return Columns(q, torch.cat([k, later], 3), torch.cat([w, writes], 3))
 
 
-def convolved_columns(
-    x: Tensor,
-    weight: Tensor,
-    documents: Tensor | None,
-    beta: Tensor,
-    key_dim: int,
-    substeps: int = 1,
-    corrections: Corrections | None = None,
-) -> Columns:
-    """`delta_columns` of x `[B, T, …]` after a short convolution with this weight and a SiLU; arguments as there and in
-    `short_conv`."""
-    if substeps == 1 and use_kernel(x):
-        numbers = None if documents is None else documents.int()
-        return _columns_by_kernel(x, beta, key_dim, corrections, weight, numbers)
-    return delta_columns(short_conv(x, weight, None, None, documents), beta, key_dim, substeps, corrections)
-
-
-def _columns_by_kernel(
-    mixed: Tensor,
-    beta: Tensor,
-    key_dim: int,
-    c: Corrections | None,
-    conv: Tensor | None = None,
-    documents: Tensor | None = None,
-) -> Columns:
+def _columns_by_kernel(mixed: Tensor, beta: Tensor, key_dim: int, c: Corrections | None) -> Columns:
     from prism.engine.kernels import columns as kernel
 
     given = (None,) * 5 if c is None else (c.keys, c.expected, c.gains, c.beta, c.scale)
     gelu, nonlinear = (False, False) if c is None else (c.solver == "gelu", c.nonlinearity)
-    options = (key_dim, key_dim**-0.5, UNIT_EPS, gelu, nonlinear)
-    return Columns(*kernel.columns(mixed, beta, *given, conv, documents, *options))
+    return Columns(*kernel.columns(mixed, beta, *given, key_dim, key_dim**-0.5, UNIT_EPS, gelu, nonlinear))
 
 
 def l2_normalize(x: Tensor, eps: float = UNIT_EPS) -> Tensor:

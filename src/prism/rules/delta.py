@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.engine.fused import Columns, Corrections, convolved_columns, delta_columns
+from prism.engine.fused import Columns, Corrections, delta_columns
 from prism.engine.recompute import cheap
 from prism.rules.parts import Carry, ShortConv, fused_linears
 from prism.rules.parts.decays import SoftplusDecay
@@ -83,14 +83,9 @@ class DeltaFamily(Rule):
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
         def columns(x: Tensor, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
+            mixed, conv_state = self.conv(projected, carry.get("conv"), span)
             corrections, carried = self.corrections(x, carry, span)
-            options = (beta, self.key_dim, self.substeps, corrections)
-            taps, conv_state = self.conv.taps(projected, carry.get("conv"), span)
-            if taps is not None:  # convolution and columns in one pass
-                found = convolved_columns(projected, taps, span.documents, *options)
-            else:
-                mixed, conv_state = self.conv(projected, carry.get("conv"), span)
-                found = delta_columns(mixed, *options)
+            found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
             return found, {"conv": conv_state, **carried}
 
         beta, log_decay = self.beta_and_decay(x)

@@ -116,12 +116,9 @@ def around_the_memory() -> None:
     B, T, H, K, V, N = 1, 70, 2, 64, 36, 2
     mixed, beta, scale = leaf(B, T, H * (2 * K + V)), leaf(B, T, H), leaf(N, H, V, dtype=torch.float32)
     keys, u, p, betas = leaf(B, T, H, N, K), leaf(B, T, H, V), leaf(B, T, H, N, V), leaf(B, T, H, N)
-    forward_and_backward(columns(mixed, beta, *[None] * 7, K, 0.1, 1e-6, False, False))
-    forward_and_backward(columns(mixed, beta, keys, u, p, betas, scale, None, None, K, 0.1, 1e-6, False, True))
-    forward_and_backward(columns(mixed, beta, None, None, None, betas, scale, None, None, K, 0.1, 1e-6, True, True))
-    taps = leaf(4, H * (2 * K + V), dtype=torch.float32)
-    for numbers in (None, torch.zeros(B, T, dtype=torch.int32)):
-        forward_and_backward(columns(mixed, beta, *[None] * 5, taps, numbers, K, 0.1, 1e-6, False, False))
+    forward_and_backward(columns(mixed, beta, None, None, None, None, None, K, 0.1, 1e-6, False, False))
+    forward_and_backward(columns(mixed, beta, keys, u, p, betas, scale, K, 0.1, 1e-6, False, True))
+    forward_and_backward(columns(mixed, beta, None, None, None, betas, scale, K, 0.1, 1e-6, True, True))
     for options in ((True, True), (True, False), (False, True), (False, False)):  # GELU or closed, non-linear or not
         forward_and_backward([solve(u, None, None, betas, None, *options)])
         forward_and_backward([solve(u, u, p, betas, scale, *options)])

@@ -2,12 +2,10 @@
 
     q = K^-½ · unit(q̃)        k_1 = unit(k̃)        w_1 = β v        k_l = unit(k̃_l),  w_l = the solver's writes of v - u
 
-q̃, k̃ and v are stored in one row per token, and so is their gradient. With the weight of a short convolution they are its
-inputs: the kernel then computes its sums and the SiLU first, and the convolved rows are never stored. In torch, the
-convolution, the norms, the scalings and the concatenation of first and later columns move each of these tensors several
-times. One program takes ROWS tokens of one head. Only the inputs are saved for the backward, whose kernel returns the
-gradient before the SiLU; that of the convolution's sums is `short_conv.py`'s. The definitions in torch are `delta_columns`
-and `convolved_columns` in `engine/fused.py`.
+q̃, k̃ and v are stored in one row per token, as the preceding convolution writes them, and so is their gradient. In torch, the
+norms, the scalings and the concatenation of first and later columns move each of these tensors several times. One program
+takes ROWS tokens of one head. Only the inputs are saved for the backward. The definition in torch is `delta_columns` in
+`engine/fused.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from prism.engine.kernels.runtime import (
     only_given,
     schema_of,
 )
-from prism.engine.kernels.short_conv import short_conv_backward
 from prism.engine.kernels.solver import (
     Grid,
     differentiate_solution,
@@ -64,28 +61,7 @@ def store(pointers, x, mask):
     tl.store(pointers, x.to(pointers.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def load_mixed(mixed, conv, documents, token, c, here, known, T, D, W: tl.constexpr):
-    """Channels c of the tokens' rows, after convolution and SiLU if `conv` is given, and the SiLU's slope (without: 1)."""
-    place = token[:, None] * D + c[None, :]
-    inside = known[:, None] & here[None, :]
-    if conv is None:
-        x = load(mixed + place, inside)
-        return x, tl.full(x.shape, 1.0, tl.float32)
-    else:
-        z = tl.zeros(place.shape, tl.float32)
-        for back in tl.static_range(W):
-            seen = known & (token % T >= back)
-            if documents is not None:
-                now = tl.load(documents + token, mask=known, other=-1)
-                seen = seen & (tl.load(documents + token - back, mask=seen, other=-2) == now)
-            factor = tl.load(conv + (W - 1 - back) * D + c, mask=here, other=0.0).to(tl.float32)
-            z += factor[None, :] * load(mixed + place - back * D, seen[:, None] & here[None, :])
-        s = tl.sigmoid(z)
-        return z * s, s * (1.0 + z * (1.0 - s))
-
-
-@triton.jit(do_not_specialize=["rows", "H", "T"])
+@triton.jit(do_not_specialize=["rows", "H"])
 def columns_kernel(
     mixed,
     beta,
@@ -94,8 +70,6 @@ def columns_kernel(
     p,
     betas,
     scale,
-    conv,
-    documents,
     q,
     k,
     w,
@@ -103,8 +77,6 @@ def columns_kernel(
     eps,
     rows,
     H,
-    T,
-    W: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
@@ -115,23 +87,20 @@ def columns_kernel(
     NONLINEAR: tl.constexpr,
 ):
     """mixed `[rows, H·(K + K + V)]`, β `[rows, H]`; of the N later writes keys `[rows, H, N, K]` (None: the first key), u
-    `[rows, H, V]`, p `[rows, H, N, V]`, betas `[rows, H, N]`, γ `[N, H, V]`; conv `[W, H·(K + K + V)]` and documents `[rows]`
-    of sequences of T tokens → q `[rows, H, K]`, k and w of 1 + N columns."""
+    `[rows, H, V]`, p `[rows, H, N, V]`, betas `[rows, H, N]`, γ `[N, H, V]` → q `[rows, H, K]`, k and w of 1 + N columns."""
     h, head, known = tokens_of_a_head(rows, H, ROWS)
     c, v = tl.arange(0, BK), tl.arange(0, BV)
     narrow, wide = known[:, None] & (c < K)[None, :], known[:, None] & (v < V)[None, :]
-    token, D = head // H, H * (2 * K + V)
-    query, _ = load_mixed(mixed, conv, documents, token, h * K + c, c < K, known, T, D, W)
-    store(q + head[:, None] * K + c[None, :], query_scale * unit(query, eps), narrow)
-    key, _ = load_mixed(mixed, conv, documents, token, (H + h) * K + c, c < K, known, T, D, W)
-    key = unit(key, eps)
+    row = mixed + ((head - h) * (2 * K + V))[:, None]
+    store(q + head[:, None] * K + c[None, :], query_scale * unit(load(row + h * K + c[None, :], narrow), eps), narrow)
+    key = unit(load(row + (H + h) * K + c[None, :], narrow), eps)
     place = k + head[:, None] * ((1 + N) * K) + c[None, :]
     store(place, key, narrow)
     for l in tl.static_range(N):
         if keys is not None:
             key = unit(load(keys + head[:, None] * (N * K) + l * K + c[None, :], narrow), eps)
         store(place + (1 + l) * K, key, narrow)
-    value, _ = load_mixed(mixed, conv, documents, token, H * (2 * K) + h * V + v, v < V, known, T, D, W)
+    value = load(row + H * (2 * K) + h * V + v[None, :], wide)
     first = load(beta + head, known)[:, None] * value
     store(w + head[:, None] * ((1 + N) * V) + v[None, :], first, wide)
     if N > 0:
@@ -141,7 +110,7 @@ def columns_kernel(
 
 
 # Repeats the argument list of `columns_kernel`: a Triton kernel takes no structures.
-@triton.jit(do_not_specialize=["rows", "H", "T"])
+@triton.jit(do_not_specialize=["rows", "H"])
 def columns_backward_kernel(
     mixed,
     beta,
@@ -150,8 +119,6 @@ def columns_backward_kernel(
     p,
     betas,
     scale,
-    conv,
-    documents,
     d_q,
     d_k,
     d_w,
@@ -166,8 +133,6 @@ def columns_backward_kernel(
     eps,
     rows,
     H,
-    T,
-    W: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
@@ -180,13 +145,11 @@ def columns_backward_kernel(
     h, head, known = tokens_of_a_head(rows, H, ROWS)
     c, v = tl.arange(0, BK), tl.arange(0, BV)
     narrow, wide = known[:, None] & (c < K)[None, :], known[:, None] & (v < V)[None, :]
-    token, D = head // H, H * (2 * K + V)
-    row = token[:, None] * D
+    row = ((head - h) * (2 * K + V))[:, None]
 
     place = row + h * K + c[None, :]
-    query, slope = load_mixed(mixed, conv, documents, token, h * K + c, c < K, known, T, D, W)
     d_unit = query_scale * load(d_q + head[:, None] * K + c[None, :], narrow)
-    store(d_mixed + place, differentiate_unit(query, d_unit, eps) * slope, narrow)
+    store(d_mixed + place, differentiate_unit(load(mixed + place, narrow), d_unit, eps), narrow)
 
     columns = d_k + head[:, None] * ((1 + N) * K) + c[None, :]
     d_unit = load(columns, narrow)
@@ -198,11 +161,10 @@ def columns_backward_kernel(
         else:
             d_unit += d_later
     place = row + (H + h) * K + c[None, :]
-    key, slope = load_mixed(mixed, conv, documents, token, (H + h) * K + c, c < K, known, T, D, W)
-    store(d_mixed + place, differentiate_unit(key, d_unit, eps) * slope, narrow)
+    store(d_mixed + place, differentiate_unit(load(mixed + place, narrow), d_unit, eps), narrow)
 
     place = row + H * (2 * K) + h * V + v[None, :]
-    value, slope = load_mixed(mixed, conv, documents, token, H * (2 * K) + h * V + v, v < V, known, T, D, W)
+    value = load(mixed + place, wide)
     d_first = load(d_w + head[:, None] * ((1 + N) * V) + v[None, :], wide)
     store(d_beta + head, tl.sum(d_first * value, 1), known)
     d_value = load(beta + head, known)[:, None] * d_first
@@ -215,7 +177,7 @@ def columns_backward_kernel(
         if u is not None:
             store(d_u + head[:, None] * V + v[None, :], -d_residual, wide)
         d_value += d_residual
-    store(d_mixed + place, d_value * slope, wide)
+    store(d_mixed + place, d_value, wide)
 
 
 class ColumnInputs(NamedTuple):
@@ -228,12 +190,9 @@ class ColumnInputs(NamedTuple):
     p: Tensor | None  # […, H, N, V]
     betas: Tensor | None  # […, H, N]
     scale: Tensor | None  # γ, [N, H, V]
-    conv: Tensor | None = None  # [W, H·(K + K + V)]: mixed, [B, T, …], is convolved with it first, then a SiLU follows
-    documents: Tensor | None = None  # [B, T] int32: taps do not reach into an earlier document
 
 
 INPUT_COUNT = len(ColumnInputs._fields)
-SCALE = ColumnInputs._fields.index("scale")
 
 
 def _columns(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,32 +217,27 @@ def _columns_backward(d_q: Tensor, d_k: Tensor, d_w: Tensor, *inputs: Any) -> tu
     d_q, d_k, d_w, *tensors = all_contiguous_aligned(d_q, d_k, d_w, *inputs[:INPUT_COUNT])
     given = ColumnInputs(*tensors)
     grid, numbers, constants = _layout(given, *inputs[INPUT_COUNT:])
-    grads = [empty_like(z) for z in given[:SCALE]]
+    grads = [empty_like(z) for z in given[:-1]]
     shares = scale_shares(given.scale, grid)
     with device_guard(given.mixed):
         columns_backward_kernel[(grid.programs,)](*given, d_q, d_k, d_w, *grads, shares, *numbers, **constants)
-    d_conv = None
-    if given.conv is not None:
-        sums = (given.mixed, given.conv, None, None, given.documents)
-        grads[0], d_conv, _ = short_conv_backward(grads[0], *sums, False)
-    return all_present((*grads, summed_shares(shares, given.scale), d_conv), given.mixed)
+    return all_present((*grads, summed_shares(shares, given.scale)), given.mixed)
 
 
 def _columns_backward_shapes(d_q: Tensor, d_k: Tensor, d_w: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     given = ColumnInputs(*inputs[:INPUT_COUNT])
-    return tuple(gradient_like(z, given.mixed) for z in given[:-1])
+    return tuple(gradient_like(z, given.mixed) for z in given)
 
 
 def _layout(
     given: ColumnInputs, K: int, query_scale: float, eps: float, gelu: bool, nonlinear: bool
-) -> tuple[Grid, tuple[float, float, int, int, int], dict[str, Any]]:
+) -> tuple[Grid, tuple[float, float, int, int], dict[str, Any]]:
     """The grid, the numbers and the constants of a launch."""
     H = given.beta.shape[-1]
     tokens, V = given.beta.numel() // H, given.mixed.shape[-1] // H - 2 * K
     narrow, wide = tile_width(K), tile_width(V)
     grid = token_grid(tokens, H, max(narrow, wide))
     constants = {
-        "W": 0 if given.conv is None else given.conv.shape[0],
         "N": 0 if given.betas is None else given.betas.shape[-1],
         "K": K,
         "BK": narrow,
@@ -293,7 +247,7 @@ def _layout(
         "GELU": gelu,
         "NONLINEAR": nonlinear,
     }
-    return grid, (query_scale, eps, tokens, H, given.mixed.shape[-2]), constants
+    return grid, (query_scale, eps, tokens, H), constants
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -303,8 +257,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
     given = ctx.saved_tensors
-    grads = only_given(given[:-1], columns_backward(*d_outputs, *given, *ctx.options))
-    return *grads, None, *[None] * len(ctx.options)
+    return *only_given(given, columns_backward(*d_outputs, *given, *ctx.options)), *[None] * len(ctx.options)
 
 
 _INPUT_SCHEMA = f"{schema_of(ColumnInputs)}, int key_dim, float query_scale, float eps, bool gelu, bool nonlinear"
@@ -313,7 +266,7 @@ columns_backward = Operator(
     "prism::columns_backward",
     _columns_backward,
     _columns_backward_shapes,
-    schema=f"(Tensor d_q, Tensor d_k, Tensor d_w, {_INPUT_SCHEMA}) -> ({', '.join(['Tensor'] * (INPUT_COUNT - 1))})",
+    schema=f"(Tensor d_q, Tensor d_k, Tensor d_w, {_INPUT_SCHEMA}) -> ({', '.join(['Tensor'] * INPUT_COUNT)})",
 )
 columns = Operator(
     "prism::columns",

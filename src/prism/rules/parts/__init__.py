@@ -78,14 +78,6 @@ class ShortConv(nn.Module):
             y = short_conv(x, self.weight, self.bias, conv_state, span.documents, self.activation)
         return y, self._next_state(x, conv_state, span)
 
-    def taps(self, x: Tensor, conv_state: Tensor | None, span: Span) -> tuple[Tensor | None, Tensor]:
-        """The weight `[size, D]` if a call with these arguments is a convolution with it and a SiLU, and nothing else; with it
-        the conv state for the next call. For callers that compute more in the same pass."""
-        plain = conv_state is None and self.bias is None and self.activation and getattr(span, "context", None) is None
-        if not plain or self.weight is None or type(self) is not ShortConv or not is_unmodified(self):
-            return None, x
-        return self.weight, self._next_state(x, conv_state, span)
-
     def _next_state(self, x: Tensor, conv_state: Tensor | None, span: Span) -> Tensor:
         """The last `size - 1` real tokens of the current document, zeros before it."""
         count, T, documents = self.size - 1, x.shape[1], span.documents
