@@ -24,6 +24,8 @@ ELEMENTS = 4096
 """Numbers per tile of a norm."""
 PROGRAMS = 1056
 """Programs of a norm's backward: 8 per multiprocessor of an H200."""
+WARPS = 4
+"""Warps per program of a norm."""
 BLOCK = 1024
 """Channels per program of the product."""
 
@@ -205,7 +207,7 @@ def residual_norm(
     tile = _tile(x)
     with device_guard(x):
         residual_norm_kernel[(-(-len(x) // tile["ROWS"]),)](
-            x, delta, weight, None if delta is None else s, y, eps, len(x), **tile, num_warps=4
+            x, delta, weight, None if delta is None else s, y, eps, len(x), **tile, num_warps=WARPS
         )
     return s, y
 
@@ -223,7 +225,7 @@ def residual_norm_backward(
     with device_guard(s):
         residual_norm_backward_kernel[(programs,)](
             s, weight, d_s, d_y, d_x, None if d_delta is d_x else d_delta, shares, eps, len(s), -(-tiles // programs),
-            **tile, num_warps=4,
+            **tile, num_warps=WARPS,
         )  # fmt: skip
     return d_x, d_delta, shares.sum(0).to(weight.dtype)
 
@@ -250,7 +252,7 @@ def gated_norm(o: Tensor, g: Tensor, weight: Tensor | None, eps: float) -> Tenso
     """o, g `[rows, D]` → `[rows, D]`. No gradient."""
     y, tile = torch.empty_like(o), _tile(o)
     with device_guard(o):
-        gated_norm_kernel[(-(-len(o) // tile["ROWS"]),)](o, g, weight, y, eps, len(o), **tile, num_warps=4)
+        gated_norm_kernel[(-(-len(o) // tile["ROWS"]),)](o, g, weight, y, eps, len(o), **tile, num_warps=WARPS)
     return y
 
 
@@ -264,7 +266,7 @@ def gated_norm_backward(
     shares = o.new_empty(programs, o.shape[1], dtype=torch.float32)
     with device_guard(o):
         gated_norm_backward_kernel[(programs,)](
-            o, g, weight, d_y, d_o, d_g, y, shares, eps, len(o), -(-tiles // programs), **tile, num_warps=4
+            o, g, weight, d_y, d_o, d_g, y, shares, eps, len(o), -(-tiles // programs), **tile, num_warps=WARPS
         )
     return d_o, d_g, y, None if weight is None else shares.sum(0).to(weight.dtype)
 
