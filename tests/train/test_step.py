@@ -14,7 +14,7 @@ from prism.engine import using
 from prism.language import task as language
 from prism.language.corpus import prepare
 from prism.language.model import build_model
-from prism.language.task import LanguageTask
+from prism.language.task import LanguageTask, train_lm
 from prism.language.tokens import Batch
 from prism.nn.block import Block
 from prism.train.distributed import World, spread
@@ -92,6 +92,13 @@ def test_recomputation_is_chosen_by_device(tmp_path: Path) -> None:
 def test_a_graph_that_cannot_be_is_refused(device: str, processes: int, dropout: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_graph(nn.Sequential(nn.Dropout(dropout)), torch.device(device), processes)
+
+
+def test_a_graph_on_a_cpu_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    settings = small(tmp_path, graph=True, device="cpu")
+    with pytest.raises(ValueError, match="graph needs a GPU, but the device is cpu: omit --graph"):
+        train_lm(settings)
+    assert not settings.out.exists()
 
 
 @pytest.mark.gpu

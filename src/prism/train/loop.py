@@ -38,6 +38,7 @@ from prism.train import tensors
 from prism.train.checkpoint import Checkpoint, Checkpoints, NotFiniteError, checkpoint_at
 from prism.train.distributed import World, joined, spread
 from prism.train.export import write_export
+from prism.train.graph import check_graph
 from prism.train.progress import Bar, StopRequest
 from prism.train.readback import HostCopy, decides_on_device
 from prism.train.run import Log, open_run, store_settings
@@ -136,6 +137,8 @@ def train(task: Task, report: Report | None = None) -> RunResult:
                 f"batch.sequences is {settings.batch.sequences}, which {world.size} processes cannot share equally"
             )
         model = spread(task.build, task.initialize, world)
+        if settings.graph:
+            check_graph(model, world.device, world.size)
         with open_run(task, world) as folder:
             return _Run(task, world, model, folder, report).go()
 

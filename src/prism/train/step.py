@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from prism.engine import InvalidValueError
 from prism.nn.block import Block
 from prism.train.distributed import World, accumulating, layers_of, parallel_forward, whole
-from prism.train.graph import GraphedPasses, check_graph
+from prism.train.graph import GraphedPasses
 from prism.train.optimizer import Optimizers
 from prism.train.task import Samples, Task
 
@@ -62,7 +62,6 @@ class Stepper:
                 layer.compile()
         self.forward = parallel_forward(self.model, self.world)
         if self.settings.graph:
-            check_graph(self.model, self.world.device, self.world.size)
             self.graphed = GraphedPasses(self.model, self.differentiate)
 
     def compute(self, step: Step, factor: float, stopping: bool, update: bool) -> Tensor:
