@@ -71,6 +71,36 @@ def test_gated_output(by_kernels: None, tokens: int) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("piece", ["residual_norm", "swiglu", "gated_output"])
+def test_half_precision_errs_at_most_twice_what_torch_does(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    norm, head = nn.RMSNorm(32, eps=1e-5), HeadNorm(16)
+    maps = [nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False)]
+    out = nn.Linear(32, 8, bias=False)
+    calls: dict[str, tuple[Any, list[tuple[int, ...]], list[nn.Module]]] = {
+        "residual_norm": (lambda x, d: pieces.residual_norm(x, d, norm), [(2, 40, 32), (2, 40, 32)], [norm]),
+        "swiglu": (lambda x: pieces.swiglu(x, *maps), [(2, 40, 32)], maps),
+        "gated_output": (lambda o, g: gated_output(head, o, g, out), [(2, 40, 2, 16), (2, 40, 32)], [head, out]),
+    }
+    call, shapes, modules = calls[piece]
+    given = [torch.randn(shape) for shape in shapes]
+    results = []
+    for dtype, kernels in ((torch.float64, False), (torch.float16, True), (torch.float16, False)):
+        monkeypatch.setattr(pieces, "use_kernel", lambda x, kernels=kernels: kernels)
+        for m in modules:
+            m.to(DEVICE, torch.float16).to(dtype)
+        own = [z.to(DEVICE, torch.float16).to(dtype).requires_grad_() for z in given]
+        found = call(*own)
+        found = list(found) if isinstance(found, tuple) else [found]
+        torch.manual_seed(9)
+        grads = [torch.randn(z.shape).half().to(z) for z in found]
+        weights = [p for m in modules for p in m.parameters()]
+        results.append([*found, *torch.autograd.grad(found, [*own, *weights], grads)])
+    for exact, ours, theirs in zip(*results, strict=True):
+        assert (ours.double() - exact).norm() <= 2 * (theirs.double() - exact).norm() + 1e-4 * exact.norm()
+
+
+@needs_kernels
 def test_one_norm_keeps_its_sum_and_nothing_else(by_kernels: None) -> None:
     """Under autocast the sum is float32, what the maps read is half precision, and delta's gradient has delta's dtype."""
     norm, kept = nn.RMSNorm(16, eps=1e-5).to(DEVICE), []

@@ -107,11 +107,11 @@ def _rows(x: Tensor, width: int) -> Tensor:
     return x.reshape(-1, width).contiguous()
 
 
-def _weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def _weight_gradient(d_y: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient of y = x Wᵀ by W, `[M, N]`, `[M, D]` → `[N, D]`, in W's dtype."""
-    if weight.dtype == torch.float32 != x.dtype and x.is_cuda:  # without rounding it to half precision
-        return torch.mm(d_y.T, x, out_dtype=torch.float32)
-    return torch.mm(d_y.T, x).to(weight.dtype)
+    if dtype == torch.float32 != x.dtype and x.is_cuda:  # without rounding it to half precision
+        return torch.mm(d_y.T, x, out_dtype=dtype)
+    return torch.mm(d_y.T, x).to(dtype)
 
 
 def _normed(s: Tensor, norm: Any, dtype: torch.dtype) -> Tensor:
@@ -153,58 +153,59 @@ class _ResidualNorm(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps x and both projections in one tensor; their product is computed again."""
+    """Keeps x, both projections in one tensor, and the weights in x's dtype; the product is computed again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         from prism.engine.kernels import pieces as kernel
 
-        flat = _rows(x, x.shape[-1])
-        gu = flat @ torch.cat([gate, up]).to(x.dtype).T
-        ctx.save_for_backward(flat, gu, gate, up, down)
-        return (kernel.product(gu) @ down.to(x.dtype).T).view(*x.shape[:-1], down.shape[0])
+        flat, both = _rows(x, x.shape[-1]), torch.cat([gate.to(x.dtype), up.to(x.dtype)])
+        gu, back = flat @ both.T, down.to(x.dtype)
+        ctx.save_for_backward(flat, gu, both, back)
+        ctx.dtypes, ctx.sizes = (gate.dtype, up.dtype, down.dtype), (len(gate), len(up))
+        return (kernel.product(gu) @ back.T).view(*x.shape[:-1], len(back))
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         from prism.engine.kernels import pieces as kernel
 
         _refuse_second_derivatives()
-        x, gu, gate, up, down = ctx.saved_tensors
-        wants = ctx.needs_input_grad
-        flat = _rows(d_y, down.shape[0])
-        d_gu, h = kernel.product_backward(gu, flat @ down.to(x.dtype))
-        d_down = _weight_gradient(flat, h, down) if wants[3] else None
+        x, gu, both, back = ctx.saved_tensors
+        wants, (of_gate, of_up, of_down) = ctx.needs_input_grad, ctx.dtypes
+        flat = _rows(d_y, len(back))
+        d_gu, h = kernel.product_backward(gu, flat @ back)
+        d_down = _weight_gradient(flat, h, of_down) if wants[3] else None
         del h
         d_x = d_gate = d_up = None
         if wants[0]:
-            d_x = (d_gu @ torch.cat([gate, up]).to(x.dtype)).view(*d_y.shape[:-1], x.shape[-1])
+            d_x = (d_gu @ both).view(*d_y.shape[:-1], x.shape[-1])
         if wants[1] or wants[2]:
-            d_gate, d_up = _weight_gradient(d_gu, x, gate).split([len(gate), len(up)])
-        return d_x, d_gate if wants[1] else None, d_up if wants[2] else None, d_down
+            d_gate, d_up = _weight_gradient(d_gu, x, of_gate).split(ctx.sizes)
+        return d_x, d_gate if wants[1] else None, d_up.to(of_up) if wants[2] and d_up is not None else None, d_down
 
 
 class _GatedOutput(torch.autograd.Function):
-    """Keeps o and g; the gated norm is computed again."""
+    """Keeps o, g and the weight in o's dtype; the gated norm is computed again."""
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, g: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
         from prism.engine.kernels import pieces as kernel
 
-        V = o.shape[-1]
+        V, back = o.shape[-1], out.to(o.dtype)
         rows, gates = _rows(o, V), _rows(g, V)
-        ctx.save_for_backward(rows, gates, weight, out)
-        ctx.eps, ctx.shapes = eps, (o.shape, g.shape)
+        ctx.save_for_backward(rows, gates, weight, back)
+        ctx.eps, ctx.shapes, ctx.dtype = eps, (o.shape, g.shape), out.dtype
         y = kernel.gated_norm(rows, gates, weight, eps).view(-1, g.shape[-1])
-        return (y @ out.to(o.dtype).T).view(*g.shape[:-1], out.shape[0])
+        return (y @ back.T).view(*g.shape[:-1], len(back))
 
     @staticmethod
     def backward(ctx: Any, d_z: Tensor) -> tuple[Tensor | None, ...]:
         from prism.engine.kernels import pieces as kernel
 
         _refuse_second_derivatives()
-        o, g, weight, out = ctx.saved_tensors
-        flat = _rows(d_z, out.shape[0])
-        d_y = (flat @ out.to(o.dtype)).view(o.shape)
+        o, g, weight, back = ctx.saved_tensors
+        flat = _rows(d_z, len(back))
+        d_y = (flat @ back).view(o.shape)
         d_o, d_g, y, d_weight = kernel.gated_norm_backward(o, g, weight, d_y, ctx.eps)
-        d_out = _weight_gradient(flat, y.view(-1, out.shape[1]), out) if ctx.needs_input_grad[4] else None
+        d_out = _weight_gradient(flat, y.view(-1, back.shape[1]), ctx.dtype) if ctx.needs_input_grad[4] else None
         return d_o.view(ctx.shapes[0]), d_g.view(ctx.shapes[1]), d_weight, None, d_out

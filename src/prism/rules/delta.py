@@ -75,7 +75,8 @@ class DeltaFamily(Rule):
         maps = [self.beta] if self.decay_in is None else [self.beta, self.decay_in]
         beta, *decay = fused_linears(x, *maps)
         beta = beta.unflatten(-1, (self.substeps, self.heads)).flatten(1, 2)  # [B, T, n·H] -> [B, T·n, H]
-        return self.beta_scale * beta.sigmoid(), None if self.decay is None else self.decay(decay[0])
+        beta = beta.sigmoid() if self.beta_scale == 1.0 else self.beta_scale * beta.sigmoid()
+        return beta, None if self.decay is None else self.decay(decay[0])
 
     def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
         """Further writes of each token after its first, and their carry. Only PRISM has them."""
