@@ -79,6 +79,7 @@ def next_token_loss(
     shift_labels: Tensor | None,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = IGNORED,
+    z_loss: float = 0.0,
     **_: Any,
 ) -> Tensor:
     """A language model's loss, by the rules of transformers' `ForCausalLMLoss`.
@@ -87,13 +88,14 @@ def next_token_loss(
         hidden: `[B, T, D]`, the input of the head.
         labels: `[B, T]`, the tokens themselves, or `shift_labels` `[B, T]`, those that follow them.
         num_items_in_batch: by which the sum is divided; None: the number of labels that are not ignored.
+        z_loss: as in `linear_cross_entropy`.
     """
     if shift_labels is None:
         assert labels is not None
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
     given = (hidden, head.weight, shift_labels.to(hidden.device), head.bias)
-    total = linear_cross_entropy(*given, ignore_index=ignore_index, reduction=reduction)
+    total = linear_cross_entropy(*given, ignore_index=ignore_index, z_loss=z_loss, reduction=reduction)
     if num_items_in_batch is None:
         return total
     return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)

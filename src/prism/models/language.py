@@ -219,7 +219,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             skip_logits: whether to leave `logits` None. By default in training with labels: the loss does not need them
                 (`linear_cross_entropy`), and for a whole batch they would be the largest tensor of the step.
             kwargs: `num_items_in_batch`, by which the sum of the loss is divided (by default the number of labels that are
-                not ignored), and `ignore_index`; transformers' Trainer passes the first.
+                not ignored; transformers' Trainer passes it), `ignore_index` and `z_loss`.
         """
         return_dict = self.config.return_dict if return_dict is None else return_dict
         if isinstance(past_key_values, ReplayedCache):
