@@ -6,18 +6,18 @@
         --decode --output benchmarks/results/throughput-networks.json
     python benchmarks/throughput.py --tiny                             # a smoke test that also runs on a CPU
 
-Every batch holds the same number of tokens for every context, so that a column shows the cost of the context itself. A step
-is forward, backward and a fused AdamW step, in bfloat16 autocast; the loss is computed in slices so that the logits of a whole
-batch are never in memory. Gated norms and SwiGLUs, which all models share, are compiled (`--compile layers` compiles whole
-layers, which takes a minute or two per model). Models run one after the other in one process. The contexts of a model take
-turns, because a GPU that has worked for some seconds is slower by two per cent; figures are the median over all turns.
-`gated_delta-fla` is the same model on flash-linear-attention's kernels. With `--graph`, forward and backward are captured in a
-CUDA graph: otherwise memories that process mini-batch after mini-batch wait for Python.
+What is timed is the step of `prism train lm`: settings go in, and its own code (`prism.train.step`) computes forward, backward,
+gradient norm and update, in bfloat16 autocast; only the tokens are random. Every batch holds the same number of tokens for
+every context, so that a column shows the cost of the context itself. Models run one after the other in one process. The
+contexts of a model take turns, because a GPU that has worked for some seconds is slower by two per cent; figures are the
+median over all turns. `gated_delta-fla` is the same model on flash-linear-attention's kernels. With `--graph`, forward and
+backward are a CUDA graph: otherwise memories that process mini-batch after mini-batch wait for Python.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import shlex
 import statistics
 import sys
@@ -29,102 +29,161 @@ from typing import Any
 import torch
 
 from peer_model import fla_kernels
-from prism.models import PrismCache, PrismConfig, PrismForCausalLM, ReplayedCache
+from prism.language.model import build_model
+from prism.language.settings import DataSettings, ModelSettings, Settings
+from prism.language.task import LanguageTask
+from prism.language.tokens import Batch
+from prism.models import PrismCache, PrismForCausalLM, ReplayedCache
 from prism.models.replay import PATIENCE
 from prism.reports.results import write_results
-from training_step import Trainer
+from prism.train.distributed import World, spread
+from prism.train.readback import HostCopy
+from prism.train.settings import BatchSettings
+from prism.train.step import Step, Stepper
 
-HEAD = {"key_dim": 128, "value_dim": 128}
 MODELS: dict[str, dict[str, Any]] = {
-    "prism-1": {"layers": "prism", "rule_options": {"prism": {**HEAD, "steps": 1}}},
-    "prism-2": {"layers": "prism", "rule_options": {"prism": {**HEAD, "steps": 2}}},
-    "prism-4": {"layers": "prism", "rule_options": {"prism": {**HEAD, "steps": 4}}},
-    "gated_delta": {"layers": "gated_delta", "rule_options": {"gated_delta": HEAD}},
-    "gated_delta-fla": {"layers": "gated_delta", "rule_options": {"gated_delta": HEAD}},
-    "mamba2": {"layers": "mamba2", "num_heads": 12},
-    "transformer": {"layers": "softmax", "num_heads": 12},
+    "prism-1": {"layers": "prism", "options": ("prism.steps=1",)},
+    "prism-2": {"layers": "prism", "options": ("prism.steps=2",)},
+    "prism-4": {"layers": "prism", "options": ("prism.steps=4",)},
+    "gated_delta": {"layers": "gated_delta"},
+    "gated_delta-fla": {"layers": "gated_delta"},
+    "mamba2": {"layers": "mamba2", "num_heads": 12, "head_dim": None},
+    "transformer": {"layers": "softmax", "num_heads": 12, "head_dim": None},
 }
 OTHERS = ("ttt_linear", "ttt_mlp", "ttt_mlp-serial", "titans", "slstm")
 """Much slower rules: timed only on request, with fewer tokens."""
 CONTEXTS = (2048, 8192, 16384, 32768, 131072)
 
 
-def configuration(name: str, tiny: bool) -> PrismConfig:
-    chosen = MODELS.get(name, {"layers": name.removesuffix("-serial"), "num_heads": 12})
-    sizes = {"vocab_size": 32000, "hidden_size": 768, "num_heads": 6, "num_hidden_layers": 12}
-    if tiny:
-        sizes = {"vocab_size": 256, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2}
-        own = {key: value for key, value in chosen.get("rule_options", {}).get("prism", {}).items() if key == "steps"}
-        chosen = {"layers": chosen["layers"], "rule_options": {"prism": own} if own else {}}
-    if name.endswith("-serial"):  # every token updates the weights that the token before it left
-        chosen = {**chosen, "rule_options": {chosen["layers"]: {"mini_batch": 1}}}
-    return PrismConfig(**{**sizes, **chosen})
+def settings(name: str, context: int, sequences: int, arguments: argparse.Namespace) -> Settings:
+    """The settings of `prism train lm` for a model by name."""
+    rule = name.removesuffix("-serial")
+    chosen = MODELS.get(name, {"layers": rule, "num_heads": 12, "head_dim": None})
+    sizes = {"vocab_size": 32000, "hidden_size": 768, "num_heads": 6, "num_hidden_layers": 12, "head_dim": 128}
+    if arguments.tiny:
+        sizes = {"vocab_size": 256, "hidden_size": 64, "num_heads": 2, "num_hidden_layers": 2, "head_dim": None}
+        chosen = {key: value for key, value in chosen.items() if key in ("layers", "options")}
+    if rule != name:  # every token updates the weights that the token before it left
+        chosen = {**chosen, "options": (f"{rule}.mini_batch=1",)}
+    return Settings(
+        model=ModelSettings(**{**sizes, **chosen}, gradient_checkpointing=arguments.checkpointing),
+        data=DataSettings(context=context),
+        batch=BatchSettings(sequences),
+        device=arguments.device,
+        compile=arguments.compile,
+        recompute=arguments.recompute,
+        graph=arguments.graph,
+    )
+
+
+class RandomTokens(LanguageTask):
+    """The task of `prism train lm` with random tokens instead of a corpus."""
+
+    def __init__(self, chosen: Settings, form: str | None) -> None:
+        self.settings, self.weights, self.form = chosen, None, form
+
+    def build(self) -> PrismForCausalLM:
+        model = build_model(self.settings.model, self.settings.model.vocab_size, 0)
+        if self.form is not None:
+            model.config.form = self.form
+        return model
+
+    def samples(self, numbers: Any, device: torch.device) -> Batch:
+        shape = self.settings.batch.sequences, self.settings.data.context + 1
+        tokens = torch.randint(0, self.settings.model.vocab_size, shape)
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
+
+
+class Trainer:
+    """A model, and the steps of `prism train lm` at each of several contexts."""
+
+    def __init__(self, name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace) -> None:
+        world = World(torch.device(arguments.device))
+        form = "serial" if name.endswith("-serial") else None
+        self.model, self.steps, self.made = None, {}, 0
+        for context in contexts:
+            task = RandomTokens(settings(name, context, max(1, tokens // context), arguments), form)
+            if self.model is None:
+                self.model = spread(task.build, task.initialize, world).train()
+                stepper = Stepper(task, world, self.model)
+                stepper.prepare()
+            else:  # the same model and optimizer with other samples
+                stepper = copy.copy(stepper)
+                stepper.task, stepper.share, stepper.at_once = task, *[task.settings.batch.sequences] * 2
+            self.steps[context] = stepper, task.samples(None, world.device)
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def batch(self, context: int) -> int:
+        return len(self.steps[context][1].inputs)
+
+    def make(self, context: int, steps: int = 1) -> float:
+        """Make steps as the loop does, which reads a step's numbers after it has queued the next; returns the last loss."""
+        stepper, samples = self.steps[context]
+        queued = None
+        for _ in range(steps):
+            self.made += 1
+            step = Step(self.made, samples, samples.targets.numel(), 0.0)
+            numbers = HostCopy(stepper.compute(step, 1.0, stopping=False, update=True))
+            if queued is not None:
+                queued.read()
+            queued = numbers
+        return queued.read()[0]
 
 
 def train(name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per context. A model that runs out of memory recomputes activations, and its rows say so."""
+    """One row per context. A model that runs out of memory recomputes whole layers, and its rows say so."""
     try:
-        yield from _train(name, contexts, tokens, arguments, recompute=False)
+        yield from _train(name, contexts, tokens, arguments)
         return
     except torch.OutOfMemoryError:
-        print(f"{name:16} out of memory: activations are recomputed", flush=True)
+        print(f"{name:16} out of memory: layers are recomputed", flush=True)
     torch.cuda.empty_cache()  # outside the handler, which still holds the tensors
-    yield from _train(name, contexts, tokens, arguments, recompute=True)
+    arguments = argparse.Namespace(**{**vars(arguments), "checkpointing": True})
+    yield from _train(name, contexts, tokens, arguments)
 
 
 def _train(
-    name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace, recompute: bool
+    name: str, contexts: tuple[int, ...], tokens: int, arguments: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    form = "serial" if name.endswith("-serial") else None
-    config = configuration(name, arguments.tiny)
-    if arguments.graph:  # a graph keeps its memory: one context after the other, each with a new trainer
-        for context in contexts:
-            trainer = Trainer(config, arguments.device, form, arguments.compile, recompute)
-            yield from _turns(name, trainer, (context,), tokens, arguments, recompute)
-            del trainer
-    else:
-        trainer = Trainer(config, arguments.device, form, arguments.compile, recompute)
-        yield from _turns(name, trainer, contexts, tokens, arguments, recompute)
+    # A graph keeps its memory: one context after the other, each with a new model.
+    for group in [(context,) for context in contexts] if arguments.graph else [contexts]:
+        yield from _turns(name, Trainer(name, group, tokens, arguments), arguments)
 
 
-def _turns(
-    name: str,
-    trainer: Trainer,
-    contexts: tuple[int, ...],
-    tokens: int,
-    arguments: argparse.Namespace,
-    recompute: bool,
-) -> Iterator[dict[str, Any]]:
+def _turns(name: str, trainer: Trainer, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per context: a first step of each context, then `turns` times `steps` timed steps of each."""
-    batches, first, peaks, losses = {}, {}, {}, {}
-    seconds: dict[int, list[float]] = {context: [] for context in contexts}
-    for context in contexts:
-        shape = max(1, tokens // context), context + 1
-        batches[context] = torch.randint(0, trainer.model.config.vocab_size, shape, device=arguments.device)
+    first: dict[int, float] = {}
+    peaks: dict[int, int | None] = {}
+    losses: dict[int, float] = {}
+    seconds: dict[int, list[float]] = {context: [] for context in trainer.steps}
+    for context in trainer.steps:
         _reset_peak(arguments.device)
         started = time.perf_counter()
-        (trainer.capture if arguments.graph else trainer.step)(batches[context])
+        trainer.make(context)
         first[context] = time.perf_counter() - started
     for _ in range(arguments.turns):
-        for context, batch in batches.items():
-            if not arguments.graph:  # a replay allocates nothing: its memory is that of the capture
+        for context in trainer.steps:
+            if first[context] < 10 or arguments.graph:  # start-up costs do not matter for slower ones
+                trainer.make(context)
+            if not arguments.graph:  # a replay allocates nothing: its memory is that of the steps before it
                 _reset_peak(arguments.device)
-            if first[context] < 10:  # start-up costs do not matter for slower ones
-                trainer.step(batch)
-            for _ in range(arguments.steps):
-                started = time.perf_counter()
-                losses[context] = trainer.step(batch)
-                seconds[context].append(time.perf_counter() - started)
+            started = time.perf_counter()
+            losses[context] = trainer.make(context, arguments.steps)
+            seconds[context].append((time.perf_counter() - started) / arguments.steps)
             peaks[context] = _peak(arguments.device)
-    for context, batch in batches.items():
+    for context in trainer.steps:
         yield {
             "model": name,
             "parameters": trainer.parameters,
             "context": context,
-            "batch": len(batch),
-            "tokens_per_second": len(batch) * context / statistics.median(seconds[context]),
+            "batch": trainer.batch(context),
+            "tokens_per_second": trainer.batch(context) * context / statistics.median(seconds[context]),
             "peak_bytes": peaks[context],
-            "recomputed": recompute,
+            "recomputed": arguments.checkpointing,
+            "recompute": arguments.recompute,
             "graph": arguments.graph,
             "first_step_seconds": first[context],
             "loss": losses[context],
@@ -139,7 +198,8 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
     float32 and in bfloat16. The model is also called from Python.
     """
     torch.manual_seed(0)
-    model = PrismForCausalLM(configuration(name, arguments.tiny)).to(arguments.device).eval()
+    model = build_model(settings(name, 1, 1, arguments).model, 256 if arguments.tiny else 32000, 0)
+    model = model.to(arguments.device).eval()
     if arguments.device == "cuda":
         model = model.to(torch.bfloat16)
     for context in contexts:
@@ -223,7 +283,7 @@ def main() -> None:
     )
     parser.add_argument("--contexts", nargs="+", type=int, help=f"default: {' '.join(map(str, CONTEXTS))}")
     parser.add_argument("--tokens", type=int, help="tokens per batch (default: 131072)")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps per turn")
+    parser.add_argument("--steps", type=int, default=3, help="steps per turn, timed together")
     parser.add_argument("--turns", type=int, default=3, help="turns per context")
     parser.add_argument(
         "--decode", nargs="*", default=["prism-2", "gated_delta", "mamba2", "transformer"],
@@ -232,13 +292,16 @@ def main() -> None:
     parser.add_argument("--decode-batch", type=int, default=32, help="batch size of decoding")
     parser.add_argument("--tiny", action="store_true", help="use small models, for a machine without a GPU")
     parser.add_argument("--graph", action="store_true", help="replay forward and backward as a CUDA graph")
-    parser.add_argument("--compile", choices=["pieces", "layers", "no"], default="pieces")
+    parser.add_argument("--compile", action="store_true", help="compile the layers")
+    parser.add_argument(
+        "--recompute", choices=["auto", "none", "cheap"], default="auto", help="activations that are not kept"
+    )
     parser.add_argument(
         "--budget", type=float, default=float("inf"), help="seconds after which no further model is started"
     )
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "throughput.json")
     arguments = parser.parse_args()
-    arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    arguments.device, arguments.checkpointing = "cuda" if torch.cuda.is_available() else "cpu", False
     if arguments.device == "cpu" and not arguments.tiny:
         parser.error("torch finds no GPU: use --tiny, which runs small models on the CPU")
     if arguments.device == "cpu" and arguments.graph:

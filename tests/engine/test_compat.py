@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 import prism
 from prism.engine import compat, kernels
+from prism.engine.recompute import recomputing
 from prism.rules.parts import LowRank, fused_linears
 
 SOURCE = Path(prism.__file__).parent
@@ -24,6 +25,8 @@ LOSSES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "exporting": lambda patch: patch.setattr(compat, "EXPORTING", "_gone"),
     "dispatch module": lambda patch: patch.delattr("torch.utils._python_dispatch"),
     "forward level": lambda patch: patch.setattr(compat, "forward_ad", _WithoutLevel),
+    "saved tensors": lambda patch: patch.setattr(compat, "SAVED_TENSOR_HOOKS", "_gone"),
+    "foreach zero": lambda patch: patch.delattr(torch, "_foreach_zero_"),
     "foreach": lambda patch: patch.delattr(torch, "_foreach_copy_"),
     "global hooks": lambda patch: patch.setattr(compat, "GLOBAL_HOOKS", ("_gone",)),
     "forward hooks": lambda patch: patch.setattr(compat, "FORWARD_HOOKS", ("_gone",)),
@@ -53,8 +56,12 @@ def outputs() -> list[Tensor]:
     mapped = torch.func.vmap(lambda z: mixer(z)[0])(x.unsqueeze(1))
     places = [torch.zeros(3), torch.zeros(2, 2)]
     compat.copy_all(places, [torch.arange(3.0), torch.ones(2, 2)])
+    zeros = [torch.ones(2), torch.ones(3, 1)]
+    compat.zero_all(zeros)
+    with recomputing():
+        y = y + mixer(x)[0]
     maps = [nn.Linear(16, 3, bias=False), LowRank(16, 2, 5)]
-    return [y, gradient, tangent, each, mapped, *places, *fused_linears(x.float(), *maps)]
+    return [y, gradient, tangent, each, mapped, *places, *zeros, *fused_linears(x.float(), *maps)]
 
 
 @pytest.mark.parametrize("lost", LOSSES)

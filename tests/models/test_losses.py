@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from prism.models.cross_entropy import rows_at_once
 from prism.models.losses import (
     LOSSES,
     InBatch,
     Negatives,
     Popularity,
     Uniform,
-    _rows_at_once,
     bce,
     full_softmax,
     gbce,
@@ -106,7 +106,7 @@ def test_full_softmax_never_holds_all_logits() -> None:
     with Largest() as largest:
         full_softmax(hidden, vectors, targets, chunk=10).backward()
     assert largest.numbers == 10 * 200
-    assert 1_000_000 * _rows_at_once(1_000_000, "cpu") <= 2**26
+    assert 1_000_000 * rows_at_once(1_000_000, "cpu") <= 2**26
 
 
 def test_full_softmax_needs_no_gradients() -> None:

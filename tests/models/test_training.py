@@ -82,6 +82,34 @@ def test_the_loss_is_that_of_the_next_token() -> None:
     assert abs(out.loss - expected) < 1e-6
 
 
+def test_in_training_with_labels_logits_are_computed_only_if_asked_for() -> None:
+    lm, ids = model("prism+softmax"), tokens(2, 9)
+    whole = lm(ids, labels=ids)
+    assert whole.logits is not None and lm(ids, labels=ids, skip_logits=True).logits is None
+    lm.train()
+    assert lm(ids).logits is not None
+    out = lm(ids, labels=ids)
+    assert out.logits is None
+    assert_close("loss", out.loss, whole.loss, 1e-12)
+    assert_close("logits", lm(ids, labels=ids, skip_logits=False).logits, whole.logits, 1e-12)
+    assert [tuple(z.shape) for z in lm(ids, labels=ids, return_dict=False)] == [()]
+    shifted = F.pad(ids[:, 1:], (0, 1), value=-100)
+    assert_close("shifted", lm(ids, shift_labels=shifted).loss, whole.loss, 1e-12)
+    assert_close("by a number of tokens", lm(ids, labels=ids, num_items_in_batch=4).loss, whole.loss * 16 / 4, 1e-12)
+
+
+def test_a_loss_of_ones_own_and_a_replaced_head_get_logits() -> None:
+    lm, ids = model("prism"), tokens(2, 9)
+    expected = lm(ids, labels=ids).loss
+    lm.loss_function = lambda logits, labels, **_: logits.square().mean()
+    assert_close("own loss", lm(ids, labels=ids).loss, lm(ids).logits.square().mean(), 1e-12)
+    del lm._loss_function
+    lm.lm_head.register_forward_hook(lambda module, inputs, out: 2 * out)
+    doubled = lm(ids, labels=ids).loss
+    lm.lm_head = torch.nn.Sequential(lm.lm_head)
+    assert abs(doubled - lm(ids, labels=ids).loss) < 1e-6 and abs(doubled - expected) > 1e-3
+
+
 def test_logits_are_computed_where_they_are_asked_for() -> None:
     lm, ids = model("prism+softmax"), tokens(2, 9)
     whole = lm(ids).logits

@@ -26,7 +26,7 @@ from prism.recommend.events import prepare_dataset
 from prism.recommend.settings import RecSettings
 from prism.recommend.task import RecTask
 from prism.train import loop
-from prism.train.distributed import World, parallel_forward, spread
+from prism.train.distributed import World, spread
 from prism.train.optimizer import Optimizers
 from prism.train.progress import StopRequest
 from prism.train.readback import HostCopy
@@ -70,7 +70,7 @@ def stepper(task: Task, device: torch.device, folder: Path) -> tuple[loop._Run, 
     world = World(device)
     model = spread(task.build, task.initialize, world).train()
     run = loop._Run(task, world, model, folder, lambda *_: None)
-    run.forward = parallel_forward(model, world)
+    run.stepper.prepare()
     bar, stop = run.bar(), StopRequest()
     return run, lambda: run.advance(None, bar, stop)
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 EXPORTING = "is_exporting"
+SAVED_TENSOR_HOOKS = "_top_saved_tensors_default_hooks"
 TRANSFORMS = "_are_functorch_transforms_active"
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -60,6 +61,15 @@ def in_dispatch_mode() -> bool:
     return True if active is None else active()
 
 
+def saved_tensor_hooks_active() -> bool:
+    """Whether someone's saved-tensor hooks are active (gradient checkpointing, `save_on_cpu`).
+
+    Fallback: False; hooks entered inside theirs then replace them.
+    """
+    top = getattr(getattr(torch._C, "_autograd", None), SAVED_TENSOR_HOOKS, None)
+    return top is not None and top(False) is not None
+
+
 def is_exporting() -> bool:
     """Whether `torch.export` is tracing. Fallback (before torch 2.7): False."""
     exporting = getattr(torch.compiler, EXPORTING, None)
@@ -84,6 +94,16 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def zero_all(tensors: list[Tensor]) -> None:
+    """Set tensors to zero in place with one kernel for all. Fallback: one kernel each."""
+    together = getattr(torch, "_foreach_zero_", None)
+    if together is not None:
+        together(tensors)
+        return
+    for tensor in tensors:
+        tensor.zero_()
 
 
 def forward_hooks(modules: Iterable[nn.Module]) -> list[dict[Any, Any]] | None:

@@ -7,6 +7,8 @@
         gelu     δ_l = GELU(p_l ⊙ r_l),   r_{l+1} = r_l - δ_l
         closed   δ_l = P_l ⊙ r_l,         r_{l+1} = r_l - δ_l,   P = σ(p)     =>   δ_l = P_l ⊙ Π_{j<l}(1 - P_j) ⊙ r
 
+    token_losses    -log softmax(logits)[target] of each row, and its gradient
+
 Rules call these functions and import no kernel. On a GPU one kernel computes each of them, with the same results up to
 rounding: engine/kernels/short_conv.py, columns.py and solver.py. They are imported when they first run, so that
 `import prism` does not import Triton.
@@ -199,3 +201,28 @@ def solve(r: Tensor, p: Tensor | None, steps: int, solver: str, nonlinearity: bo
         corrections.append(delta)
         r = r - delta
     return torch.stack(corrections, -2)
+
+
+def token_losses(
+    logits: Tensor, targets: Tensor, ignore_index: int, z_loss: float = 0.0, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Each row's cross-entropy `[M]` plus z_loss · lse², and with `dtype` the gradient of their sum by the logits `[M, V]`.
+
+    The logits, in float32 or float64, are overwritten. Rows whose target is `ignore_index` have loss and gradient 0.
+    """
+    if use_kernel(logits):
+        from prism.engine.kernels import cross_entropy as kernel
+
+        return kernel.token_losses(logits, targets, ignore_index, z_loss, dtype)
+    counted = targets != ignore_index
+    columns = torch.where(counted, targets, 0).unsqueeze(1)
+    at_target = logits.gather(1, columns)
+    highest = logits.amax(1, keepdim=True)
+    shares = logits.sub_(highest).exp_()
+    norm = shares.sum(1, keepdim=True)
+    lse = norm.log() + highest
+    losses = torch.where(counted, (lse - at_target + z_loss * lse.square()).squeeze(1), 0.0)
+    if dtype is None:
+        return losses, None
+    shares = shares.mul_(torch.where(counted.unsqueeze(1), (1 + 2 * z_loss * lse) / norm, 0.0))
+    return losses, shares.scatter_add_(1, columns, -counted.unsqueeze(1).to(logits.dtype)).to(dtype)

@@ -24,6 +24,7 @@ from prism.documents import document_starts, needed_starts
 from prism.files import read_json, read_state, write_state
 from prism.language.tokenizer import TextStream, Tokenizer, load_tokenizer
 from prism.models import PrismCache, PrismForCausalLM
+from prism.models.language import PrismOutput
 from prism.models.loading import fingerprint, fingerprint_mismatch, open_weights
 from prism.models.replay import cache_for
 
@@ -50,19 +51,24 @@ class Reader:
         self.cache = cache_for(model) if cache is None else cache
 
     @torch.no_grad()
-    def read(self, tokens: Tensor, keep: int = 0) -> Tensor:
-        """Read tokens `[T]` in one forward pass; returns next-token logits `[T, V]` (with `keep`, of the last), float32."""
+    def forward(self, tokens: Tensor, **options: Any) -> PrismOutput:
+        """Read tokens `[T]` in one forward pass; `options` are further arguments of the model."""
         reset = needed_starts(document_starts(tokens[None], self.end), fresh=not self.cache.is_initialized)
-        out = self.model(
+        out: PrismOutput = self.model(
             tokens[None].to(self.model.device),
             past_key_values=self.cache,
             reset=None if reset is None else reset.to(self.model.device),
-            logits_to_keep=keep,
             use_cache=True,
+            **options,
         )
         self.last = int(tokens[-1])
-        logits: Tensor = out.logits[0]
-        return logits.float()
+        return out
+
+    def read(self, tokens: Tensor, keep: int = 0) -> Tensor:
+        """Read tokens `[T]` in one forward pass; returns next-token logits `[T, V]` (with `keep`, of the last), float32."""
+        logits = self.forward(tokens, logits_to_keep=keep).logits
+        assert logits is not None  # without labels they are always there
+        return logits[0].float()
 
     def read_all(self, tokens: Tensor, segment: int = SEGMENT) -> Tensor:
         """Read tokens `[T]` in segments; returns the logits `[V]` of the next token."""

@@ -12,7 +12,8 @@ from prism.models import PrismConfig, PrismForCausalLM
 from prism.train.model import rule_options
 
 Builder = Callable[[ModelSettings, int, int], nn.Module]
-"""(settings, vocabulary size, end token) → a model called as `model(input_ids=…, reset=…, use_cache=False).logits`."""
+"""(settings, vocabulary size, end token) → a `PrismForCausalLM`, or a model called as `model(input_ids=…, reset=…,
+use_cache=False).logits`."""
 
 
 def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module:

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from prism.documents import document_starts, needed_starts
 from prism.language import text
 from prism.language.generate import SEGMENT, LanguageModel, Reader
+from prism.models.cross_entropy import IGNORED
 
 
 @dataclass(frozen=True)
@@ -178,9 +178,8 @@ def _through_state(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator
     """(nats, tokens) of each segment; the state is passed from one to the next."""
     reader = Reader(lm.model, lm.tokenizer.end)
     for piece, _ in _pieces(stream, how.segment, how.segment):
-        logits = reader.read(piece[:-1])
-        targets = piece[1:].to(logits.device)
-        yield float(F.cross_entropy(logits, targets, reduction="sum")), len(targets)
+        out: Any = reader.forward(piece[:-1], **_summed(piece[1:][None]))
+        yield float(out.loss), len(piece) - 1
 
 
 @torch.no_grad()
@@ -191,13 +190,16 @@ def _in_contexts(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[t
         tokens = torch.stack([piece for piece, _ in group])
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
         for row, (_, old) in enumerate(group):
-            targets[row, :old] = -100  # ignored by cross_entropy
+            targets[row, :old] = IGNORED
         reset = needed_starts(document_starts(inputs, lm.tokenizer.end), fresh=True)
         reset = None if reset is None else reset.to(lm.device)
-        logits = lm.model(inputs.to(lm.device), reset=reset, use_cache=False).logits.float()
-        wanted = targets.to(lm.device)
-        nats = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum", ignore_index=-100)
-        yield float(nats), int((targets != -100).sum())
+        out = lm.model(inputs.to(lm.device), reset=reset, use_cache=False, **_summed(targets))
+        yield float(out.loss), int((targets != IGNORED).sum())
+
+
+def _summed(targets: Tensor) -> dict[str, Any]:
+    """Arguments with which a model returns the summed loss of these next tokens `[B, T]`, and no logits."""
+    return {"shift_labels": targets, "num_items_in_batch": 1, "skip_logits": True}
 
 
 def _batches(pieces: Iterable[tuple[Tensor, int]], size: int) -> Iterator[list[tuple[Tensor, int]]]:

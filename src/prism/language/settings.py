@@ -57,6 +57,9 @@ class Settings(RunSettings):
     """Preset to start from: tiny, 30m, 130m, 340m or 1.3b (parameters at a vocabulary of 32,768). None: tiny."""
     out: Path = Path("runs/lm")
     """Run folder: settings, log, checkpoints and, at the end, the exported model."""
+    z_loss: float = field(default=0.0, metadata={"min": 0})
+    """Factor of the squared log-sum-exp of the logits, added to the training loss; it keeps their scale near 1. For example
+    1e-4. 0: none."""
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
 

@@ -19,6 +19,7 @@ from prism.language.perplexity import Score
 from prism.language.settings import Settings
 from prism.language.tokens import Batch, Sequences
 from prism.messages import say
+from prism.models import PrismForCausalLM
 from prism.nn.mixer import Mixer
 from prism.overrides import to_plain
 from prism.train.checkpoint import Checkpoint
@@ -29,18 +30,24 @@ from prism.train.run import check_folder
 from prism.train.task import ValidationResult
 
 
-def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+def loss_sum(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
     """Cross-entropy in nats, summed over all tokens of the batch, in float32.
 
     In training it includes the balance loss of mixtures of memories.
+
+    Args:
+        z_loss: factor of the squared log-sum-exp of the logits, which is added.
     """
     part = {} if batch.context is None else {"context": batch.context}
-    out = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False, **part)
-    nats = F.cross_entropy(out.logits.float().flatten(0, 1), batch.targets.flatten(), reduction="sum")
-    balance = getattr(out, "balance_loss", None)
-    if model.training and balance is not None:
-        nats = nats + batch.targets.numel() * balance
-    return nats
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if isinstance(inner, PrismForCausalLM):  # it has the loss without the logits
+        given: dict[str, Any] = {"shift_labels": batch.targets, "skip_logits": True, **part}
+        given |= {"z_loss": z_loss} if z_loss else {}
+        mean: Tensor = model(batch.inputs, reset=batch.reset, use_cache=False, **given).loss
+        return mean * batch.targets.numel()
+    logits = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False, **part).logits.float().flatten(0, 1)
+    nats = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
+    return nats + z_loss * logits.logsumexp(-1).square().sum() if z_loss else nats
 
 
 class Validation:
@@ -152,7 +159,7 @@ class LanguageTask:
         return {"tokens": step * self.settings.batch.sequences * self.settings.data.context}
 
     def loss(self, model: nn.Module, samples: Batch) -> Tensor:
-        return loss_sum(model, samples)
+        return loss_sum(model, samples, self.settings.z_loss)
 
     def validate(self, model: nn.Module, world: World, at_once: int) -> ValidationResult:
         score = self.validation.score(model, world, at_once)

@@ -21,16 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from prism.documents import needed_starts, starts_of_positions
-from prism.engine.checks import values_may_be_read
+from prism.engine.compat import is_unmodified
 from prism.engine.context import Context
 from prism.engine.defaults import resolve
 from prism.models.cache import PrismCache
 from prism.models.compat import is_loaded, require_marks, tokens_to_record, warn_of_missing
 from prism.models.config import PrismConfig
+from prism.models.cross_entropy import next_token_loss
+from prism.models.flags import document_starts_of, padding_mask
 from prism.models.replay import ReplayedCache, cache_for
 from prism.models.rollback import Inputs
 from prism.nn.block import Block, place_options
@@ -147,9 +149,9 @@ class PrismModel(PrismPreTrainedModel):
         states: list[Any] = past_key_values.states if past_key_values is not None else []
         if states and len(states) != len(self.layers):
             raise ValueError(f"past_key_values has {len(states)} layers, the model {len(self.layers)}")
-        mask = _padding_mask(attention_mask, B, T)
+        mask = padding_mask(attention_mask, B, T)
         fresh = past_key_values is None or not past_key_values.is_initialized
-        reset = _document_starts(reset, position_ids, B, T, fresh and (context is None or context.first))
+        reset = document_starts_of(reset, position_ids, B, T, fresh and (context is None or context.first))
         shared = {} if shared is None else shared
         cache = None
         if past_key_values is not None and past_key_values.rolls_back:
@@ -238,6 +240,8 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         context: Context | None = None,
+        shift_labels: Tensor | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> PrismOutput | tuple[Any, ...]:
         """Logits `[B, T, vocab_size]`. Arguments as in `PrismModel.forward`, and
@@ -245,6 +249,11 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         Args:
             labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is ignored in the loss.
             logits_to_keep: number of last tokens for which logits are computed (0: all), or their indices.
+            shift_labels: `[B, T]`, the next tokens, instead of `labels`.
+            skip_logits: whether to leave `logits` None. By default in training with labels: the loss does not need them
+                (`linear_cross_entropy`), and for a whole batch they would be the largest tensor of the step.
+            kwargs: `num_items_in_batch`, by which the sum of the loss is divided (by default the number of labels that are
+                not ignored; transformers' Trainer passes it), `ignore_index` and `z_loss`.
         """
         if labels is not None and context is not None:
             raise ValueError(
@@ -252,7 +261,16 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         if isinstance(past_key_values, ReplayedCache):
-            special = (position_ids, inputs_embeds, labels, reset, output_hidden_states or None)
+            special = (
+                position_ids,
+                inputs_embeds,
+                labels,
+                shift_labels,
+                reset,
+                output_hidden_states or None,
+                skip_logits,
+                context,
+            )
             plain = use_cache is not False and isinstance(logits_to_keep, int) and all(z is None for z in special)
             replayed = self._replayed(input_ids, attention_mask, past_key_values) if plain else None
             if replayed is not None:
@@ -272,13 +290,15 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             removable=logits_to_keep if isinstance(logits_to_keep, int) else 0,
             context=context,
         )
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, keep])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        hidden = out.last_hidden_state
+        loss: Any = None
+        if labels is not None or shift_labels is not None:
+            loss = self._loss(hidden, labels, shift_labels, **kwargs)
             if self.training and "balance_loss" in shared:
                 loss = loss + shared["balance_loss"]
+        skip = (self.training and loss is not None) if skip_logits is None else skip_logits
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = None if skip else self.lm_head(hidden[:, keep])
         output = PrismOutput(
             loss=loss,
             logits=logits,
@@ -288,12 +308,20 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         )
         return output if return_dict else output.to_tuple()
 
+    def _loss(self, hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, **kwargs: Any) -> Tensor:
+        """The loss of the next tokens. A loss function set by the user, or a head that was replaced, gets all logits."""
+        if self.loss_function is ForCausalLMLoss and type(self.lm_head) is nn.Linear and is_unmodified(self.lm_head):
+            return next_token_loss(hidden, self.lm_head, labels, shift_labels, **kwargs)
+        given = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": shift_labels}
+        loss: Tensor = self.loss_function(logits=self.lm_head(hidden), **given, **kwargs)
+        return loss
+
     def _replayed(self, input_ids: Any, attention_mask: Any, cache: ReplayedCache) -> PrismOutput | None:
         """The output of a replayed step; None if the call is not one plain token per row, or there is no graph for it."""
         idle = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not cache.states
         if idle or cache.unread or input_ids is None or input_ids.ndim != 2 or input_ids.shape[1] != 1:
             return None
-        if self.config.output_hidden_states or _padding_mask(attention_mask, len(input_ids), 1) is not None:
+        if self.config.output_hidden_states or padding_mask(attention_mask, len(input_ids), 1) is not None:
             return None
         answers: Any = cache.step(self, input_ids)
         if answers is None:
@@ -338,38 +366,6 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
             if cache.tokens and generation_mode == "assisted_generation" and model_kwargs.get("attention_mask") is None:
                 # Shows how many of the tokens are new (see prepare_inputs_for_generation); transformers lengthens it.
                 model_kwargs["attention_mask"] = torch.ones(1, cache.tokens, dtype=torch.long, device=self.device)
-
-
-def _padding_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-    """`[B, T]` bool for the mixers, or None if nothing is padding."""
-    if attention_mask is None:
-        return None
-    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2 or attention_mask.shape[1] < tokens:
-        raise ValueError(
-            f"attention_mask must be [B, T] = {[batch, tokens]}, or longer by the tokens in the cache, "
-            f"got {list(getattr(attention_mask, 'shape', [])) or type(attention_mask).__name__}"
-        )
-    mask = attention_mask[:, -tokens:].bool()
-    return None if _may_read(mask) and bool(mask.all()) else mask
-
-
-def _may_read(flags: Tensor) -> bool:
-    """Whether a mask's or reset's values may choose the path: not in a training step on a GPU, which would synchronise."""
-    return values_may_be_read(flags) if torch.is_grad_enabled() else not torch.compiler.is_compiling()
-
-
-def _document_starts(
-    reset: Tensor | None, position_ids: Tensor | None, batch: int, tokens: int, fresh: bool
-) -> Tensor | None:
-    """`[B, T]` bool, or None if no document starts here (with an empty cache a start at the first token has no effect)."""
-    if reset is None:
-        if position_ids is None:
-            return None
-        reset = starts_of_positions(position_ids).expand(batch, -1)
-    if tuple(reset.shape) != (batch, tokens):
-        raise ValueError(f"reset and position_ids must be [B, T] = {[batch, tokens]}, got {list(reset.shape)}")
-    reset = reset.bool()
-    return needed_starts(reset, fresh) if _may_read(reset) else reset
 
 
 def _initialise(parameter: Tensor | None, draw: Any) -> None:

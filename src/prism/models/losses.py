@@ -1,5 +1,7 @@
 """Losses of the recommender over all items or over sampled negatives, and the samplers of negatives.
 
+The cross-entropy over all items, as over a vocabulary, is `linear_cross_entropy` in cross_entropy.py.
+
 Every loss takes hidden `[…, D]`, the items' vectors `[N + 1, D]` and the targets `[…]` (0: none). It returns the SUM over
 real targets, in float32 or better; the caller divides by their number. Under `torch.autocast` products are in its dtype,
 sums are not.
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.engine.checks import values_may_be_read
+from prism.models.cross_entropy import linear_cross_entropy
 from prism.rules.parts import at_least_float32
 
 
@@ -164,17 +167,11 @@ def item_loss(
 
 
 def full_softmax(hidden: Tensor, vectors: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:
-    """Σ -log softmax(hidden · vectors)[target] over items 1 … N.
-
-    Logits are never all in memory: they are computed for `chunk` rows at a time, and gradients are accumulated in the same
-    pass. There are no second derivatives.
-    """
+    """Σ -log softmax(hidden · vectors)[target] over items 1 … N: `linear_cross_entropy`, `chunk` rows at a time."""
     hidden, targets = flatten_rows(hidden, targets)
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    chunk = _rows_at_once(vectors.shape[0], device) if chunk is None else chunk
-    loss: Tensor = _FullSoftmax.apply(hidden, vectors, targets, dtype, chunk)
-    return loss
+    return linear_cross_entropy(  # item i is output i - 1
+        hidden, vectors[1:], targets - 1, ignore_index=-1, reduction="sum", rows=chunk
+    )
 
 
 def sampled_softmax(hidden: Tensor, vectors: Tensor, targets: Tensor, negatives: Negatives) -> Tensor:
@@ -232,62 +229,3 @@ def _scores(hidden: Tensor, vectors: Tensor, targets: Tensor, items: Tensor) -> 
     chosen = F.embedding(items, vectors).to(hidden.dtype)
     negative = F.linear(hidden, chosen) if items.ndim == 1 else (chosen @ hidden.unsqueeze(-1)).squeeze(-1)
     return positive, at_least_float32(negative), items == targets.unsqueeze(-1)
-
-
-def _rows_at_once(items: int, device: str) -> int:
-    """Rows per chunk. On a GPU 2²⁷ logits. On a CPU as many as fit its cache, but more where those are few rows, because
-    every chunk also reads all vectors."""
-    if device != "cpu":
-        return max(1, 2**27 // items)
-    return max(1, 2**19 // items, min(256, 2**26 // items))
-
-
-class _FullSoftmax(torch.autograd.Function):
-    """Loss and gradients in one pass, by chunks of rows."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, vectors: Tensor, targets: Tensor, dtype: torch.dtype, chunk: int) -> Tensor:
-        wants_hidden, wants_vectors = ctx.needs_input_grad[:2]
-        exact = torch.promote_types(dtype, torch.float32)
-        h, items = hidden.to(dtype), vectors[1:].to(dtype)  # item i is in column i - 1
-        real = targets > 0
-        columns = (targets - 1).clamp(min=0).unsqueeze(1)
-        total = torch.zeros((), dtype=exact, device=h.device)
-        to_hidden = torch.empty(h.shape, dtype=hidden.dtype, device=h.device) if wants_hidden else None
-        to_vectors = torch.zeros(vectors.shape, dtype=exact, device=h.device) if wants_vectors else None
-        for start in range(0, len(h), chunk):
-            rows = slice(start, start + chunk)
-            logits = _product(h[rows], items.T, exact)
-            at_target = logits.gather(1, columns[rows])
-            highest = logits.amax(1, keepdim=True)
-            shares = logits.sub_(highest).exp_()
-            norm = shares.sum(1, keepdim=True)
-            losses = norm.log() + highest - at_target
-            total += torch.where(real[rows, None], losses, 0.0).sum()
-            if to_hidden is None and to_vectors is None:
-                continue
-            weight = torch.where(real[rows, None], norm.reciprocal(), 0.0)
-            shares = shares.mul_(weight).scatter_add_(1, columns[rows], -real[rows, None].to(exact)).to(dtype)
-            if to_hidden is not None:
-                to_hidden[rows] = _product(shares, items, exact)
-            if to_vectors is not None and dtype == exact:
-                to_vectors[1:].addmm_(shares.T, h[rows])
-            elif to_vectors is not None:
-                to_vectors[1:] += _product(shares.T, h[rows], exact)
-        ctx.save_for_backward(to_hidden, None if to_vectors is None else to_vectors.to(vectors.dtype))
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        if torch.is_grad_enabled():  # called with create_graph=True
-            raise NotImplementedError("full_softmax has no second derivatives: use another loss, or create_graph=False")
-        to_hidden, to_vectors = ctx.saved_tensors
-        scaled = [None if x is None else x * gradient.to(x.dtype) for x in (to_hidden, to_vectors)]
-        return scaled[0], scaled[1], None, None, None
-
-
-def _product(a: Tensor, b: Tensor, exact: torch.dtype) -> Tensor:
-    """a @ b in dtype `exact`, without rounding the result to half precision where the device supports it."""
-    if a.dtype == exact:
-        return a @ b
-    return torch.mm(a, b, out_dtype=exact) if a.is_cuda else (a @ b).to(exact)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism import rules
 from prism.engine import compat, layer_step
 from prism.engine.context import Context
+from prism.engine.pieces import plain_linear, residual_norm, swiglu
+from prism.engine.recompute import recomputing
 from prism.engine.step_plan import GluPlan, Norm
 from prism.nn.mixer import Mixer
 from prism.nn.state import State
-from prism.rules.parts import is_plain
 
 
 class SwiGLU(nn.Module):
@@ -27,7 +26,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return swiglu(x, self.gate, self.up, self.down)
 
 
 class Block(nn.Module):
@@ -38,7 +37,12 @@ class Block(nn.Module):
         hidden: width of the SwiGLU; 0 omits it and its norm (in HSTU the gate replaces it).
         eps: epsilon of the norms.
         dropout: dropout probability of both residual branches.
+
+    Attributes:
+        recompute: whether training keeps no activation that is cheap to compute again (see prism/engine/recompute.py).
     """
+
+    recompute = False
 
     def __init__(
         self,
@@ -83,13 +87,14 @@ class Block(nn.Module):
             stepped = self._step(x, state, form, backend)
             if stepped is not None:
                 return stepped if keep_state else (stepped[0], State())
-        mixed, state = self.mixer(
-            _to_autocast_dtype(self.mixer_norm(x)), state, mask, reset, form, backend, shared, context
-        )
-        x = x + self.dropout(mixed)
-        if self.has_mlp:
-            x = x + self.dropout(self.mlp(_to_autocast_dtype(self.mlp_norm(x))))
-        return x, state if keep_state else State()
+        with recomputing(self.recompute):
+            x, y = residual_norm(x, None, self.mixer_norm)
+            mixed, state = self.mixer(y, state, mask, reset, form, backend, shared, context)
+            mixed = self.dropout(mixed)
+            if self.has_mlp:
+                x, y = residual_norm(x, mixed, self.mlp_norm)
+                mixed = self.dropout(self.mlp(y))
+            return x + mixed, state if keep_state else State()
 
     def _step(self, x: Tensor, state: State, form: str, backend: str) -> tuple[Tensor, State] | None:
         """One token per row in a few kernels, with the state after it; None if the ordinary forward pass must compute it."""
@@ -114,7 +119,7 @@ class Block(nn.Module):
         if not self.has_mlp:
             return None
         norm, maps = _norm_plan(self.mlp_norm), (self.mlp.gate, self.mlp.up, self.mlp.down)
-        if norm is None or type(self.mlp) is not SwiGLU or not all(map(is_plain, maps)):
+        if norm is None or type(self.mlp) is not SwiGLU or not all(map(plain_linear, maps)):
             return None
         return GluPlan(norm, *(m.weight for m in maps))
 
@@ -130,12 +135,6 @@ def _is_unmodified(block: Block) -> bool:
     """Whether every module inside would do nothing but its own forward pass: no hooks, nothing replaced on an instance."""
     hooked = compat.forward_hooks(())  # the global ones
     return not (hooked is None or any(hooked)) and all(m is block or compat.is_unmodified(m) for m in block.modules())
-
-
-def _to_autocast_dtype(x: Tensor) -> Tensor:
-    """x in autocast's dtype if autocast is on: one cast here instead of one for every linear map that reads x."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def place_options(rule: str | type[rules.Rule], index: int, count: int) -> dict[str, int]:

@@ -13,15 +13,15 @@ or with `negative_eigenvalues` (β = 2σ) in [-1, 1].
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.engine.fused import Corrections, delta_columns
+from prism.engine.fused import Columns, Corrections, delta_columns
+from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan, Norm
 from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, map_plan
 from prism.rules.parts.decays import SoftplusDecay
-from prism.rules.parts.norms import HeadNorm
+from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.rule import (
     DECAYED_REGRESSION,
     REGRESSION,
@@ -77,18 +77,27 @@ class DeltaFamily(Rule):
         maps = [self.beta] if self.decay_in is None else [self.beta, self.decay_in]
         beta, *decay = fused_linears(x, *maps)
         beta = beta.unflatten(-1, (self.substeps, self.heads)).flatten(1, 2)  # [B, T, n·H] -> [B, T·n, H]
-        return self.beta_scale * beta.sigmoid(), None if self.decay is None else self.decay(decay[0])
+        beta = beta.sigmoid() if self.beta_scale == 1.0 else self.beta_scale * beta.sigmoid()
+        return beta, None if self.decay is None else self.decay(decay[0])
 
     def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
         """Further writes of each token after its first, and their carry. Only PRISM has them."""
         return None, {}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
-        mixed, conv_state = self.conv(self.qkv(x), carry.get("conv"), span)
+        def columns(x: Tensor, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
+            mixed, conv_state = self.conv(projected, carry.get("conv"), span)
+            corrections, carried = self.corrections(x, carry, span)
+            found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
+            return found, {"conv": conv_state, **carried}
+
         beta, log_decay = self.beta_and_decay(x)
-        corrections, carried = self.corrections(x, carry, span)
+        found, carried = cheap(columns, x, self.qkv(x), beta)
+        q, k, w = found
         update = Update(
-            *delta_columns(mixed, beta, self.key_dim, self.substeps, corrections),
+            q,
+            k,
+            w,
             log_decay,
             erase_strength=beta,
             erase_first=True,
@@ -96,10 +105,10 @@ class DeltaFamily(Rule):
             mask=span.mask,
             substeps=self.substeps,
         )
-        return update, {"conv": conv_state, **carried}, None
+        return update, carried, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
-        return self.out(self.norm(o, None if self.gate is None else F.silu(self.gate(x))))
+        return self.out(self.norm(o)) if self.gate is None else gated_output(self.norm, o, self.gate(x), self.out)
 
     def step_plan(self) -> DeltaPlan | None:
         maps = {name: map_plan(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}

@@ -23,28 +23,28 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save as save_safetensors
-from torch import Tensor, nn
+from torch import nn
 
 from prism.device import warn_if_crowded
 from prism.engine import InvalidValueError
 from prism.files import write_atomically
 from prism.train import tensors
 from prism.train.checkpoint import Checkpoint, Checkpoints, NotFiniteError, checkpoint_at
-from prism.train.distributed import World, accumulating, joined, layers_of, parallel_forward, spread, whole
+from prism.train.distributed import World, joined, spread
 from prism.train.export import write_export
-from prism.train.optimizer import Optimizers
+from prism.train.graph import check_graph
 from prism.train.progress import Bar, StopRequest
 from prism.train.readback import HostCopy, decides_on_device
 from prism.train.run import Log, open_run, store_settings
 from prism.train.settings import ScheduleSettings
-from prism.train.task import Samples, Task
+from prism.train.step import Step, Stepper
+from prism.train.task import Task
 
 
 @dataclass
@@ -136,19 +136,10 @@ def train(task: Task, report: Report | None = None) -> RunResult:
         if world.context is not None:
             task.share_sequences(world.context)
         model = spread(task.build, task.initialize, world)
+        if settings.graph:
+            check_graph(model, world.device, world.size)
         with open_run(task, world) as folder:
             return _Run(task, world, model, folder, report).go()
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A step and this process's samples of it."""
-
-    number: int
-    samples: Samples
-    weight: int
-    """Units of the global batch."""
-    started: float
 
 
 class _Run:
@@ -158,14 +149,11 @@ class _Run:
         self.task, self.world, self.model, self.folder = task, world, model, folder
         self.settings = settings = task.settings
         self.report, self.bar_shown = report, world.main and report is None
-        self.share = world.share(settings.batch.sequences)
-        self.at_once = min(settings.batch.micro or self.share, self.share)
-        self.optimizers = Optimizers(model, settings.optimizer)
+        self.stepper = Stepper(task, world, model)
+        self.share, self.at_once, self.optimizers = self.stepper.share, self.stepper.at_once, self.stepper.optimizers
         self.checkpoints = Checkpoints(folder / "checkpoints", settings.checkpoint.keep, world)
-        bf16 = settings.precision == "bf16" or (settings.precision == "auto" and world.device.type == "cuda")
-        self.autocast = partial(torch.autocast, world.device.type, torch.bfloat16) if bf16 else nullcontext
         self.on_device = decides_on_device(world.device)
-        self.pending: tuple[_Step, HostCopy] | None = None
+        self.pending: tuple[Step, HostCopy] | None = None
         """The step that is queued and not yet settled, with its numbers."""
         self.settled_at = -math.inf
         self.step = self.skipped = self.skipped_in_a_row = 0
@@ -181,10 +169,7 @@ class _Run:
             self.resume(bar)
             self.advise(bar)
         self.world.on_main(lambda: store_settings(self.task, self.folder))
-        if self.settings.compile:
-            for layer in layers_of(self.model):  # layers of one class share one compilation
-                layer.compile()
-        self.forward = parallel_forward(self.model, self.world)
+        self.stepper.prepare()
         with StopRequest() as stop, self.open_log() as log, self.bar() as bar:
             while not self.ended:
                 stopped = self.advance(log, bar, stop)
@@ -245,7 +230,7 @@ class _Run:
         self.step += 1
         step = self.draw()
         try:
-            numbers = self.compute(step, stop)
+            numbers = self.stepper.compute(step, self.lr_factor(step.number), stop.name is not None, self.on_device)
         except InvalidValueError:  # the other processes wait for gradients that will not come
             self.settle(log, bar)
             raise NotFiniteError(self.give_up(step)) from None
@@ -261,37 +246,13 @@ class _Run:
             self.save()
         return stopping and not self.ended
 
-    def draw(self) -> _Step:
+    def draw(self) -> Step:
         """This step's samples of this process, and the weight of everyone's."""
         started = time.perf_counter()
         first = (self.step - 1) * self.settings.batch.sequences
         everyone = np.arange(first, first + self.settings.batch.sequences)
         samples = self.task.samples(self.world.numbers(everyone), self.world.device)
-        return _Step(self.step, samples, self.task.weight(everyone), started)
-
-    def compute(self, step: _Step, stop: StopRequest) -> Tensor:
-        """Compute gradients and, if the device decides, update the weights; nothing waits for the device.
-
-        Returns:
-            `[4]`, float64, on the device, the same in all processes: loss of the global batch, processes asked to stop,
-            processes whose gradient norm is not finite, gradient norm before clipping.
-        """
-        self.optimizers.zero_grad()
-        try:
-            loss = self.backward(step)
-        except InvalidValueError:  # the engine's checks met a NaN before it could reach the loss
-            if self.world.size > 1:
-                raise
-            loss = torch.full((), math.nan, device=self.world.device)
-        clip = self.settings.optimizer.clip
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = whole(nn.utils.clip_grad_norm_(parameters, math.inf if clip is None else clip)).to(loss.device)
-        stops = torch.full_like(loss, stop.name is not None)
-        sums = self.world.add_up(torch.stack([loss, stops, (~norm.isfinite()).to(loss.dtype)]).double())
-        if self.on_device:
-            skip = ~sums[0].isfinite() | (sums[2] > 0)
-            self.optimizers.step(self.lr_factor(step.number), skip.float())
-        return torch.cat([sums, norm.double().unsqueeze(0)])
+        return Step(self.step, samples, self.task.weight(everyone), started)
 
     def settle(self, log: Log | None, bar: Bar) -> bool:
         """Read the pending step's numbers and act on them: update or skip, log, report.
@@ -334,25 +295,12 @@ class _Run:
             self.report(step.number, loss)
         return stops > 0
 
-    def backward(self, step: _Step) -> Tensor:
-        """Accumulate the gradients of this process's samples; its part of the loss, a scalar on the device."""
-        total = torch.zeros((), device=self.world.device)
-        starts = range(0, self.share, self.at_once)
-        for start in starts:
-            part = step.samples[start : start + self.at_once].to(self.world.device)
-            with accumulating(self.forward, last=start == starts[-1]):
-                with self.autocast():
-                    loss = self.task.loss(self.forward, part) / step.weight
-                (loss * self.world.size).backward()  # DDP and FSDP average over processes, this is a sum
-            total += loss.detach()
-        return total
-
     def lr_factor(self, step: int) -> float:
         return lr_factor(step, self.settings.steps, self.settings.schedule)
 
     def validate(self, log: Log | None, bar: Bar) -> bool:
         """Validate the weights of this step; True if they are the best so far and the run has early stopping."""
-        with self.autocast():
+        with self.stepper.autocast():
             found = self.task.validate(self.model, self.world, self.at_once)
         improved = self.best.note(self.step, found.quality)
         if improved or not self.best.patience:
@@ -374,7 +322,7 @@ class _Run:
         held = tensors.model_tensors(self.model) | tensors.optimizer_tensors(self.model, self.optimizers)
         self.saved = self.checkpoints.save(held, tensors.capture(self.world.device), state)
 
-    def give_up(self, step: _Step) -> str:
+    def give_up(self, step: Step) -> str:
         """Write the step's samples to a file; the message that says where it is and why the run ends."""
         path = self.folder / f"not-finite-step-{step.number:08d}-process-{self.world.rank}.safetensors"
         write_atomically(path, save_safetensors(step.samples.tensors()))

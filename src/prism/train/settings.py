@@ -132,6 +132,12 @@ class RunSettings:
     """Precision of matrix products; weights stay in float32. auto: bf16 on cuda, fp32 elsewhere."""
     compile: bool = False
     """Compile the layers with torch.compile."""
+    recompute: Literal["auto", "none", "cheap"] = "auto"
+    """Activations that are cheap to compute again are not kept for the backward pass: a third less memory, a few per cent more
+    time, the same numbers. auto: cheap on cuda. (--model.gradient-checkpointing recomputes whole layers instead.)"""
+    graph: bool = False
+    """Replay forward and backward as a CUDA graph: faster where the GPU waits for Python, as with small models. Needs one
+    process and no dropout."""
     max_skips: int = field(default=10, metadata={"min": 1})
     """Stop after this many consecutive steps with a non-finite loss or gradient."""
     parallel: ParallelSettings = field(default_factory=ParallelSettings)

@@ -109,6 +109,7 @@ def memory() -> None:
 def around_the_memory() -> None:
     """The kernels of `prism.engine.fused`."""
     from prism.engine.kernels.columns import columns
+    from prism.engine.kernels.cross_entropy import token_losses
     from prism.engine.kernels.short_conv import short_conv
     from prism.engine.kernels.solver import solve
 
@@ -125,6 +126,24 @@ def around_the_memory() -> None:
     documents, window = torch.zeros(B, T, dtype=torch.int32), torch.zeros(B, 3, 48, dtype=torch.bfloat16)
     forward_and_backward([short_conv(x, weight, None, None, None, True)])
     forward_and_backward([short_conv(x, weight, bias, window, documents, False)])
+    for dtype in (torch.bfloat16, None):
+        token_losses(torch.zeros(3, 320), torch.zeros(3, dtype=torch.int64), -100, 0.0, dtype)
+
+
+def pieces_of_a_layer() -> None:
+    """The kernels of `prism.engine.pieces`."""
+    from prism.engine.kernels import pieces
+
+    x, delta, weight = torch.zeros(5, 768), torch.zeros(5, 768, dtype=torch.bfloat16), torch.zeros(768)
+    for added in (delta, None):
+        pieces.residual_norm(x, added, weight, 1e-6, torch.bfloat16)
+    for above, dtype in ((x, torch.bfloat16), (None, None)):
+        pieces.residual_norm_backward(x, weight, above, delta, 1e-6, dtype)
+    pieces.product(delta)
+    pieces.product_backward(delta, torch.zeros(5, 384, dtype=torch.bfloat16))
+    o, head = delta.view(30, 128), torch.zeros(128)
+    pieces.gated_norm(o, o, head, 1e-5)
+    pieces.gated_norm_backward(o, o, head, o, 1e-5)
 
 
 def networks() -> None:
@@ -168,7 +187,13 @@ def layer_step() -> None:
     layer("kda", 64, 1, 3, torch.float16, half, key_dim=32, value_dim=64, lower_bound=-5.0)
 
 
-GROUPS = {"memory": memory, "around": around_the_memory, "networks": networks, "layer_step": layer_step}
+GROUPS = {
+    "memory": memory,
+    "around": around_the_memory,
+    "pieces": pieces_of_a_layer,
+    "networks": networks,
+    "layer_step": layer_step,
+}
 
 if __name__ == "__main__":
     compile_only()

@@ -23,6 +23,7 @@ pytestmark = needs_kernels
 
 if CAN_START:
     from prism.engine.kernels.columns import columns
+    from prism.engine.kernels.cross_entropy import token_losses
     from prism.engine.kernels.short_conv import short_conv
     from prism.engine.kernels.solver import solve as solve_by_kernel
 
@@ -221,3 +222,21 @@ def test_a_layer_on_these_kernels_equals_the_layer_in_torch(
     for again in (False, True):
         for got, wanted in zip(gradients(again), expected, strict=True):
             assert_close("layer", got, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("outputs", [1, 40, 5000])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_token_losses(outputs: int, z_loss: float) -> None:
+    logits, targets = 3 * torch.randn(7, outputs), torch.randint(0, outputs, (7,))
+    logits[3] += 100.0
+    targets[2] = -7
+    wanted = fused.token_losses(logits.double(), targets, -7, z_loss, torch.float64)
+    with unwritten_memory_is_nan():
+        got = token_losses(logits, targets, -7, z_loss, torch.float32)
+        rounded = token_losses(logits, targets, -7, z_loss, torch.bfloat16)[1]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(rounded.float(), got[1], rtol=2**-7, atol=0.0)  # the interpreter truncates
+    assert token_losses(logits, targets, -7, z_loss, None)[1] is None
+    targets[0] = outputs
+    assert token_losses(logits, targets, -7, z_loss, None)[0].isnan().tolist() == [True, *[False] * 6]

@@ -17,6 +17,7 @@ from prism.engine.compat import is_unmodified
 from prism.engine.fused import UNIT_EPS as UNIT_EPS
 from prism.engine.fused import history, short_conv
 from prism.engine.fused import l2_normalize as l2_normalize
+from prism.engine.pieces import plain_linear
 from prism.engine.step_plan import LowRankPlan
 from prism.rules.rule import Carry, Span, set_initial_weights
 
@@ -33,7 +34,7 @@ def fused_linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     read x, and each add to its gradient. If one was replaced, hooked or quantised, every map is called as a module instead.
     """
     firsts = [m.down if type(m) is LowRank and is_unmodified(m) else m for m in maps]
-    plain = [m for m in firsts if isinstance(m, nn.Linear) and is_plain(m)]
+    plain = [m for m in firsts if isinstance(m, nn.Linear) and plain_linear(m)]
     if len(plain) < len(maps) or len({(m.weight.dtype, m.weight.device) for m in plain}) > 1:
         return [m(x) for m in maps]
     sizes = [m.out_features for m in plain]
@@ -43,19 +44,14 @@ def fused_linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     return [m.widen(y) if isinstance(m, LowRank) else y for m, y in zip(maps, outputs, strict=True)]
 
 
-def is_plain(m: nn.Module | None) -> bool:
-    """Whether m computes x Wᵀ with an ordinary tensor W: quantised and sharded weights are of other classes."""
-    return type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter) and is_unmodified(m)
-
-
 def map_plan(m: nn.Module | None) -> Tensor | LowRankPlan | None:
     """The weight of a plain linear map, or the weights of a low-rank one's halves; None if m is anything else.
 
     A low-rank map may have a bias, and no non-linearity in between.
     """
-    if isinstance(m, nn.Linear) and is_plain(m):
+    if isinstance(m, nn.Linear) and plain_linear(m):
         return m.weight
-    if type(m) is not LowRank or m.activation is not None or not is_plain(m.down):
+    if type(m) is not LowRank or m.activation is not None or not plain_linear(m.down):
         return None
     if type(m.up) is not nn.Linear or type(m.up.weight) not in (Tensor, nn.Parameter) or not is_unmodified(m.up):
         return None

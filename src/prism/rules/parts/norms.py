@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prism.engine import pieces
+from prism.engine.compat import is_unmodified
+
 
 def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """norm(x) with the weight in x's dtype: under autocast x is bfloat16, and torch has no fused norm for mixed dtypes."""
@@ -23,6 +26,13 @@ class HeadNorm(nn.Module):
     def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
         o = rms_norm(self.norm, o).flatten(-2)
         return o if gate is None else o * gate
+
+
+def gated_output(norm: HeadNorm, o: Tensor, gate: Tensor, out: nn.Module) -> Tensor:
+    """out(norm(o, silu(gate))): o `[B, T, H, V]`, gate `[B, T, H·V]` → `[B, T, width]`."""
+    if type(norm) is not HeadNorm or not is_unmodified(norm):
+        return out(norm(o, F.silu(gate)))
+    return pieces.gated_output(o, gate, norm, norm.norm, out)
 
 
 class WidthNorm(nn.Module):

@@ -1,0 +1,211 @@
+"""The pieces of a layer around its mixer, and how they are trained on a GPU: few passes over memory, and little kept.
+
+    residual_norm   s = x + delta,   y = RMSNorm(s) in autocast's dtype
+    swiglu          down(silu(gate x) ⊙ up x)
+    gated_output    out(RMSNorm(o) ⊙ silu(g)), per head
+
+Each function is its definition in torch. In training on a GPU an autograd function takes its place, if every module in it is
+an ordinary one without hooks: the same values up to rounding, from the kernels in engine/kernels/pieces.py. It keeps its
+inputs and the outputs of large products; the backward pass computes their gated product again. With `recomputing`
+(engine/recompute.py) the norms' results are not kept either, and the definitions keep as little. Compiled code, dispatch
+modes and function transforms take the definitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine import compat
+from prism.engine.fused import use_kernel
+from prism.engine.recompute import cheap, replaceable
+
+WIDEST_ROW, WIDEST_HEAD = 8192, 4096
+"""Widths up to which the kernels serve a norm over a row of a layer's input, and over a head."""
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """x in autocast's dtype if autocast is on: one cast here instead of one for every linear map that reads x."""
+    return x.to(_autocast_dtype(x))
+
+
+def residual_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + delta `[…, D]` (x without delta), and its norm for the maps that read it, in autocast's dtype."""
+    if _serves(x) and _plain_norm(norm, x.shape[-1], WIDEST_ROW):
+        s, y = _ResidualNorm.apply(x, delta, norm.weight, norm.eps, _autocast_dtype(x))
+        return s, replaceable(y, partial(_normed, norm=norm, dtype=y.dtype), s)
+    s = x if delta is None else x + delta
+    return s, replaceable(to_autocast_dtype(norm(s)), lambda z: to_autocast_dtype(norm(z)), s)
+
+
+def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
+    """`[…, D]` → `[…, D]`: down(silu(gate x) ⊙ up x)."""
+    if _serves(x) and x.dtype == _autocast_dtype(x) and all(map(plain_linear, (gate, up, down))):
+        y: Tensor = _SwiGLU.apply(x, gate.weight, up.weight, down.weight)
+        return y
+    (h,), _ = cheap(lambda g, u: ((F.silu(g) * u,), None), gate(x), up(x))
+    return down(h)
+
+
+def gated_output(
+    o: Tensor, g: Tensor, norm: Callable[[Tensor, Tensor], Tensor], inner: nn.Module, out: nn.Module
+) -> Tensor:
+    """The output map of a gated norm: o `[…, H, V]`, g `[…, H·V]` → out(norm(o, silu(g))).
+
+    Args:
+        norm: the gated norm itself; `inner` is the RMSNorm over a head's values that it applies.
+    """
+    fits = o.dtype == g.dtype == _autocast_dtype(g) and o.shape[-2] * o.shape[-1] == g.shape[-1]
+    if _serves(o) and fits and plain_linear(out) and _plain_norm(inner, o.shape[-1], WIDEST_HEAD):
+        y: Tensor = _GatedOutput.apply(o, g, inner.weight, inner.eps, out.weight)
+        return y
+    (y,), _ = cheap(lambda o, g: ((norm(o, F.silu(g)),), None), o, g)
+    return out(y)
+
+
+def plain_linear(m: nn.Module) -> bool:
+    """Whether m computes x Wᵀ with an ordinary tensor W: quantised and sharded weights are of other classes."""
+    plain = type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter)
+    return plain and compat.is_unmodified(m)
+
+
+def _plain_norm(m: nn.Module, width: int, widest: int) -> bool:
+    """Whether m is an RMSNorm with an epsilon over rows of this width."""
+    plain = type(m) is nn.RMSNorm and m.eps is not None and tuple(m.normalized_shape) == (width,) and width <= widest
+    if not plain or not compat.is_unmodified(m):
+        return False
+    return m.weight is not None and type(m.weight) in (Tensor, nn.Parameter)
+
+
+def _serves(x: Tensor) -> bool:
+    """Whether the functions below may compute on x: in training on a GPU, where nothing else watches or transforms it."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or x.numel() == 0 or not use_kernel(x):
+        return False
+    return not compat.in_dispatch_mode() and not compat.transforms_active(x)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():  # create_graph=True
+        raise NotImplementedError(
+            "the Triton kernels have no second derivatives: run the forward pass in "
+            "`with prism.engine.using(backend='torch'):`, which has them"
+        )
+
+
+def _rows(x: Tensor, width: int) -> Tensor:
+    """`[…, width]` as `[M, width]`, contiguous."""
+    return x.reshape(-1, width).contiguous()
+
+
+def _weight_gradient(d_y: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of y = x Wᵀ by W, `[M, N]`, `[M, D]` → `[N, D]`, in W's dtype."""
+    if dtype == torch.float32 != x.dtype and x.is_cuda:  # without rounding it to half precision
+        return torch.mm(d_y.T, x, out_dtype=dtype)
+    return torch.mm(d_y.T, x).to(dtype)
+
+
+def _normed(s: Tensor, norm: Any, dtype: torch.dtype) -> Tensor:
+    """The norm of a sum that was computed before."""
+    from prism.engine.kernels import pieces as kernel
+
+    return kernel.residual_norm(_rows(s, s.shape[-1]), None, norm.weight, norm.eps, dtype)[1].view(s.shape)
+
+
+class _ResidualNorm(torch.autograd.Function):
+    """Keeps s; its norm is computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        from prism.engine.kernels import pieces as kernel
+
+        D = x.shape[-1]
+        s, y = kernel.residual_norm(_rows(x, D), None if delta is None else _rows(delta, D), weight, eps, dtype)
+        ctx.save_for_backward(s, weight)
+        ctx.eps, ctx.delta = eps, None if delta is None else delta.dtype
+        ctx.set_materialize_grads(False)
+        return x.view_as(x) if delta is None else s.view(x.shape), y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_s: Tensor | None, d_y: Tensor | None) -> tuple[Tensor | None, ...]:
+        from prism.engine.kernels import pieces as kernel
+
+        _refuse_second_derivatives()
+        s, weight = ctx.saved_tensors
+        if d_y is None:
+            return d_s, None if d_s is None or ctx.delta is None else d_s.to(ctx.delta), None, None, None
+        D = s.shape[-1]
+        above = None if d_s is None else _rows(d_s, D)
+        d_x, d_delta, d_weight = kernel.residual_norm_backward(s, weight, above, _rows(d_y, D), ctx.eps, ctx.delta)
+        shaped = d_x.view(d_y.shape), None if d_delta is None else d_delta.view(d_y.shape)
+        return *shaped, d_weight, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps x, both projections in one tensor, and the weights in x's dtype; the product is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        from prism.engine.kernels import pieces as kernel
+
+        flat, both = _rows(x, x.shape[-1]), torch.cat([gate.to(x.dtype), up.to(x.dtype)])
+        gu, back = flat @ both.T, down.to(x.dtype)
+        ctx.save_for_backward(flat, gu, both, back)
+        ctx.dtypes, ctx.sizes = (gate.dtype, up.dtype, down.dtype), (len(gate), len(up))
+        return (kernel.product(gu) @ back.T).view(*x.shape[:-1], len(back))
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        from prism.engine.kernels import pieces as kernel
+
+        _refuse_second_derivatives()
+        x, gu, both, back = ctx.saved_tensors
+        wants, (of_gate, of_up, of_down) = ctx.needs_input_grad, ctx.dtypes
+        flat = _rows(d_y, len(back))
+        d_gu, h = kernel.product_backward(gu, flat @ back)
+        d_down = _weight_gradient(flat, h, of_down) if wants[3] else None
+        del h
+        d_x = d_gate = d_up = None
+        if wants[0]:
+            d_x = (d_gu @ both).view(*d_y.shape[:-1], x.shape[-1])
+        if wants[1] or wants[2]:
+            d_gate, d_up = _weight_gradient(d_gu, x, of_gate).split(ctx.sizes)
+        return d_x, d_gate if wants[1] else None, d_up.to(of_up) if wants[2] and d_up is not None else None, d_down
+
+
+class _GatedOutput(torch.autograd.Function):
+    """Keeps o, g and the weight in o's dtype; the gated norm is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, g: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+        from prism.engine.kernels import pieces as kernel
+
+        V, back = o.shape[-1], out.to(o.dtype)
+        rows, gates = _rows(o, V), _rows(g, V)
+        ctx.save_for_backward(rows, gates, weight, back)
+        ctx.eps, ctx.shapes, ctx.dtype = eps, (o.shape, g.shape), out.dtype
+        y = kernel.gated_norm(rows, gates, weight, eps).view(-1, g.shape[-1])
+        return (y @ back.T).view(*g.shape[:-1], len(back))
+
+    @staticmethod
+    def backward(ctx: Any, d_z: Tensor) -> tuple[Tensor | None, ...]:
+        from prism.engine.kernels import pieces as kernel
+
+        _refuse_second_derivatives()
+        o, g, weight, back = ctx.saved_tensors
+        flat = _rows(d_z, len(back))
+        d_y = (flat @ back).view(o.shape)
+        d_o, d_g, y, d_weight = kernel.gated_norm_backward(o, g, weight, d_y, ctx.eps)
+        d_out = _weight_gradient(flat, y.view(-1, back.shape[1]), ctx.dtype) if ctx.needs_input_grad[4] else None
+        return d_o.view(ctx.shapes[0]), d_g.view(ctx.shapes[1]), d_weight, None, d_out

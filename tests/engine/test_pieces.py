@@ -1,0 +1,134 @@
+"""The pieces of a layer: what the kernels compute and keep equals torch's definitions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.engine import pieces
+from prism.rules.parts.norms import HeadNorm, gated_output
+from tests.engine.kernels.where import DEVICE, needs_kernels
+from tests.helpers import unwritten_memory_is_nan
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "use_kernel", lambda x: x.dtype != torch.float64)
+
+
+def both(call: Any, given: list[Tensor], modules: list[nn.Module]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients of float32 inputs by the kernels, and of float64 ones by torch."""
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        for m in modules:
+            m.to(DEVICE, dtype)
+        own = [z.detach().to(DEVICE, dtype).requires_grad_() for z in given]
+        weights = [p for m in modules for p in m.parameters()]
+        with unwritten_memory_is_nan():
+            out = call(*own)
+            out = list(out) if isinstance(out, tuple) else [out]
+            torch.manual_seed(9)
+            grads = [torch.randn(z.shape, dtype=torch.float64).to(z) for z in out]
+            found = torch.autograd.grad(out, [*own, *weights], grads)
+        results.append([*out, *found])
+    return results[0], results[1]
+
+
+def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 3, 2500])
+@pytest.mark.parametrize("added", [True, False])
+def test_residual_norm(by_kernels: None, rows: int, added: bool) -> None:
+    norm = nn.RMSNorm(20, eps=1e-5)
+    nn.init.normal_(norm.weight)
+    given = [torch.randn(1, rows, 20) for _ in range(1 + added)]
+    assert_equal(*both(lambda x, *delta: pieces.residual_norm(x, *(delta or (None,)), norm), given, [norm]))
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3)])
+def test_swiglu(by_kernels: None, shape: tuple[int, int]) -> None:
+    maps = [nn.Linear(12, 1030, bias=False), nn.Linear(12, 1030, bias=False), nn.Linear(1030, 12, bias=False)]
+    assert_equal(*both(lambda x: pieces.swiglu(x, *maps), [torch.randn(*shape, 12)], maps))
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [1, 130])
+def test_gated_output(by_kernels: None, tokens: int) -> None:
+    norm, out = HeadNorm(20), nn.Linear(40, 8, bias=False)
+    nn.init.normal_(norm.norm.weight)
+    given = [torch.randn(2, tokens, 2, 20), torch.randn(2, tokens, 40)]
+    assert_equal(*both(lambda o, g: gated_output(norm, o, g, out), given, [norm, out]))
+
+
+@needs_kernels
+@pytest.mark.parametrize("piece", ["residual_norm", "swiglu", "gated_output"])
+def test_half_precision_errs_at_most_twice_what_torch_does(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    norm, head = nn.RMSNorm(32, eps=1e-5), HeadNorm(16)
+    maps = [nn.Linear(32, 48, bias=False), nn.Linear(32, 48, bias=False), nn.Linear(48, 32, bias=False)]
+    out = nn.Linear(32, 8, bias=False)
+    calls: dict[str, tuple[Any, list[tuple[int, ...]], list[nn.Module]]] = {
+        "residual_norm": (lambda x, d: pieces.residual_norm(x, d, norm), [(2, 40, 32), (2, 40, 32)], [norm]),
+        "swiglu": (lambda x: pieces.swiglu(x, *maps), [(2, 40, 32)], maps),
+        "gated_output": (lambda o, g: gated_output(head, o, g, out), [(2, 40, 2, 16), (2, 40, 32)], [head, out]),
+    }
+    call, shapes, modules = calls[piece]
+    given = [torch.randn(shape) for shape in shapes]
+    results = []
+    for dtype, kernels in ((torch.float64, False), (torch.float16, True), (torch.float16, False)):
+        monkeypatch.setattr(pieces, "use_kernel", lambda x, kernels=kernels: kernels)
+        for m in modules:
+            m.to(DEVICE, torch.float16).to(dtype)
+        own = [z.to(DEVICE, torch.float16).to(dtype).requires_grad_() for z in given]
+        found = call(*own)
+        found = list(found) if isinstance(found, tuple) else [found]
+        torch.manual_seed(9)
+        grads = [torch.randn(z.shape).half().to(z) for z in found]
+        weights = [p for m in modules for p in m.parameters()]
+        results.append([*found, *torch.autograd.grad(found, [*own, *weights], grads)])
+    for exact, ours, theirs in zip(*results, strict=True):
+        assert (ours.double() - exact).norm() <= 2 * (theirs.double() - exact).norm() + 1e-4 * exact.norm()
+
+
+@needs_kernels
+def test_one_norm_keeps_its_sum_and_nothing_else(by_kernels: None) -> None:
+    """Under autocast the sum is float32, what the maps read is half precision, and delta's gradient has delta's dtype."""
+    norm, kept = nn.RMSNorm(16, eps=1e-5).to(DEVICE), []
+    x, delta = torch.randn(3, 16, device=DEVICE), torch.randn(3, 16, device=DEVICE).bfloat16().requires_grad_()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda z: kept.append(tuple(z.shape)) or z, lambda z: z),
+        torch.autocast(DEVICE, torch.bfloat16),
+    ):
+        s, y = pieces.residual_norm(x, delta, norm)
+    assert (s.dtype, y.dtype) == (torch.float32, torch.bfloat16)
+    assert sorted(kept) == [(3, 16), (16,)]
+    assert torch.autograd.grad(y.float().sum() + s.sum(), delta)[0].dtype == torch.bfloat16
+
+
+@needs_kernels
+def test_modules_that_were_changed_are_called(by_kernels: None) -> None:
+    maps = [nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False)]
+    maps = [m.to(DEVICE) for m in maps]
+    x = torch.randn(2, 4, device=DEVICE)
+    maps[1].register_forward_hook(lambda m, inputs, out: 2 * out)
+    expected = F.linear(F.silu(maps[0](x)) * maps[1](x), maps[2].weight)
+    torch.testing.assert_close(pieces.swiglu(x, *maps), expected)
+    norm = nn.RMSNorm(4).to(DEVICE)  # without an epsilon of its own
+    torch.testing.assert_close(pieces.residual_norm(x, None, norm)[1], norm(x))
+
+
+@needs_kernels
+def test_there_are_no_second_derivatives(by_kernels: None) -> None:
+    x, norm = torch.randn(2, 4, device=DEVICE, requires_grad=True), nn.RMSNorm(4, eps=1e-5).to(DEVICE)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(pieces.residual_norm(x, None, norm)[1].sum(), x, create_graph=True)
