@@ -105,7 +105,9 @@ class ChannelDecay:
         own = torch.einsum("...zck,...jck->...czj", x, y)
         if any(strict for _, strict, _ in kinds):
             own = own * own.new_tensor([float(not strict) for _, strict, _ in kinds]).unsqueeze(-1)
-        blocks = own[..., None, :, None]  # [..., size, Z, 1, J, 1]: the diagonal blocks found so far, [..., n, Z, h, J, h]
+        blocks = own[
+            ..., None, :, None
+        ]  # [..., size, Z, 1, J, 1]: the diagonal blocks found so far, [..., n, Z, h, J, h]
         # One product sums the exponents of all levels; `unbind` has one backward for all, slices would each fill with zeros.
         weights = {before: _exponents(g, before).exp().unbind(-3) for before in {kind.before for kind in kinds}}
         for level in range((size - 1).bit_length()):
