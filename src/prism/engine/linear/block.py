@@ -11,7 +11,8 @@ Then
     S' = e^{G_C} S0 + Σ_j e^{G_C - G_j} ( - a_j R_jᵀ + Σ_l k_{l,j} w_{l,j}ᵀ )
 
 and R = R₀ + R₁ S0 with the solve applied to both parts of its right-hand side. The solve is forward substitution: with
-correlated keys an inverse by repeated squaring is wrong by orders of magnitude.
+correlated keys an inverse by repeated squaring is wrong by orders of magnitude. Where the erase writes with the first key,
+a = β k_1, it shares that key's columns: W_1 - βR is written.
 
 The chunkwise form uses chunks as blocks (chunkwise.py). `parallel` takes the whole sequence as one block: one T×T
 attention matrix per write, and for rules that erase one T×T solve. It is quadratic in T, comparable with softmax

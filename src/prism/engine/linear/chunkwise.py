@@ -1,7 +1,7 @@
 """Compute chunks of a few dozen tokens in matrix products, passing the state from chunk to chunk: the fast form.
 
-Within a segment of 512 tokens the affine maps of all chunks are computed at once. Segments run one after the other, so
-temporaries stay in cache and memory is linear in T. One decay per head, or none, takes the path with the hand-written
+Within a segment of up to 512 tokens the affine maps of all chunks are computed at once. Segments run one after the other,
+so temporaries stay in cache and memory is linear in T. One decay per head, or none, takes the path with the hand-written
 backward (head_chunks.py, in compiled code on the CPU through head_chunks_operator.py). A decay per channel takes the
 block equations (block.py) and autograd.
 """
