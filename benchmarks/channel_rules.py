@@ -110,10 +110,10 @@ def answers(rule: str) -> dict[str, Callable[[dict[str, Tensor]], Tensor]]:
     return found
 
 
-def candidates(rule: str, tokens: int) -> dict[str, Callable[[], None]]:
-    """Forward and backward of each, after a check that all compute the same."""
+def candidates(rule: str, tokens: int, others: bool = True) -> dict[str, Callable[[], None]]:
+    """Forward and backward of ours and with `others` of each other, after a check that all compute the same."""
     x = channel_inputs(tokens)
-    found = answers(rule)
+    found = answers(rule) if others else {"prism": _ours(rule)}
     with torch.no_grad():
         ours = found["prism"](x)
         for name, answer in found.items():

@@ -1,6 +1,10 @@
 """Time PRISM (rank 2) and transformers' pure-torch Gated DeltaNet (rank 1) on the CPU, forward and backward.
 
     python benchmarks/cpu.py                # T = 2048, 8192, 32768; weak and strong decay; writes benchmarks/results/cpu.json
+    python benchmarks/cpu.py --channels     # only the rules with a decay per channel; nothing is written
+
+Rules with a decay per channel (KDA, Gated DeltaNet-2, GLA, RWKV-7) are timed at T = 512, next to the pure-torch code of
+flash-linear-attention and transformers where those are installed (channel_rules.py), and alone at T = 2048.
 
 Batch 1, 8 heads of 64 × 64, float32. Both run in one process, in turns; figures are the minimum of 7. Peak memory is the
 memory that a call adds to the resident set, measured in a separate process. The rows "one core busy" run two threads on two
@@ -24,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import channel_rules
 import prism
 from common import fastest, typical
 from prism.reports.results import write_results
@@ -32,6 +37,8 @@ from prism.rules.parts import l2_normalize
 HEADS, KEY, VALUE, WRITES = 8, 64, 64, 2
 DECAYS = {"weak": 0.02, "strong": 5.0}
 BUSY_TOKENS, BUSY_REPEATS = 2048, 15
+CHANNEL_TOKENS, CHANNEL_REPEATS = (512, 2048), 3
+"""The other libraries take part at the first length only: they need seconds and gigabytes at the second."""
 
 
 def inputs(tokens: int, decay: float, writes: int) -> dict[str, Tensor]:
@@ -146,6 +153,22 @@ def busy_rows(labels: list[str], repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def channel_rows() -> list[dict[str, Any]]:
+    """Seconds of the rules with a decay per channel, and the ratio to the fastest other library."""
+    rows = []
+    for rule in channel_rules.RULES:
+        for tokens in CHANNEL_TOKENS:
+            others = tokens == CHANNEL_TOKENS[0]
+            seconds = fastest(channel_rules.candidates(rule, tokens, others), CHANNEL_REPEATS)
+            best = min((value for name, value in seconds.items() if name != "prism"), default=float("nan"))
+            rounded = {name: round(value, 4) for name, value in seconds.items()}
+            print(f"{rule:>6}  T={tokens:<6}", rounded, f"ratio {seconds['prism'] / best:.3f}")
+            rows.append(
+                {"rule": rule, "tokens": tokens, "seconds": seconds, "over_fastest_peer": seconds["prism"] / best}
+            )
+    return rows
+
+
 def row(label: str, tokens: int, seconds: dict[str, float], condition: str) -> dict[str, Any]:
     ratio = seconds["prism_rank2"] / seconds.get("transformers_rank1", float("nan"))
     rounded = {name: round(value, 4) for name, value in seconds.items()}
@@ -158,9 +181,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
     parser.add_argument("--quick", action="store_true", help="T = 2048 and 8192, weak decay only; nothing is written")
+    parser.add_argument(
+        "--channels", action="store_true", help="only rules with a decay per channel; nothing is written"
+    )
     parser.add_argument("--busy", action="store_true", help="only the rows with one core kept busy; nothing is written")
     arguments = parser.parse_args()
 
+    if arguments.channels:
+        channel_rows()
+        return
     labels = list(DECAYS)[: 1 if arguments.quick else None]
     rows = []
     for label in [] if arguments.busy else labels:
@@ -173,11 +202,18 @@ def main() -> None:
     busy = busy_rows(labels, BUSY_REPEATS)
     if arguments.quick or arguments.busy:
         return
+    channels = channel_rows()
     growth = rows[2]["seconds"]["prism_rank2"] / rows[1]["seconds"]["prism_rank2"]
     memory = {tokens: peak_bytes(tokens) for tokens in (8192, 32768)}
     print({tokens: f"{size / 2**20:.0f} MiB" for tokens, size in memory.items()})
     print(f"time 32768 / 8192: {growth:.2f}    peak memory 32768 / 8192: {memory[32768] / memory[8192]:.2f}")
-    results = {"timings": rows, "one_core_busy": busy, "time_growth": growth, "peak_bytes": memory}
+    results = {
+        "timings": rows,
+        "one_core_busy": busy,
+        "per_channel": channels,
+        "time_growth": growth,
+        "peak_bytes": memory,
+    }
     print("written to", write_results(arguments.output, results, command="python benchmarks/cpu.py"))
 
 

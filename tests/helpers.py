@@ -124,6 +124,8 @@ class Problem:
         if self.erase != "none":
             if self.erase == "first":
                 pass  # along the first key written
+            elif self.erase == "write_first":  # a is the first key; b is near enough to it that nothing blows up
+                tensors["erase_key"] = uniform(B, rows, self.key_heads, K) * tensors["k"][:, :, :, 0]
             elif self.seed % 2 and self.erase_heads == self.key_heads:
                 tensors["erase_key"] = tensors["k"][:, :, :, 0]  # the delta family's own case
             else:
@@ -131,7 +133,9 @@ class Problem:
             low, high = self.beta
             if self.erase in ("strength", "first"):
                 tensors["erase_strength"] = low + (high - low) * uniform(B, rows, H)
-            else:  # a ≠ β·b, yet near enough to it that I - a bᵀ does not blow up over hundreds of tokens
+            elif (
+                self.erase == "write"
+            ):  # a ≠ β·b, yet near enough to it that I - a bᵀ does not blow up over hundreds of tokens
                 rate = low + (high - low) * uniform(B, rows, self.erase_heads, K)
                 noise = F.normalize(normal(B, rows, self.erase_heads, K), dim=-1)
                 tensors["erase_write"] = rate * tensors["erase_key"] + 0.05 * noise
@@ -171,8 +175,14 @@ class Problem:
 
     def update(self, tensors: Mapping[str, Tensor]) -> prism.Update:
         named = {name: tensors.get(name) for name in (*INPUTS, "reset", "mask")}
-        first = self.erase == "first"
-        return prism.Update(**named, erase_first=first, erase_on=self.erase_on, read=self.read, substeps=self.substeps)
+        return prism.Update(
+            **named,
+            erase_first=self.erase == "first",
+            erase_write_first=self.erase == "write_first",
+            erase_on=self.erase_on,
+            read=self.read,
+            substeps=self.substeps,
+        )
 
     def run(self, tensors: Tensors, form: str, dtype: torch.dtype = torch.float64) -> Tensors:
         """Output, final state, and the gradient of everything that has one."""
@@ -231,7 +241,7 @@ def problems(draw: st.DrawFn, tokens: st.SearchStrategy[int] = LENGTHS, **fixed:
     """Every kind of update the normal form has. `fixed` pins fields."""
     heads = draw(st.sampled_from([1, 2, 4]))
     divisors = st.sampled_from([n for n in (1, 2, 4) if heads % n == 0])
-    erase = draw(st.sampled_from(["none", "strength", "first", "write"]))
+    erase = draw(st.sampled_from(["none", "strength", "first", "write", "write_first"]))
     erase_on = draw(st.sampled_from(["decayed", "undecayed"])) if erase != "none" else "decayed"
     # β beyond 1 turns the looked-up part around. That is a contraction only where a = β·b meets the decayed state.
     turning = erase in ("strength", "first") and erase_on == "decayed"

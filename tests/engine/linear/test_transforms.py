@@ -19,7 +19,7 @@ def second_derivatives(problem: Problem, form: str) -> dict[str, Tensor]:
     wanted = [name for name in (*INPUTS, "state") if name in leaves and (name != "erase_key" or problem.seed % 2 == 0)]
     for name in wanted:
         leaves[name].requires_grad_()
-    if problem.seed % 2 and problem.erase != "none" and problem.erase_heads == problem.key_heads:
+    if problem.seed % 2 and problem.erase in ("strength", "write") and problem.erase_heads == problem.key_heads:
         leaves["erase_key"] = leaves["k"][:, :, :, 0]
     o, end = prism.memory(problem.update(leaves), leaves.get("state"), form)
     given = [leaves[name] for name in wanted]

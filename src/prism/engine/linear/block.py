@@ -11,7 +11,8 @@ Then
     S' = e^{G_C} S0 + Σ_j e^{G_C - G_j} ( - a_j R_jᵀ + Σ_l k_{l,j} w_{l,j}ᵀ )
 
 and R = R₀ + R₁ S0 with the solve applied to both parts of its right-hand side. The solve is forward substitution: with
-correlated keys an inverse by repeated squaring is wrong by orders of magnitude.
+correlated keys an inverse by repeated squaring is wrong by orders of magnitude. Where the erase writes with the first key,
+a = β k_1, it shares that key's columns: W_1 - βR is written.
 
 The chunkwise form uses chunks as blocks (chunkwise.py). `parallel` takes the whole sequence as one block: one T×T
 attention matrix per write, and for rules that erase one T×T solve. It is quadratic in T, comparable with softmax
@@ -38,15 +39,16 @@ class Blocks:
     k: Tensor  # [..., L, C, K]
     w: Tensor  # [..., L, C, V]
     log_decay: Tensor | None  # [..., C] or [..., C, K]
-    a: Tensor | None  # [..., C, K]
-    b: Tensor | None  # [..., C, K]
+    a: Tensor | None  # [..., C, K]; None: an erase writes with the first key, times β
+    b: Tensor | None  # [..., C, K]; None: an erase reads with the first key
+    strength: Tensor | None  # β, [..., C]; None: 1
     reset: Tensor | None  # [B, 1, N, C]
     erase_decayed: bool
     read_after: bool
 
     @property
-    def look_before(self) -> bool:
-        return not self.erase_decayed
+    def erases(self) -> bool:
+        return self.b is not None or self.strength is not None
 
     def decay(self) -> HeadDecay | ChannelDecay:
         """The decays inside each block; zeros if there are none."""
@@ -70,13 +72,7 @@ class Affine:
 
     def chain(self, S: Tensor) -> tuple[Tensor, Tensor]:
         """The state each block starts from, `[B, H, N, K, V]`, and the one after the last, `[B, H, K, V]`."""
-        # `unbind` has one backward for all blocks; indexing would fill a tensor of full size with zeros for each.
-        factors = (self.diagonal.unsqueeze(-1) if self.P is None else self.P).unbind(2)
-        incoming = []
-        for factor, D in zip(factors, self.D.unbind(2), strict=True):
-            incoming.append(S)
-            S = (factor * S if self.P is None else factor @ S) + D
-        return torch.stack(incoming, 2), S
+        return _chain(self.P, self.diagonal, self.D, S)
 
 
 def affine(rows: Blocks) -> Affine:
@@ -86,23 +82,30 @@ def affine(rows: Blocks) -> Affine:
     # The L writes of a token are L columns of the same products.
     values = rows.w.flatten(-3, -2)  # [..., L·C, V]
     F, diagonal = decay.from_start(rows.q, read.before), decay.carry()
-    if rows.a is None or rows.b is None:
+    if not rows.erases:
         (attention,) = decay.grams([read], rows.k)
         left_at_end = decay.to_end(rows.k).flatten(-3, -2)
         return Affine(None, diagonal, left_at_end.transpose(-1, -2) @ values, F, attention.flatten(-2) @ values)
 
-    look = Rows(rows.b, strict=True, before=rows.look_before)
-    columns = torch.cat([rows.a.unsqueeze(-3), rows.k], -3)
-    lookup, attention = decay.grams([look, read], columns)  # [..., C, 1 + L, C]
-    V = values.shape[-1]
+    # The erase writes -βR with the first column: with the first key, or with a column of its own that has no values.
+    C, (count, V) = rows.q.shape[-2], values.shape[-2:]
+    b = rows.k[..., 0, :, :] if rows.b is None else rows.b
+    columns = rows.k
+    if rows.a is not None:
+        columns = torch.cat([rows.a.unsqueeze(-3), rows.k], -3)
+        values = torch.cat([torch.zeros_like(values[..., :C, :]), values], -2)
+    look = Rows(b, strict=True, before=not rows.erase_decayed)
+    lookup, attention = decay.grams([look, read], columns)  # [..., C, J, C]
+    system = lookup[..., 0, :] if rows.strength is None else lookup[..., 0, :] * rows.strength.unsqueeze(-2)
     seen = torch.linalg.solve_triangular(  # [R₀ | R₁]
-        lookup[..., 0, :],
-        torch.cat([lookup[..., 1:, :].flatten(-2) @ values, decay.from_start(rows.b, look.before)], -1),
+        system,
+        torch.cat([lookup.flatten(-2)[..., -count:] @ values[..., -count:, :], decay.from_start(b, look.before)], -1),
         upper=False,
         unitriangular=True,
     )
-    R0, R1 = seen.split([V, seen.shape[-1] - V], -1)
-    written = torch.cat([-R0, values], -2)  # the erase is one more column, which writes -R
+    erased = seen if rows.strength is None else seen * rows.strength.unsqueeze(-1)
+    R0, R1 = erased.split([V, erased.shape[-1] - V], -1)
+    written = torch.cat([values[..., :C, :] - R0, values[..., C:, :]], -2)
     left_at_end = decay.to_end(columns)
     D = left_at_end.flatten(-3, -2).transpose(-1, -2) @ written
     P = torch.diag_embed(diagonal.expand(*diagonal.shape[:-1], rows.q.shape[-1]))
@@ -113,12 +116,17 @@ def affine(rows: Blocks) -> Affine:
 def incoming_states(rows: Blocks, S: Tensor) -> tuple[Tensor, Tensor]:
     """The state each block starts from, `[B, H, N, K, V]`, and the one after the last; for rows that erase nothing."""
     decay = rows.decay()
-    kept = decay.carry().unsqueeze(-1).unbind(2)
     D = decay.to_end(rows.k).flatten(-3, -2).transpose(-1, -2) @ rows.w.flatten(-3, -2)
+    return _chain(None, decay.carry(), D, S)
+
+
+def _chain(P: Tensor | None, diagonal: Tensor, D: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    # `unbind` has one backward for all blocks; indexing would fill a tensor of full size with zeros for each.
+    factors = (diagonal.unsqueeze(-1) if P is None else P).unbind(2)
     incoming = []
-    for left, written in zip(kept, D.unbind(2), strict=True):
+    for factor, written in zip(factors, D.unbind(2), strict=True):
         incoming.append(S)
-        S = left * S + written
+        S = (factor * S if P is None else factor @ S) + written
     return torch.stack(incoming, 2), S
 
 
@@ -144,6 +152,7 @@ def to_blocks(steps: Steps, size: int) -> Blocks:
         split(steps.log_decay),
         split(steps.erase_write),
         split(steps.erase_key),
+        split(steps.erase_strength),
         reset,
         steps.erase_decayed,
         steps.read_after,

@@ -1,7 +1,7 @@
 """Compute chunks of a few dozen tokens in matrix products, passing the state from chunk to chunk: the fast form.
 
-Within a segment of 512 tokens the affine maps of all chunks are computed at once. Segments run one after the other, so
-temporaries stay in cache and memory is linear in T. One decay per head, or none, takes the path with the hand-written
+Within a segment of up to 512 tokens the affine maps of all chunks are computed at once. Segments run one after the other,
+so temporaries stay in cache and memory is linear in T. One decay per head, or none, takes the path with the hand-written
 backward (head_chunks.py, in compiled code on the CPU through head_chunks_operator.py). A decay per channel takes the
 block equations (block.py) and autograd.
 """
@@ -40,8 +40,11 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
     transformed = compat.have_tangents(*inputs) or compat.transforms_active(*inputs)
     if update.per_channel or transformed:
         o, S = _in_blocks(steps, S, chunk, size)
+        return steps.read(o), S
+    if steps.erase_key is not None:  # these paths share the first key's columns only where it is the erase key too
+        steps = steps.with_erase_columns()
     # An exported program must run where this library is not installed, so export traces the equations.
-    elif torch.compiler.is_compiling() and not compat.is_exporting() and S.device.type == "cpu":
+    if torch.compiler.is_compiling() and not compat.is_exporting() and S.device.type == "cpu":
         o, S = head_chunks_operator(steps, S, chunk, size)
     else:
         o, S = head_chunks(steps, S, chunk, size, differentiable=_in_blocks)
@@ -51,7 +54,7 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
 def _in_blocks(steps: Steps, S: Tensor, chunk: int, size: int) -> tuple[Tensor, Tensor]:
     """By the block equations, which autograd can differentiate any number of times."""
     outputs = []
-    for segment in _segments(steps.with_erase_columns(), size):
+    for segment in _segments(steps, size):
         o, S = _run(to_blocks(segment, min(chunk, segment.rows)), S)
         outputs.append(from_blocks(o, segment.rows))
     return torch.cat(outputs, 1), S
@@ -66,7 +69,7 @@ def _run(rows: Blocks, S: Tensor) -> tuple[Tensor, Tensor]:
 
 def _segments(steps: Steps, size: int) -> Iterator[Steps]:
     """The steps of each segment. `split` has one backward for all; slices would fill a full-size zero tensor each."""
-    names = ("q", "k", "w", "log_decay", "erase_key", "erase_write", "reset")
+    names = ("q", "k", "w", "log_decay", "erase_key", "erase_write", "erase_strength", "reset")
     present = [name for name in names if getattr(steps, name) is not None]
     for parts in zip(*[getattr(steps, name).split(size, 1) for name in present], strict=True):
         yield replace(steps, **dict(zip(present, parts, strict=True)))

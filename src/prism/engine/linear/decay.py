@@ -7,7 +7,8 @@ the block: nothing crosses such a border.
 Numerics. Nothing is divided by a decay and every exponent is ≤ 0, so nothing overflows, however strong the decay. Per
 head, sums run in float64 and are subtracted before rounding. Per channel the C×C×K tensor of differences would be far too
 large; recursive halving needs matrix products only: the lower-left block of every 2h tokens is
-(rows ⊙ exp Σ_{mid+1..i} g)(columns ⊙ exp Σ_{j+1..mid} g)ᵀ, each sum inside its own half.
+(rows ⊙ exp Σ_{mid+1..i} g)(columns ⊙ exp Σ_{j+1..mid} g)ᵀ, each sum inside its own half. Sums are of numbers ≤ 0 only,
+so that they may be made in any order.
 """
 
 from __future__ import annotations
@@ -108,8 +109,7 @@ class ChannelDecay:
         blocks = own[
             ..., None, :, None
         ]  # [..., size, Z, 1, J, 1]: the diagonal blocks found so far, [..., n, Z, h, J, h]
-        # One product sums the exponents of all levels; `unbind` has one backward for all, slices would each fill with zeros.
-        weights = {before: _exponents(g, before).exp().unbind(-3) for before in {kind.before for kind in kinds}}
+        weights = {before: _weights_by_level(g, before) for before in {kind.before for kind in kinds}}
         for level in range((size - 1).bit_length()):
             h = 1 << level
             right_of_mid = {before: _halves(all_levels[level], h)[1] for before, all_levels in weights.items()}
@@ -183,20 +183,38 @@ def _halves(x: Tensor, h: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-def _exponents(g: Tensor, before: bool) -> Tensor:
-    """`[…, C, K]` → `[…, levels, C, K]`: for every level of halving, the sums of g between each token and its midpoint.
+def _weights_by_level(g: Tensor, before: bool) -> list[Tensor]:
+    """`[…, C, K]` → for every level of halving `[…, C, K]`: exp of the sum of g between each token and its midpoint.
 
     A token left of the midpoint sums what comes after it, one right of it sums up to itself (`before`: without itself).
     """
-    C = g.shape[-2]
-    i = torch.arange(C, device=g.device)
-    h = 2 ** torch.arange((C - 1).bit_length(), device=g.device)[:, None, None]
-    middle = i[:, None] // (2 * h) * 2 * h + h  # [levels, C, 1]
-    row, column = i[:, None], i
+    size = min(g.shape[-2], _SUMMED)
+    blocks = g.unflatten(-2, (-1, size))
+    weights = (_sums(size, before, g) @ blocks).unflatten(-2, (-1, size)).movedim(-3, -4).flatten(-3, -2).exp()
+    found = list(weights.unbind(-3))  # one backward for all levels, where slices would each fill with zeros
+    h = size
+    while h < g.shape[-2]:
+        left, right = _halves(g, h)
+        found.append(
+            torch.cat([_after(left), _before(right) if before else right.cumsum(-2)], -2).flatten(-3, -2).exp()
+        )
+        h *= 2
+    return found
+
+
+_SUMMED = 64
+"""Blocks up to this size sum the exponents of all levels in one product. Its matrix grows as the square."""
+
+
+def _sums(C: int, before: bool, like: Tensor) -> Tensor:
+    """`[levels · C, C]` of zeros and ones: which log-decays each token sums at each level."""
+    row = torch.arange(C, device=like.device)[:, None]
+    column = torch.arange(C, device=like.device)
+    h = 2 ** torch.arange((C - 1).bit_length(), device=like.device)[:, None, None]
+    middle = row // (2 * h) * 2 * h + h  # [levels, C, 1]
     left = (row < middle) & (column > row) & (column < middle)
     right = (row >= middle) & (column >= middle) & (column < row if before else column <= row)
-    sums = (left | right).to(g.dtype).flatten(0, 1)
-    return (sums @ g).unflatten(-2, (-1, C))
+    return (left | right).to(like.dtype).flatten(0, 1)
 
 
 def _before(g: Tensor) -> Tensor:

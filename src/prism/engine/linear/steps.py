@@ -16,7 +16,10 @@ from prism.engine.update import Update
 
 @dataclass(frozen=True)
 class Steps:
-    """An update as R = T·n rows: `[B, R, H, …]` throughout, in the state's dtype."""
+    """An update as R = T·n rows: `[B, R, H, …]` throughout, in the state's dtype.
+
+    Without `erase_write` an erase writes with k's first key: a = β k_1 and b = k_1, or a = k_1 and `erase_key`.
+    """
 
     q: Tensor  # [B, R, H, K]
     k: Tensor  # [B, R, H, L, K]
@@ -29,18 +32,25 @@ class Steps:
     read_after: bool
     substeps: int
     out_dtype: torch.dtype
-    erase_strength: Tensor | None = None  # β, [B, R, H]: an erase along k's first key, in place of a and b
+    erase_strength: Tensor | None = None  # β, [B, R, H], where k's first key is erased
 
     @property
     def rows(self) -> int:
         return self.q.shape[1]
 
+    @property
+    def erases_with_first_key(self) -> bool:
+        """Whether the erase shares the columns of k's first key: it has no `erase_write`."""
+        return self.erase_write is None and (self.erase_key is not None or self.erase_strength is not None)
+
     def with_erase_columns(self) -> Steps:
         """The same steps with the erase as a and b."""
-        if self.erase_strength is None:
+        if not self.erases_with_first_key:
             return self
-        b = self.k[..., 0, :]
-        return replace(self, erase_key=b, erase_write=self.erase_strength.unsqueeze(-1) * b, erase_strength=None)
+        first = self.k[..., 0, :]
+        b = first if self.erase_key is None else self.erase_key
+        a = first if self.erase_strength is None else self.erase_strength.unsqueeze(-1) * first
+        return replace(self, erase_key=b, erase_write=a, erase_strength=None)
 
     def read(self, o: Tensor) -> Tensor:
         """`[B, R, H, V]` → `[B, T, H, V]`: the row at which each token reads, in the caller's dtype."""
@@ -62,7 +72,7 @@ def resolve(u: Update) -> Steps:
 
 
 def resolve_keeping_first(u: Update) -> Steps:
-    """The steps of an update. An erase declared to run along the first key (`erase_first`) is `erase_strength` alone."""
+    """The steps of an update. An erase that is declared to write with the first key has no `erase_write`."""
     n, H, dtype = u.substeps, u.heads, u.state_dtype
     per_row = repeat_mask(u.mask, n)
 
@@ -70,7 +80,8 @@ def resolve_keeping_first(u: Update) -> Steps:
         return None if x is None else repeat_heads(zero_padding(x.to(dtype), mask), H)
 
     q, g = prepare(u.q, u.mask), prepare(u.log_decay, u.mask)
-    k, w, a = prepare(u.k, per_row), prepare(u.w, per_row), prepare(u.erase_write, per_row)
+    k, w = prepare(u.k, per_row), prepare(u.w, per_row)
+    a = None if u.erase_write_first else prepare(u.erase_write, per_row)
     b = None if u.erase_first else prepare(u.erase_key, per_row)
     beta = prepare(u.erase_strength, per_row)
     if beta is not None and b is not None:
