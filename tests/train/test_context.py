@@ -21,6 +21,7 @@ from prism.language.corpus import prepare
 from prism.language.model import build_model
 from prism.language.settings import Settings
 from prism.language.task import LanguageTask, train_lm
+from prism.models import PrismConfig, PrismForCausalLM
 from prism.recommend.task import RecTask
 from prism.train.distributed import World, joined
 from prism.train.settings import ParallelSettings
@@ -109,6 +110,13 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, changes: dict, size: i
         task.share_sequences(SimpleNamespace(size=size))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"parallel.context is {size}, but prism train rec cannot share a history"):
         RecTask.share_sequences(None, SimpleNamespace(size=size))  # type: ignore[arg-type]
+
+
+def test_labels_are_refused_where_the_next_one_is_in_another_process() -> None:
+    model = PrismForCausalLM(PrismConfig(vocab_size=16, hidden_size=8, num_heads=1, layers="linear"))
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="labels cannot be used with context"):
+        model(tokens, labels=tokens, context=SimpleNamespace())
 
 
 def test_groups_must_divide_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,12 +34,12 @@ def linear(u: Update, state: Tensor | None, form: str, backend: str, context: Co
     o, written = memory(u, None, form, backend)
     if not u.erases:
         start, end = context.chain(kept(u), written, state)
-        return o + _seen(u, start).to(o.dtype), end
+        return _add_seen(o, u, start), end
     nothing = u.w.new_zeros(u.batch, u.w.shape[1], u.heads, 1, u.key_dim)
     identity = torch.eye(u.key_dim, dtype=u.state_dtype, device=u.w.device).expand(u.batch, u.heads, -1, -1)
     F, P = memory(replace(u, k=u.k[:, :, :, :1], w=nothing), identity, form, backend)
     start, end = context.chain(P, written, state)
-    return o + _read(F, start).to(o.dtype), end
+    return o + _read(F, start), end
 
 
 def diagonal(u: Diagonal, state: Tensor | None, form: str, backend: str, context: Context) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def window(u: Attend, state: Cache | None, form: str, backend: str, context: Con
 
 def window_refuses(u: Attend) -> str | None:
     """Why attention cannot be cut, in one clause; None if it has a window."""
-    return "sees all earlier tokens, which no other process holds" if u.window is None else None
+    return "sees all earlier tokens, which other processes hold" if u.window is None else None
 
 
 def kept(u: Update) -> Tensor:
@@ -93,16 +93,17 @@ def kept(u: Update) -> Tensor:
     return _decay(u)[:, -1]
 
 
-def _seen(u: Update, S: Tensor) -> Tensor:
-    """What the queries of tokens that erase nothing read of the incoming state, `[B, T, H, V]`."""
-    q = repeat_heads(zero_padding(u.q.to(u.state_dtype), u.mask), u.heads)
+def _add_seen(o: Tensor, u: Update, S: Tensor) -> Tensor:
+    """The outputs o `[B, T, H, V]`, and what the queries of tokens that erase nothing read of the incoming state."""
+    q = repeat_heads(zero_padding(u.q.to(o.dtype), u.mask), u.heads)
     decay = _decay(u).squeeze(-1)
     if u.read == "before":
         decay = torch.cat([torch.ones_like(decay[:, :1]), decay[:, :-1]], 1)
         reset = real_resets(u.reset, u.mask)
         if reset is not None:  # a document starts with a read of nothing
             decay = torch.where(reset[:, :, None, None], 0.0, decay)
-    return decay * _read(q, S) if decay.shape[-1] == 1 else _read(q * decay, S)
+    decay = decay.to(o.dtype)
+    return torch.addcmul(o, decay, _read(q, S)) if decay.shape[-1] == 1 else o + _read(q * decay, S)
 
 
 def _decay(u: Update) -> Tensor:
@@ -111,7 +112,9 @@ def _decay(u: Update) -> Tensor:
         decay = torch.ones(u.batch, u.tokens, u.heads, 1, dtype=u.state_dtype, device=u.w.device)
     else:
         g = zero_padding(u.log_decay if u.per_channel else u.log_decay.unsqueeze(-1), u.mask)
-        decay = g.double().cumsum(1).to(u.state_dtype).exp()  # a long sum, so in float64
+        # A long sum, so in float64. Along the last dimension, because a GPU sums along others one token after the other.
+        total = g.double().movedim(1, -1).contiguous().cumsum(-1).movedim(-1, 1)
+        decay = total.to(u.state_dtype).exp()
     reset = real_resets(u.reset, u.mask)
     if reset is not None:
         decay = torch.where(reset.cumsum(1)[:, :, None, None] > 0, 0.0, decay)
@@ -119,5 +122,5 @@ def _decay(u: Update) -> Tensor:
 
 
 def _read(q: Tensor, S: Tensor) -> Tensor:
-    """`[B, T, H, K]`, `[B, H, K, V]` → `[B, T, H, V]`."""
-    return (q.to(S.dtype).transpose(1, 2) @ S).transpose(1, 2)
+    """`[B, T, H, K]`, `[B, H, K, V]` → `[B, T, H, V]`, in q's dtype: products in half precision add up in float32."""
+    return (q.transpose(1, 2) @ S.to(q.dtype)).transpose(1, 2)
