@@ -187,7 +187,7 @@ class Louder(GatedDelta):
 
 
 def _hooked(layer: Block) -> None:
-    layer.mixer.rule.out.register_forward_hook(lambda *given: 2 * given[-1])
+    layer.mixer.rule.norm.register_forward_hook(lambda *given: 2 * given[-1])
 
 
 def _replaced(layer: Block) -> None:
