@@ -15,7 +15,7 @@ KERNELS = {
     "memory": "prepare forward_scan segment_chain backward_scan backward_queries backward_writes backward_decay step",
     "around": "columns columns_backward solve solve_backward short_conv short_conv_weights short_conv_inputs",
     "networks": "serial_mlp serial_mlp_backward",
-    "layer_step": "normed maps gated delta_token normalise",
+    "layer_step": "normed maps gated delta_token",
 }
 
 

@@ -141,7 +141,7 @@ def test_any_sizes(rows: int, key_dim: int, value_dim: int, width: int, hidden: 
 
 
 def test_values_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_memory, "MOST_ELEMENTS", 256)
+    monkeypatch.setattr(token_memory, "ELEMENTS", 256)
     assert_at_most_twice_torch("prism", torch.float32, key_dim=16, value_dim=40)
 
 
