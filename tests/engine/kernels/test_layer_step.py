@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from prism import rules
 from prism.engine import layer_step, using
 from prism.models import PrismCache, ReplayedCache
 from prism.nn.block import Block
@@ -113,6 +114,11 @@ def assert_at_most_twice_torch(name: str, dtype: torch.dtype, rows: int = 2, **o
 def test_a_layer(name: str, stepped: list[Any]) -> None:
     assert_at_most_twice_torch(name, torch.float32)
     assert len(stepped) == STEPS
+
+
+def test_every_rule_with_a_plan_is_tested() -> None:
+    planned = {name for name in rules.names() if rules.get(name).build(16, 2).current_step_plan() is not None}
+    assert planned == {name.split(",")[0] for name in LAYERS}
 
 
 @pytest.mark.parametrize("name", ["prism, gelu", "gated_delta", "kda"])
