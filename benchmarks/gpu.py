@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import accuracy
+import accuracy_steps
 import speed
 from prism.engine.kernels.available import INTERPRETED
 from prism.engine.kernels.configurations import MEASURED, architecture
@@ -66,7 +67,7 @@ def check_all(device: str, tiny: bool, keep: Keep, part: int, parts: int) -> Non
         result = accuracy.reference(device)
         note(result, str(accuracy.RECURRENT_UP_TO), "2", "64 × 64", "float64", result["case"]["what"])
     for dtype in (torch.float32,) if tiny else (torch.bfloat16, torch.float32) if part == 0 else ():
-        for result in accuracy.around_the_memory(device, dtype):
+        for result in (*accuracy.around_the_memory(device, dtype), *accuracy_steps.layers(device, dtype, tiny)):
             note(result, "", "", "", result["case"]["dtype"], result["case"]["what"])
     if tiny:
         one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1))

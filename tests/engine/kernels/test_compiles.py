@@ -16,7 +16,7 @@ KERNELS = {
     "around": "columns columns_backward solve solve_backward short_conv short_conv_backward token_losses",
     "pieces": "residual_norm residual_norm_backward product product_backward gated_norm gated_norm_backward",
     "networks": "serial_mlp serial_mlp_backward",
-    "layer_step": "normed maps gated delta_token normalise",
+    "layer_step": "normed maps gated delta_token",
 }
 
 

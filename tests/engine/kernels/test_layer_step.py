@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from prism import rules
 from prism.engine import layer_step, using
 from prism.models import PrismCache, ReplayedCache
 from prism.nn.block import Block
@@ -115,6 +116,11 @@ def test_a_layer(name: str, stepped: list[Any]) -> None:
     assert len(stepped) == STEPS
 
 
+def test_every_rule_with_a_plan_is_tested() -> None:
+    planned = {name for name in rules.names() if rules.get(name).build(16, 2).current_step_plan() is not None}
+    assert planned == {name.split(",")[0] for name in LAYERS}
+
+
 @pytest.mark.parametrize("name", ["prism, gelu", "gated_delta", "kda"])
 def test_a_layer_in_half_precision(name: str) -> None:
     assert_at_most_twice_torch(name, torch.float16)
@@ -141,7 +147,7 @@ def test_any_sizes(rows: int, key_dim: int, value_dim: int, width: int, hidden: 
 
 
 def test_values_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_memory, "MOST_ELEMENTS", 256)
+    monkeypatch.setattr(token_memory, "ELEMENTS", 256)
     assert_at_most_twice_torch("prism", torch.float32, key_dim=16, value_dim=40)
 
 
@@ -187,7 +193,7 @@ class Louder(GatedDelta):
 
 
 def _hooked(layer: Block) -> None:
-    layer.mixer.rule.out.register_forward_hook(lambda *given: 2 * given[-1])
+    layer.mixer.rule.norm.register_forward_hook(lambda *given: 2 * given[-1])
 
 
 def _replaced(layer: Block) -> None:

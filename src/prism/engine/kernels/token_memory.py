@@ -5,10 +5,8 @@
 
 with q = K^-½ unit(q̃), k = unit(k̃), β = c σ(·), α = exp(-e^A softplus(· + bias)) per head or key channel (or KDA's bounded
 one), and PRISM's solver (solver.py). The second halves of low-rank maps are computed here too: a head reads its own rows of
-them. The state is read once and written once, in the dtype that it has; everything in between is float32.
-
-One program holds BV value channels of one head and row. Where these are all channels it also normalises the output. Otherwise
-a second kernel does: programs with more of a state in registers wait longer for their loads and hide less of it.
+them. One program holds a head of one row. The state is read once and written once, in the dtype that it has; everything in
+between is float32. Wide values are taken BV channels after the other, and normalised at the end.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from prism.engine.kernels.short_conv import joined
 from prism.engine.kernels.solver import correction
 from prism.engine.step_plan import DeltaPlan, LowRankPlan
 
-MOST_ELEMENTS = 4096
-"""Elements of the state that a program holds in registers."""
-WARPS = 4
+ELEMENTS, MOST_BLOCKS = 8192, 4
+"""Elements of the state that a program holds in registers: more at a time was slower. Wide heads take at most four blocks,
+because the code of every block is compiled."""
 
 
 @triton.jit
@@ -103,29 +101,6 @@ def output_gate(given, up, bias, h, vs, V: tl.constexpr, R: tl.constexpr, BR: tl
 
 
 @triton.jit
-def normalised(
-    out,
-    norm,
-    given,
-    gate_up,
-    gate_bias,
-    eps,
-    h,
-    vs,
-    V: tl.constexpr,
-    R: tl.constexpr,
-    BR: tl.constexpr,
-    GATE: tl.constexpr,
-):
-    """RMSNorm of a head's output `[BV]`, times its activated gate."""
-    weight = vector(norm, vs, V)
-    if GATE != "none":
-        gate = output_gate(given, gate_up, gate_bias, h, vs, V, R, BR)
-        weight *= tl.sigmoid(gate) if GATE == "sigmoid" else gate * tl.sigmoid(gate)
-    return out * tl.rsqrt(tl.sum(out * out, 0) / V + eps) * weight
-
-
-@triton.jit
 def decay_of(z, log_rate, BOUND: tl.constexpr):
     """α, from the gate's input z with its bias: a number, or one per key channel."""
     rate = tl.exp(log_rate)
@@ -150,6 +125,7 @@ def delta_token_kernel(
     norm,
     state,
     new_state,
+    raw,
     y,
     query_scale,
     beta_scale,
@@ -181,96 +157,90 @@ def delta_token_kernel(
     """given `[rows, width]`: q̃, k̃, v after the convolution, and at their places β, decay, gate and `low`: what `key_up`,
     `gain_up` and `expected_up` widen (those that are not None, R each), then the later writes' β `[H, N]`. scale `[N, H, V]`,
     log_rate `[H]` (None: no decay), rate_bias `[H]`, or `[H·K]` with decay_up `[H·K, RANK]`, gate_up `[H·V, GATE_RANK]` and its
-    bias (None: the gate itself is given), norm `[V]`, state `[rows, H, K, V]`, y `[rows, H·V]`, normalised if BV holds all
-    values. BOUND 0: the softplus gate; GATE: none, silu or sigmoid.
+    bias (None: the gate itself is given), norm `[V]`, state `[rows, H, K, V]`, y `[rows, H·V]`. raw is scratch memory like y,
+    None if BV holds all values. BOUND 0: the softplus gate; GATE: none, silu or sigmoid.
 
     Whatever can be loaded is loaded first, so that the loads wait together."""
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
-    row, h = (pid // BLOCKS // H).to(tl.int64), pid // BLOCKS % H
-    c, r, vs = tl.arange(0, BK), tl.arange(0, BR), pid % BLOCKS * BV + tl.arange(0, BV)
+    row, h = (pid // H).to(tl.int64), pid % H
+    c, r = tl.arange(0, BK), tl.arange(0, BR)
     token = given + row * width
-    place = (row * H + h) * (K * V) + c[:, None] * V + vs[None, :]
-    inside = (c < K)[:, None] & (vs < V)[None, :]
-    S = tl.load(state + place, mask=inside, other=0.0).to(tl.float32)
-    q = vector(token + h * K, c, K)
-    keys = loaded_vectors(token + (H + h) * K, H * K, c, K, SUBSTEPS)
-    values = loaded_vectors(token + H * (1 + SUBSTEPS) * K + h * V, H * V, vs, V, SUBSTEPS)
-    betas = loaded_numbers(token + at_beta + h, H, SUBSTEPS)
-    if log_rate is not None:
-        rate = tl.load(log_rate + h).to(tl.float32)
-        if decay_up is None:
-            z = tl.load(token + at_decay + h).to(tl.float32) + tl.load(rate_bias + h).to(tl.float32)
-        else:
-            low_decay = vector(token + at_decay, tl.arange(0, BRANK), RANK)
-            z = widened(loaded_rows(decay_up, h * K, c, K, RANK, BRANK), low_decay)
-            z = (z + vector(rate_bias + h * K, c, K))[:, None]
-    if N > 0:
-        low_key = token + at_low
-        low_gain = low_key + (0 if key_up is None else R)
-        low_expected = low_gain + (0 if gain_up is None else R)
-        low_beta = low_expected + (0 if expected_up is None else R)
-        key_rows = loaded_each(key_up, h * N * K, K, c, K, R, BR, N)
-        gain_rows = loaded_each(gain_up, h * N * V, V, vs, V, R, BR, N)
-        expected_rows = loaded_each(expected_up, h * V, V, vs, V, R, BR, 1)
-        scales = loaded_vectors(scale + h * V, H * V, vs, V, N)
-        later_betas = loaded_numbers(low_beta + h * N, 1, N)
-        low_k = vector(low_key, r, R) if key_up is not None else 0.0
-        low_g = vector(low_gain, r, R) if gain_up is not None else 0.0
-        low_e = vector(low_expected, r, R) if expected_up is not None else 0.0
-    if log_rate is not None:
-        S *= decay_of(z, rate, BOUND)
-    for s in tl.static_range(SUBSTEPS):
-        key, value = unit_vector(keys[s], unit_eps), values[s]
-        seen = tl.sum(S * key[:, None], 0)
-        S += key[:, None] * (beta_scale * tl.sigmoid(betas[s]) * (value - seen))[None, :]
-    if N > 0:
-        residual = value
-        if expected_up is not None:
-            residual -= widened(expected_rows[0], low_e)
-        for l in tl.static_range(N):
-            if key_up is not None:
-                key = unit_vector(widened(key_rows[l], low_k), unit_eps)
-            gain = 1.0 if GELU else 0.5
-            if gain_up is not None:
-                gain = widened(gain_rows[l], low_g)
-            delta, _, _ = correction(gain, residual, gain_up is not None, GELU, NONLINEAR)
-            S += key[:, None] * (delta * tl.sigmoid(later_betas[l]) * scales[l])[None, :]
-            residual -= delta
-    out = tl.sum(S * (query_scale * unit_vector(q, unit_eps))[:, None], 0)
-    tl.debug_barrier()  # `new_state` may be `state`: all threads have read
-    tl.store(new_state + place, S.to(new_state.dtype.element_ty), mask=inside)
-    if BLOCKS == 1:
-        gate = token + at_gate
-        out = normalised(out, norm, gate, gate_up, gate_bias, norm_eps, h, vs, V, GATE_RANK, BGATE, GATE)
-    tl.store(y + (row * H + h) * V + vs, out.to(y.dtype.element_ty), mask=vs < V)
-
-
-@triton.jit(do_not_specialize=["H", "width", "at_gate"])
-def normalise_kernel(
-    o,
-    given,
-    gate_up,
-    gate_bias,
-    norm,
-    y,
-    norm_eps,
-    H,
-    width,
-    at_gate,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    GATE_RANK: tl.constexpr,
-    BGATE: tl.constexpr,
-    GATE: tl.constexpr,
-):
-    """o and y `[rows, H·V]`; the others as in `delta_token_kernel`. One program per row and head."""
-    pid = tl.program_id(0)
-    row, h, vs = (pid // H).to(tl.int64), pid % H, tl.arange(0, BV)
-    place, gate = (row * H + h) * V + vs, given + row * width + at_gate
-    out = tl.load(o + place, mask=vs < V, other=0.0)
-    out = normalised(out, norm, gate, gate_up, gate_bias, norm_eps, h, vs, V, GATE_RANK, BGATE, GATE)
-    tl.store(y + place, out.to(y.dtype.element_ty), mask=vs < V)
+    low_key = token + at_low
+    low_gain = low_key + (0 if key_up is None else R)
+    low_expected = low_gain + (0 if gain_up is None else R)
+    low_beta = low_expected + (0 if expected_up is None else R)
+    values = token + H * (1 + SUBSTEPS) * K
+    squares = 0.0
+    for block in tl.static_range(BLOCKS):
+        vs = block * BV + tl.arange(0, BV)
+        place = (row * H + h) * (K * V) + c[:, None] * V + vs[None, :]
+        inside = (c < K)[:, None] & (vs < V)[None, :]
+        S = tl.load(state + place, mask=inside, other=0.0).to(tl.float32)
+        q = vector(token + h * K, c, K)
+        keys = loaded_vectors(token + (H + h) * K, H * K, c, K, SUBSTEPS)
+        fresh = loaded_vectors(values + h * V, H * V, vs, V, SUBSTEPS)
+        betas = loaded_numbers(token + at_beta + h, H, SUBSTEPS)
+        weight = vector(norm, vs, V)
+        gate = 0.0
+        if GATE != "none":
+            gate = output_gate(token + at_gate, gate_up, gate_bias, h, vs, V, GATE_RANK, BGATE)
+        if log_rate is not None:
+            rate = tl.load(log_rate + h).to(tl.float32)
+            if decay_up is None:
+                z = tl.load(token + at_decay + h).to(tl.float32) + tl.load(rate_bias + h).to(tl.float32)
+            else:
+                low_decay = vector(token + at_decay, tl.arange(0, BRANK), RANK)
+                z = widened(loaded_rows(decay_up, h * K, c, K, RANK, BRANK), low_decay)
+                z = (z + vector(rate_bias + h * K, c, K))[:, None]
+        if N > 0:
+            key_rows = loaded_each(key_up, h * N * K, K, c, K, R, BR, N)
+            gain_rows = loaded_each(gain_up, h * N * V, V, vs, V, R, BR, N)
+            expected_rows = loaded_each(expected_up, h * V, V, vs, V, R, BR, 1)
+            scales = loaded_vectors(scale + h * V, H * V, vs, V, N)
+            later_betas = loaded_numbers(low_beta + h * N, 1, N)
+            low_k = vector(low_key, r, R) if key_up is not None else 0.0
+            low_g = vector(low_gain, r, R) if gain_up is not None else 0.0
+            low_e = vector(low_expected, r, R) if expected_up is not None else 0.0
+        if log_rate is not None:
+            S *= decay_of(z, rate, BOUND)
+        for s in tl.static_range(SUBSTEPS):
+            key, value = unit_vector(keys[s], unit_eps), fresh[s]
+            seen = tl.sum(S * key[:, None], 0)
+            S += key[:, None] * (beta_scale * tl.sigmoid(betas[s]) * (value - seen))[None, :]
+        if N > 0:
+            residual = value
+            if expected_up is not None:
+                residual -= widened(expected_rows[0], low_e)
+            for l in tl.static_range(N):
+                if key_up is not None:
+                    key = unit_vector(widened(key_rows[l], low_k), unit_eps)
+                gain = 1.0 if GELU else 0.5
+                if gain_up is not None:
+                    gain = widened(gain_rows[l], low_g)
+                delta, _, _ = correction(gain, residual, gain_up is not None, GELU, NONLINEAR)
+                S += key[:, None] * (delta * tl.sigmoid(later_betas[l]) * scales[l])[None, :]
+                residual -= delta
+        out = tl.sum(S * (query_scale * unit_vector(q, unit_eps))[:, None], 0)
+        tl.debug_barrier()  # `new_state` may be `state`: all threads have read
+        tl.store(new_state + place, S.to(new_state.dtype.element_ty), mask=inside)
+        squares += tl.sum(out * out, 0)
+        if BLOCKS > 1:
+            tl.store(raw + (row * H + h) * V + vs, out, mask=vs < V)
+    if BLOCKS > 1:
+        tl.debug_barrier()
+    for block in tl.static_range(BLOCKS):
+        vs = block * BV + tl.arange(0, BV)
+        if BLOCKS > 1:
+            out, weight = vector(raw + (row * H + h) * V, vs, V), vector(norm, vs, V)
+            if GATE != "none":
+                gate = output_gate(token + at_gate, gate_up, gate_bias, h, vs, V, GATE_RANK, BGATE)
+        result = out * tl.rsqrt(squares / V + norm_eps) * weight
+        if GATE == "silu":
+            result *= gate * tl.sigmoid(gate)
+        if GATE == "sigmoid":
+            result *= tl.sigmoid(gate)
+        tl.store(y + (row * H + h) * V + vs, result.to(y.dtype.element_ty), mask=vs < V)
 
 
 class Places(NamedTuple):
@@ -289,8 +259,8 @@ def delta_token(
     rows, (H, K, V) = given.shape[0], plan[:3]
     y = given.new_empty(rows, H * V)
     BK, width = tile_width(K), tile_width(V)
-    BV = min(width, max(16, MOST_ELEMENTS // BK))
-    o = y if BV >= V else y.new_empty(y.shape, dtype=torch.float32)
+    BV = min(width, max(16, ELEMENTS // BK, width // MOST_BLOCKS))
+    raw = None if BV >= V else y.new_empty(y.shape, dtype=torch.float32)
     writes, decay = plan.writes, plan.decay
     ups: list[Tensor | None] = [None] * 3
     if writes is not None:
@@ -298,27 +268,23 @@ def delta_token(
     R = next((up.shape[1] for up in ups if up is not None), 1)
     decay_up = plan.decay_in.up if isinstance(plan.decay_in, LowRankPlan) else None
     gate_up, gate_bias = plan.gate[1:] if isinstance(plan.gate, LowRankPlan) else (None, None)
-    rank, gate_rank = (1 if up is None else up.shape[1] for up in (decay_up, gate_up))
-    norm, eps = plan.norm
-    gate = {
-        "GATE_RANK": gate_rank,
-        "BGATE": tile_width(gate_rank),
-        "GATE": "none" if plan.gate is None else plan.gate_by,
-    }
+    ranks = [1 if up is None else up.shape[1] for up in (decay_up, gate_up)]
     with device_guard(given):
-        delta_token_kernel[(rows * H * -(-V // BV),)](
+        delta_token_kernel[(rows * H,)](
             given, *ups, None if writes is None else writes.scale, *((None, None) if decay is None else decay[:2]),
-            decay_up, gate_up, gate_bias, norm, state, new_state, o,
-            K**-0.5, plan.beta_scale, unit_eps, eps, H, given.shape[1], *places,
+            decay_up, gate_up, gate_bias, plan.norm.weight, state, new_state, raw, y,
+            K**-0.5, plan.beta_scale, unit_eps, plan.norm.eps, H, given.shape[1], *places,
             SUBSTEPS=plan.substeps, N=0 if writes is None else writes.scale.shape[0], R=R, K=K, V=V,
-            BR=tile_width(R), BK=BK, BV=BV, RANK=rank, BRANK=tile_width(rank), **gate,
+            BR=tile_width(R), BK=BK, BV=BV, RANK=ranks[0], GATE_RANK=ranks[1],
+            BRANK=tile_width(ranks[0]), BGATE=tile_width(ranks[1]),
             BOUND=0.0 if decay is None or decay.bound is None else decay.bound,
+            GATE="none" if plan.gate is None else plan.gate_by,
             GELU=writes is not None and writes.solver == "gelu", NONLINEAR=writes is None or writes.nonlinearity,
-            num_warps=WARPS,
+            num_warps=_warps(BK * BV),
         )  # fmt: skip
-        if o is not y:
-            normalise_kernel[(rows * H,)](
-                o, given, gate_up, gate_bias, norm, y, eps, H, given.shape[1], places.gate, V=V, BV=width, **gate,
-                num_warps=1 if width <= 256 else 4,
-            )  # fmt: skip
     return y
+
+
+def _warps(elements: int) -> int:
+    """Warps of a program, by the elements of the state that it holds."""
+    return 4 if elements < 16384 else 8 if elements < 32768 else 16
