@@ -104,6 +104,8 @@ def memory() -> None:
     decode.step(*token, gate, token[0], gate, None, None, None, torch.zeros(B, H, 128, 128), 1)
     decode.step(*token, gate, token[1][..., 0, :], None, token[0], None, None, torch.zeros(B, H, 128, 128), 1)
     decode.step(*token, None, None, None, None, gate[..., 0] > 1, gate[..., 0] > 1, None, 1)
+    half = torch.zeros(B, H, 128, 128, dtype=torch.bfloat16)
+    decode.step(*token, token[0].float(), token[0], None, token[1][..., 0, :], None, None, half, 1, True, True)
 
 
 def around_the_memory() -> None:

@@ -33,26 +33,31 @@ def step_refuses(u: Update) -> str | None:
         return problem
     if not u.w.is_cuda and u.w.dtype == torch.bfloat16:
         return "has no bfloat16 on a CPU: Triton's interpreter multiplies matrices of it wrongly"
+    if u.state_dtype == torch.float64:
+        return "has no float64"
+    if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
+        return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
+    if wants_gradients(*u.tensors):  # which the chunk kernels compute
+        return _chunks_lack(u)
+    return None
+
+
+def chunks_refuse(u: Update) -> str | None:
+    """Why the chunk kernels cannot serve an update, in one clause; None if they can."""
+    return step_refuses(u) or _chunks_lack(u)
+
+
+def _chunks_lack(u: Update) -> str | None:
+    """What an update needs that the chunk kernels do not have, in one clause; None if they have it all."""
     if u.per_channel:
         return "has no decay per key channel"
     if u.read != "after":
         return f"has no read={u.read!r}"
     if u.erases and u.erase_on != "decayed":
         return f"has no erase_on={u.erase_on!r}"
-    if u.state_dtype == torch.float64:
-        return "has no float64"
-    if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
-        return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
-    if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # which the chunk kernels compute
-        return f"serves up to {MOST_WRITES} writes per token where gradients are wanted, not {u.writes}"
-    return None
-
-
-def chunks_refuse(u: Update) -> str | None:
-    """Why the chunk kernels cannot serve an update, in one clause; None if they can."""
     if u.writes > MOST_WRITES:
         return f"serves up to {MOST_WRITES} writes per token, not {u.writes}"
-    return step_refuses(u)
+    return None
 
 
 def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,13 +78,18 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     The decode kernel has no gradient: where one is wanted, the chunk kernels compute the update.
     """
     if wants_gradients(*u.tensors, state):
-        # `step_refuses` does not see the state. If only the state wants a gradient and there are too many writes for the chunk
-        # kernels, the recurrence in torch computes it.
+        # `step_refuses` does not see the state. If only the state wants a gradient, of an update that the chunk kernels do not
+        # serve, the recurrence in torch computes it.
         return run_chunks(u, state) if chunks_refuse(u) is None else recurrent(u, state)
     from prism.engine.kernels import decode
 
     given = None if state is None else state.float()
-    return decode.step(*u.tensors, u.reset, u.mask, given, u.substeps)
+    return decode.step(*u.tensors, u.reset, u.mask, given, *decode_options(u))
+
+
+def decode_options(u: Update) -> tuple[int, bool, bool]:
+    """The fields of `decode.Options`."""
+    return u.substeps, u.erase_on == "undecayed", u.read == "before"
 
 
 def _kernel_inputs(u: Update) -> tuple[Any, ...]:
