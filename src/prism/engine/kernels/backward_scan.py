@@ -30,7 +30,7 @@ def backward_scan_kernel(
     strengths,
     cumulated,
     documents,
-    grams,
+    first,
     inverse,
     d_o,
     d_final,
@@ -89,7 +89,7 @@ def backward_scan_kernel(
         if ERASE:
             key = load_rows(x, b, t, h * (J * K), C, K)
             lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
-            gram = grams.load([chunk * (2 * J) * C, 0])
+            gram = first.load([chunk * C, 0])
             written = tl.dot(outgoing, tl.trans(key), input_precision=PRECISION) * to_end[None, :]
             written = tl.dot(answered, tl.trans(gram), written, input_precision=PRECISION)
             solve = inverse.load([chunk * C, 0])

@@ -43,8 +43,9 @@ class ChunkTables(NamedTuple):
 
     cumulated: Tensor | None  # G, [B, H, padded]
     strengths: Tensor | None  # β, [B, H, padded]
-    grams: Tensor  # [B, H, padded / step, J or 2J, step, step]
-    inverse: Tensor | None  # T⁻¹, [B, H, padded / step, step, step]
+    first: Tensor | None  # N_0ᵀ, with an erase, [B, H, padded / step, step, step]
+    inverse: Tensor | None  # T⁻¹, the same
+    grams: Tensor | None = None  # of all other columns (`prepare_kernel`), which the backward does not need
     maps: Tensor | None = None  # the matrix by which each segment multiplies its incoming state, [segments, B, H, K, K]
 
 
@@ -131,14 +132,15 @@ class Launch:
         exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
         G = None if u.log_decay is None else self.empty(B, H, self.padded, dtype=exact)
         beta = None if u.strength is None else self.empty(B, H, self.padded, dtype=torch.float32)
-        grams = self.empty(B, H, steps, 2 * self.J if u.erases else self.J, C, C)
-        inverse = self.empty(B, H, steps, C, C) if u.erases else None
+        first, inverse = (self.empty(B, H, steps, C, C) if u.erases else None for _ in range(2))
+        later = 2 * (self.J - 1) if u.erases else self.J
+        grams = self.empty(B, H, steps, later, C, C) if later else None
         self.start(
             prepare_kernel, Tiling(K, self.configuration.prepare_warps, 3), self.heads * steps,
             rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K), u.log_decay, u.strength, u.documents, G, beta,
-            tiles(grams, C, C), tiles(inverse, C, C), *self.sizes, C=C,
+            tiles(first, C, C), tiles(grams, C, C), tiles(inverse, C, C), *self.sizes, C=C,
         )  # fmt: skip
-        return ChunkTables(G, beta, grams, inverse)
+        return ChunkTables(G, beta, first, inverse, grams)
 
     def forward_scan(
         self,
@@ -156,11 +158,13 @@ class Launch:
         V = K if as_map else self.V
         block = min(tiling.block, V)
         final = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
+        grams = None if as_map else tables.grams  # a map needs none, and a backward, which may compute one, has none
         self.start(
             forward_scan_kernel, tiling, V // block * segments * self.heads,
             rows(u.q, C, K), rows(u.x, C, K), rows(u.w, C, block), rows(u.erase_key, C, K),
-            tables.strengths, tables.cumulated, u.documents, tiles(tables.grams, C, C), tiles(tables.inverse, C, C),
-            tiles(initial, K, block), rows(o, C, block), tiles(states, block, K), rows(fed, C, block),
+            tables.strengths, tables.cumulated, u.documents,
+            tiles(tables.first, C, C), tiles(grams, C, C), tiles(tables.inverse, C, C), tiles(initial, K, block),
+            rows(o, C, block), tiles(states, block, K), rows(fed, C, block),
             tiles(final, K, block), *self.sizes, self.per_segment(segments), segments,
             V=V, BV=block, C=C, INITIAL=initial is not None, MAP=as_map, READ=o is not None,
             SAVED=0 if states is None else self.chunk // C,
@@ -183,7 +187,7 @@ class Launch:
         self.start(
             backward_scan_kernel, tiling, V // block * segments * self.heads,
             rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K),
-            tables.strengths, tables.cumulated, u.documents, tiles(tables.grams, C, C), tiles(tables.inverse, C, C),
+            tables.strengths, tables.cumulated, u.documents, tiles(tables.first, C, C), tiles(tables.inverse, C, C),
             rows(d_o, C, block), tiles(d_final, K, block), tiles(d_states, block, K), rows(d_w, C, block),
             tiles(d_initial, K, block), *self.sizes, self.per_segment(segments), segments,
             V=V, BV=block, C=C, FINAL=d_final is not None,

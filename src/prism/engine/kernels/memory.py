@@ -32,7 +32,7 @@ class Saved(NamedTuple):
     fed: Tensor  # Y_0, [B, T, H, V]
     cumulated: Tensor
     strengths: Tensor
-    grams: Tensor
+    first: Tensor
     inverse: Tensor
 
 
@@ -132,7 +132,7 @@ def _memory_and_maps(*inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | N
 def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
     *given, _, save = inputs
     u = KernelInputs(*given)
-    (B, T, H, K), (J, V) = u.q.shape, u.w.shape[3:]
+    (B, T, H, K), V = u.q.shape, u.w.shape[4]
     step, chunk = u.configuration.step, u.configuration.chunk
     N = (T + chunk - 1) // chunk
     steps = N * (chunk // step)
@@ -146,7 +146,7 @@ def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
         fed=allocated(u.erases, B, T, H, V),
         cumulated=allocated(u.log_decay is not None, B, H, N * chunk, dtype=exact),
         strengths=allocated(u.strength is not None, B, H, N * chunk, dtype=torch.float32),
-        grams=allocated(True, B, H, steps, 2 * J if u.erases else J, step, step),
+        first=allocated(u.erases, B, H, steps, step, step),
         inverse=allocated(u.erases, B, H, steps, step, step),
     )
     return u.w.new_empty(B, T, H, V), u.w.new_empty(B, H, K, V, dtype=torch.float32), *saved
@@ -162,9 +162,9 @@ def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) 
         tables = ChunkTables(
             None if u.log_decay is None else saved.cumulated,
             None if u.strength is None else saved.strengths,
-            saved.grams,
+            saved.first if u.erases else None,
             saved.inverse if u.erases else None,
-            maps,
+            maps=maps,
         )
         grads = backward(u, tables, state, saved.states, saved.fed if u.erases else None, d_o, d_final)
     return all_present(grads, u.w)
