@@ -59,6 +59,8 @@ def check_all(device: str, tiny: bool, keep: Keep, part: int, parts: int) -> Non
         torch.cuda.empty_cache()
         what = [name for name in ("alike", "packed", "segments") if getattr(case, name)]
         what += [f"decay {case.decay}"] * (case.decay != "weak") + [f"erase {case.erase}"] * (case.erase != "first")
+        what += [f"{case.heads} heads, {case.groups} groups"] * (case.groups is not None)
+        what += [f"{case.substeps} sub-steps"] * (case.substeps > 1)
         width = f"{case.key_dim} × {case.value_dim}"
         note(result, str(case.tokens), str(case.writes), width, case.dtype, ", ".join(what))
 

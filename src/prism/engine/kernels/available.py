@@ -103,10 +103,10 @@ def device_guard(z: Tensor) -> AbstractContextManager[None]:
 
 
 def tile_widths(key_dim: int, value_dim: int, on_gpu: bool) -> tuple[int, int]:
-    """K and V as padded for the chunk kernels. On a GPU, only sizes that were checked on one: both 32, or both at least 64
-    (Triton 3.6 compiled 32 keys with 64 values into an illegal access on an H200)."""
+    """K and V as padded for the chunk kernels: powers of two. On a GPU, only sizes that were checked on one: up to 128 by 128,
+    or both at least 64 (`configurations.default` says what goes wrong with narrow tiles)."""
     K, V = tile_width(key_dim), tile_width(value_dim)
-    least = 16 if not on_gpu else 32 if max(K, V) <= 32 else 64
+    least = 64 if on_gpu and max(K, V) > 128 else 16
     return max(K, least), max(V, least)
 
 

@@ -1,6 +1,6 @@
 """Backward kernels over the tokens, all chunks in parallel: gradients of queries, keys, values and strengths.
 
-**Queries** (one program per chunk, head and side): the gradients of each query and of each erase's lookup.
+**Queries** (one program per chunk, group and side): the gradients of each query and of each erase's lookup.
 
     dN_j = dO Y_jᵀ ⊙ Γ        dQ = Σ_j dN_j X_j + e^G ⊙ dO Sᵀ
     dM_j = dR Y_jᵀ ⊙ Γ        dB = Σ_j dM_j X_j + e^G ⊙ dR Sᵀ        dR = -β ⊙ dU        dβ = -⟨B, the same with dU⟩
@@ -12,10 +12,12 @@ in the L2 cache. Gates only multiply rows of Q and B by e^G and rows of X_j by e
 
 and dG needs no C × C matrix.
 
-**Writes** (one program per chunk, head and column):
+**Writes** (one program per chunk, group and column):
 
     dX_j = dN_jᵀ Q + dM_jᵀ B + e^{G_C - G} ⊙ Y_j dS'ᵀ         (where B is X_0, dB is added to dX_0)
     dW_j = N_jᵀ dO + M_jᵀ dR + e^{G_C - G} ⊙ X_j dS'          for j > 0; dW_0 = dU is known
+
+Where heads share queries and keys, a program adds up the gradients of its group's heads, one head after the other.
 
 No product's left factor is the transpose of another product's result: Triton 3.4 to 3.7.0 miscompiles that on Hopper.
 """
@@ -25,15 +27,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import borders, diagonal, kept, load_gate, load_rows, off_diagonal, store_rows
+from prism.engine.kernels.tiles import (
+    UNROLLED,
+    borders,
+    diagonal,
+    kept,
+    load_gate,
+    load_rows,
+    load_tokens,
+    off_diagonal,
+    store_rows,
+    store_tokens,
+)
 
 
 @triton.jit
 def looked_up(
     asking,
     first_asking,
+    asking_width,
     answers,
     first_answer,
+    answers_width,
     x,
     values,
     first_value,
@@ -44,7 +59,9 @@ def looked_up(
     weights,
     b,
     h,
+    group,
     t,
+    T,
     k,
     J: tl.constexpr,
     K: tl.constexpr,
@@ -53,40 +70,222 @@ def looked_up(
     BV: tl.constexpr,
     C: tl.constexpr,
     APART: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The gradient `[C, BK]` of a query or lookup, from the gradient of its answer, and ⟨query, gradient⟩ `[C]`.
 
     `values` are those of column 0, the others are in `w`. APART: the inner product leaves out what a query sees of its own
     token's writes. No gate multiplies that part; later it would only be the difference of two large numbers
-    (`column_gradients` leaves it out too)."""
+    (`column_gradients` leaves it out too). SUBSTEPS is 1 for lookups, which every row has."""
     grad = tl.zeros((C, BK), tl.float32)
     gram = tl.zeros((C, C), tl.float32)
     for v in range(0, V, BV):
-        answered = load_rows(answers, b, t, first_answer + v, C, BV)
+        answered = load_tokens(answers, b, t, first_answer + v, T, answers_width, C, BV, SUBSTEPS)
         grad = tl.dot(answered, states.load([matrix + v, k]), grad, input_precision=PRECISION)
         written = load_rows(values, b, t, first_value + v, C, BV)
         gram = tl.dot(answered, tl.trans(written), gram, input_precision=PRECISION)
     grad *= from_start[:, None]
-    keys = load_rows(x, b, t, h * (J * K) + k, C, BK)
+    keys = load_rows(x, b, t, group * (J * K) + k, C, BK)
+    own = 0.0
     if APART:
         own = diagonal(gram, C)[:, None] * keys.to(tl.float32)
         weights = off_diagonal(weights, C)
     grad = tl.dot((gram * weights).to(x.dtype), keys, grad, input_precision=PRECISION)
-    for j in tl.static_range(1, J):
-        gram = tl.zeros((C, C), tl.float32)
-        for v in range(0, V, BV):
-            answered = load_rows(answers, b, t, first_answer + v, C, BV)
-            written = load_rows(w, b, t, (h * J + j) * V + v, C, BV)
-            gram = tl.dot(answered, tl.trans(written), gram, input_precision=PRECISION)
-        keys = load_rows(x, b, t, (h * J + j) * K + k, C, BK)
-        if APART:
-            own += diagonal(gram, C)[:, None] * keys.to(tl.float32)
-        grad = tl.dot((gram * weights).to(x.dtype), keys, grad, input_precision=PRECISION)
-    along = tl.sum(load_rows(asking, b, t, first_asking + k, C, BK).to(tl.float32) * grad, 1)
+    if J <= UNROLLED:
+        for j in tl.static_range(1, J):
+            grad, own = looked_up_in_column(
+                grad, own, answers, first_answer, answers_width, x, w, weights, b, h, group, t, T, k, j,
+                J, K, V, BK, BV, C, APART, SUBSTEPS, PRECISION,
+            )  # fmt: skip
+    else:
+        for j in range(1, J):
+            grad, own = looked_up_in_column(
+                grad, own, answers, first_answer, answers_width, x, w, weights, b, h, group, t, T, k, j,
+                J, K, V, BK, BV, C, APART, SUBSTEPS, PRECISION,
+            )  # fmt: skip
+    query = load_tokens(asking, b, t, first_asking + k, T, asking_width, C, BK, SUBSTEPS)
+    along = tl.sum(query.to(tl.float32) * grad, 1)
     if APART:
         grad += own
     return grad, along
+
+
+@triton.jit
+def looked_up_in_column(
+    grad,
+    own,
+    answers,
+    first_answer,
+    answers_width,
+    x,
+    w,
+    weights,
+    b,
+    h,
+    group,
+    t,
+    T,
+    k,
+    j,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    APART: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`grad` and `own` of `looked_up` with the part of column j > 0 added."""
+    gram = tl.zeros((C, C), tl.float32)
+    for v in range(0, V, BV):
+        answered = load_tokens(answers, b, t, first_answer + v, T, answers_width, C, BV, SUBSTEPS)
+        written = load_rows(w, b, t, (h * J + j) * V + v, C, BV)
+        gram = tl.dot(answered, tl.trans(written), gram, input_precision=PRECISION)
+    keys = load_rows(x, b, t, (group * J + j) * K + k, C, BK)
+    if APART:
+        own += diagonal(gram, C)[:, None] * keys.to(tl.float32)
+    return tl.dot((gram * weights).to(x.dtype), keys, grad, input_precision=PRECISION), own
+
+
+@triton.jit
+def query_gradient(
+    q,
+    x,
+    values,
+    w,
+    cumulated,
+    documents,
+    states,
+    d_o,
+    T,
+    H,
+    padded,
+    b,
+    h,
+    n,
+    k,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STEP: tl.constexpr,
+    ERASE: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dQ `[C, BK]` of one head, and ⟨q, dq⟩."""
+    bh, t, group = b * H + h, n * C, h // GROUP
+    matrix = (bh * (padded // C) + n) * V
+    value = h * V if ERASE else h * (J * V)
+    from_start, _, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, SUBSTEPS)
+    weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, False, SUBSTEPS)
+    return looked_up(
+        q, group * K, H // GROUP * K, d_o, h * V, H * V, x, values, value, w, states, matrix, from_start, weights,
+        b, h, group, t, T, k, J, K, V, BK, BV, C, PRECISION == "ieee", SUBSTEPS, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_query_sums(
+    rows,
+    states,
+    d_states,
+    d_cumulated,
+    touched,
+    padded,
+    heads,
+    bh,
+    n,
+    block,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Store the queries' part of dG of one head, ⟨q, dq⟩, and ⟨dS', S⟩, for the state's own decay."""
+    chunks = padded // C
+    matrix = (bh * chunks + n) * V
+    place = (block * heads + bh).to(tl.int64) * padded + n * C + tl.arange(0, C)
+    tl.store(d_cumulated + place, rows)
+    product = tl.zeros((BV, BK), tl.float32)
+    for v in range(0, V, BV):
+        tile = [matrix + v, block * BK]
+        product += states.load(tile).to(tl.float32) * d_states.load(tile).to(tl.float32)
+    tl.store(touched + (block * heads + bh) * chunks + n, tl.sum(tl.sum(product, 1), 0))
+
+
+@triton.jit
+def erase_gradient(
+    x,
+    values,
+    w,
+    erase_key,
+    strengths,
+    cumulated,
+    documents,
+    states,
+    d_w,
+    d_strength,
+    d_cumulated,
+    T,
+    H,
+    padded,
+    heads,
+    b,
+    h,
+    n,
+    block,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STEP: tl.constexpr,
+    TIED: tl.constexpr,
+    STRENGTH: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dB `[C, BK]` of one head. Stores dβ and the erase's part of dG."""
+    BLOCKS: tl.constexpr = K // BK
+    bh, t, k, group = b * H + h, n * C, block * BK, h // GROUP
+    matrix = (bh * (padded // C) + n) * V
+    from_start, _, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, SUBSTEPS)
+    weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, False, SUBSTEPS)
+    looking = x if TIED else erase_key
+    first = group * (J * K) if TIED else group * K
+    # β multiplies before the product is rounded, as in `column_gradients`: the two halves of dG cancel only if both were
+    # rounded in the same way. Where β is too small to be divided out of dβ again, it multiplies later: what does not
+    # cancel is then equally small.
+    beta = tl.full((C,), 1.0, tl.float32)
+    if STRENGTH:
+        beta = load_gate(strengths, bh, t, padded, C)
+    early = tl.where(tl.abs(beta) < 0.0625, 1.0, beta)
+    db, rows = looked_up(
+        looking, first, 0, d_w, h * (J * V), 0, x, values, h * V, w, states, matrix, from_start * -early,
+        off_diagonal(weights * -early[:, None], C), b, h, group, t, T, k, J, K, V, BK, BV, C, False, 1, PRECISION,
+    )  # fmt: skip
+    late = beta / early
+    if STRENGTH:
+        i = t + tl.arange(0, C)
+        at = ((block * (heads // H) + b).to(tl.int64) * T + i) * H + h
+        tl.store(d_strength + at, rows / early, mask=i < T)
+    if DECAY:
+        place = ((BLOCKS + block) * heads + bh).to(tl.int64) * padded + t + tl.arange(0, C)
+        tl.store(d_cumulated + place, rows * late)
+    return db * late[:, None]
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded"])
@@ -124,6 +323,8 @@ def backward_queries_kernel(
     STRENGTH: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """`values` are Y_0 `[B, T, H, V]`, or w itself without an erase. dB goes to `d_erase_key`, or into column 0 of `d_x`,
@@ -136,55 +337,55 @@ def backward_queries_kernel(
     side = pid % SIDES
     block = (pid // SIDES) % BLOCKS
     n = (pid // (SIDES * BLOCKS)) % chunks
-    bh = pid // (SIDES * BLOCKS * chunks)
-    b, h = bh // H, bh % H
+    place = pid // (SIDES * BLOCKS * chunks)
+    b, group = place // (H // GROUP), place % (H // GROUP)
+    heads = tl.num_programs(0) // (SIDES * BLOCKS * chunks) * GROUP
     t = n * C
     k = block * BK
-    matrix = (bh * chunks + n) * V
-    heads = tl.num_programs(0) // (SIDES * BLOCKS * chunks)
-    place = (block * heads + bh).to(tl.int64) * padded + t + tl.arange(0, C)
-    value = h * V if ERASE else h * (J * V)
-    from_start, _, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS)
-    weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, False)
 
     if side == 0:
-        dq, rows = looked_up(
-            q, h * K, d_o, h * V, x, values, value, w, states, matrix, from_start, weights, b, h, t, k,
-            J, K, V, BK, BV, C, PRECISION == "ieee", PRECISION,
-        )  # fmt: skip
-        store_rows(d_q, b, t, h * K + k, dq, C, BK)
-        if DECAY:
-            tl.store(d_cumulated + place, rows)
-            product = tl.zeros((BV, BK), tl.float32)  # for the state's own decay: ⟨dS', S⟩
-            for v in range(0, V, BV):
-                product += states.load([matrix + v, k]).to(tl.float32) * d_states.load([matrix + v, k]).to(tl.float32)
-            tl.store(touched + (block * heads + bh) * chunks + n, tl.sum(tl.sum(product, 1), 0))
-    elif ERASE:
-        looking = x if TIED else erase_key
-        first = h * (J * K) if TIED else h * K
-        # β multiplies before the product is rounded, as in `column_gradients`: the two halves of dG cancel only if both were
-        # rounded in the same way. Where β is too small to be divided out of dβ again, it multiplies later: what does not
-        # cancel is then equally small.
-        beta = tl.full((C,), 1.0, tl.float32)
-        if STRENGTH:
-            beta = load_gate(strengths, bh, t, padded, C)
-        early = tl.where(tl.abs(beta) < 0.0625, 1.0, beta)
-        db, rows = looked_up(
-            looking, first, d_w, h * (J * V), x, values, value, w, states, matrix, from_start * -early,
-            off_diagonal(weights * -early[:, None], C), b, h, t, k, J, K, V, BK, BV, C, False, PRECISION,
-        )  # fmt: skip
-        late = beta / early
-        if STRENGTH:
-            i = t + tl.arange(0, C)
-            at = ((block * (heads // H) + b).to(tl.int64) * T + i) * H + h
-            tl.store(d_strength + at, rows / early, mask=i < T)
-        db *= late[:, None]
-        if TIED:
-            store_rows(d_x, b, t, h * (J * K) + k, db, C, BK)
+        if GROUP == 1:
+            dq, rows = query_gradient(
+                q, x, values, w, cumulated, documents, states, d_o, T, H, padded, b, group, n, k,
+                J, K, V, BK, BV, C, STEP, ERASE, DECAY, DOCUMENTS, GROUP, SUBSTEPS, PRECISION,
+            )  # fmt: skip
+            store_tokens(d_q, b, t, group * K + k, dq, T, H * K, C, BK, SUBSTEPS)
+            if DECAY:
+                store_query_sums(
+                    rows, states, d_states, d_cumulated, touched, padded, heads, place, n, block, V, BK, BV, C
+                )
         else:
-            store_rows(d_erase_key, b, t, h * K + k, db, C, BK)
-        if DECAY:
-            tl.store(d_cumulated + (BLOCKS * heads).to(tl.int64) * padded + place, rows * late)
+            dq = tl.zeros((C, BK), tl.float32)
+            for h in range(group * GROUP, (group + 1) * GROUP):
+                part, rows = query_gradient(
+                    q, x, values, w, cumulated, documents, states, d_o, T, H, padded, b, h, n, k,
+                    J, K, V, BK, BV, C, STEP, ERASE, DECAY, DOCUMENTS, GROUP, SUBSTEPS, PRECISION,
+                )  # fmt: skip
+                dq += part
+                if DECAY:
+                    store_query_sums(
+                        rows, states, d_states, d_cumulated, touched, padded, heads, b * H + h, n, block, V, BK, BV, C
+                    )
+            store_tokens(d_q, b, t, group * K + k, dq, T, H // GROUP * K, C, BK, SUBSTEPS)
+    elif ERASE:
+        if GROUP == 1:
+            db = erase_gradient(
+                x, values, w, erase_key, strengths, cumulated, documents, states, d_w, d_strength, d_cumulated,
+                T, H, padded, heads, b, group, n, block,
+                J, K, V, BK, BV, C, STEP, TIED, STRENGTH, DECAY, DOCUMENTS, GROUP, SUBSTEPS, PRECISION,
+            )  # fmt: skip
+        else:
+            db = tl.zeros((C, BK), tl.float32)
+            for h in range(group * GROUP, (group + 1) * GROUP):
+                db += erase_gradient(
+                    x, values, w, erase_key, strengths, cumulated, documents, states, d_w, d_strength, d_cumulated,
+                    T, H, padded, heads, b, h, n, block,
+                    J, K, V, BK, BV, C, STEP, TIED, STRENGTH, DECAY, DOCUMENTS, GROUP, SUBSTEPS, PRECISION,
+                )  # fmt: skip
+        if TIED:
+            store_rows(d_x, b, t, group * (J * K) + k, db, C, BK)
+        else:
+            store_rows(d_erase_key, b, t, group * K + k, db, C, BK)
 
 
 @triton.jit
@@ -193,18 +394,22 @@ def key_products(
     first_key,
     asking,
     first_asking,
+    asking_width,
     b,
     t,
+    T,
     K: tl.constexpr,
     BK: tl.constexpr,
     C: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """X_j Qᵀ, or X_j Bᵀ, over all key channels."""
+    """X_j Qᵀ, or X_j Bᵀ (SUBSTEPS is then 1), over all key channels."""
     gram = tl.zeros((C, C), tl.float32)
     for c in range(0, K, BK):
         keys = load_rows(x, b, t, first_key + c, C, BK)
-        gram = tl.dot(keys, tl.trans(load_rows(asking, b, t, first_asking + c, C, BK)), gram, input_precision=PRECISION)
+        asked = load_tokens(asking, b, t, first_asking + c, T, asking_width, C, BK, SUBSTEPS)
+        gram = tl.dot(keys, tl.trans(asked), gram, input_precision=PRECISION)
     return gram
 
 
@@ -227,7 +432,8 @@ def column_gradients(
     H,
     padded,
     heads,
-    bh,
+    b,
+    h,
     n,
     j,
     block,
@@ -244,18 +450,17 @@ def column_gradients(
     STRENGTH: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradients of one column. FED: column 0, which the erase feeds (`values` are Y_0). For any other column `values` are
-    w, and dW_j is computed too."""
+    """The gradients of one column and head. FED: column 0, which the erase feeds (`values` are Y_0). For any other column
+    `values` are w, and dW_j is computed too. Returns dX_j `[C, BK]`; stores it if no other head shares the key."""
     BLOCKS: tl.constexpr = K // BK
     SIDES: tl.constexpr = 2 if ERASE else 1
-    chunks = padded // C
-    b, h = bh // H, bh % H
-    t = n * C
-    k = block * BK
-    matrix = (bh * chunks + n) * V
-    key = (h * J + j) * K
+    bh, t, k, group = b * H + h, n * C, block * BK, h // GROUP
+    matrix = (bh * (padded // C) + n) * V
+    key = (group * J + j) * K
     value = h * V if FED else (h * J + j) * V
     place = ((j * BLOCKS + block) * heads + bh).to(tl.int64) * padded + t + tl.arange(0, C)
 
@@ -266,17 +471,17 @@ def column_gradients(
     for v in range(0, V, BV):
         written = load_rows(values, b, t, value + v, C, BV)
         dx = tl.dot(written, d_states.load([matrix + v, k]), dx, input_precision=PRECISION)
-        answered = load_rows(d_o, b, t, h * V + v, C, BV)
+        answered = load_tokens(d_o, b, t, h * V + v, T, H * V, C, BV, SUBSTEPS)
         d_gram_q = tl.dot(written, tl.trans(answered), d_gram_q, input_precision=PRECISION)
         if ERASE:
             wanted = load_rows(d_w, b, t, h * (J * V) + v, C, BV)
             d_gram_b = tl.dot(written, tl.trans(wanted), d_gram_b, input_precision=PRECISION)
-    _, to_end, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS)
+    _, to_end, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, SUBSTEPS)
     dx *= to_end[:, None]
     keys = load_rows(x, b, t, key + k, C, BK)
     tail = tl.sum(keys.to(tl.float32) * dx, 1)
-    weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, True)
-    asked = load_rows(q, b, t, h * K + k, C, BK)
+    weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, True, SUBSTEPS)
+    asked = load_tokens(q, b, t, group * K + k, T, H // GROUP * K, C, BK, SUBSTEPS)
     if PRECISION == "ieee":  # as in `looked_up`
         own = diagonal(d_gram_q, C)[:, None] * asked.to(tl.float32)
         d_gram_q = off_diagonal(d_gram_q, C)
@@ -287,7 +492,7 @@ def column_gradients(
             beta = load_gate(strengths, bh, t, padded, C)
         strict = off_diagonal(weights * -beta[None, :], C)
         looking = x if TIED else erase_key
-        first = h * (J * K) if TIED else h * K
+        first = group * (J * K) if TIED else group * K
         lookup = load_rows(looking, b, t, first + k, C, BK)
         dx = tl.dot((d_gram_b * strict).to(x.dtype), lookup, dx, input_precision=PRECISION)
     if DECAY:
@@ -300,15 +505,16 @@ def column_gradients(
         )
     if PRECISION == "ieee":
         dx += own
-    if FED and TIED:
-        dx += load_rows(d_x, b, t, key + k, C, BK).to(tl.float32)
-    store_rows(d_x, b, t, key + k, dx, C, BK)
+    if GROUP == 1:
+        store_key_gradient(d_x, dx, b, t, key + k, C, BK, FED and TIED)
 
     if not FED and block == 0:
         # How much the queries saw of this column, N_jᵀ, then the erases, -β ⊙ M_jᵀ.
-        seen_q = (weights * key_products(x, key, q, h * K, b, t, K, BK, C, PRECISION)).to(x.dtype)
+        seen_q = key_products(x, key, q, group * K, H // GROUP * K, b, t, T, K, BK, C, SUBSTEPS, PRECISION)
+        seen_q = (weights * seen_q).to(x.dtype)
         if ERASE:
-            seen_b = (strict * key_products(x, key, looking, first, b, t, K, BK, C, PRECISION)).to(x.dtype)
+            seen_b = key_products(x, key, looking, first, 0, b, t, T, K, BK, C, 1, PRECISION)
+            seen_b = (strict * seen_b).to(x.dtype)
         keys = load_rows(x, b, t, key, C, BK)
         for v in range(0, V, BV):
             dw = tl.dot(keys, tl.trans(d_states.load([matrix + v, 0])), input_precision=PRECISION)
@@ -316,11 +522,21 @@ def column_gradients(
                 outgoing = tl.trans(d_states.load([matrix + v, c]))
                 dw = tl.dot(load_rows(x, b, t, key + c, C, BK), outgoing, dw, input_precision=PRECISION)
             dw *= to_end[:, None]
-            dw = tl.dot(seen_q, load_rows(d_o, b, t, h * V + v, C, BV), dw, input_precision=PRECISION)
+            answered = load_tokens(d_o, b, t, h * V + v, T, H * V, C, BV, SUBSTEPS)
+            dw = tl.dot(seen_q, answered, dw, input_precision=PRECISION)
             if ERASE:
                 wanted = load_rows(d_w, b, t, h * (J * V) + v, C, BV)
                 dw = tl.dot(seen_b, wanted, dw, input_precision=PRECISION)
             store_rows(d_w, b, t, value + v, dw, C, BV)
+    return dx
+
+
+@triton.jit
+def store_key_gradient(d_x, dx, b, t, column, C: tl.constexpr, BK: tl.constexpr, ADDED: tl.constexpr):
+    """Store dX_j. ADDED: to what `backward_queries_kernel` has stored, where the key is also the erase's."""
+    if ADDED:
+        dx += load_rows(d_x, b, t, column, C, BK).to(tl.float32)
+    store_rows(d_x, b, t, column, dx, C, BK)
 
 
 # Repeats the argument list of `backward_queries_kernel`: a Triton kernel takes no structures.
@@ -355,6 +571,8 @@ def backward_writes_kernel(
     STRENGTH: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """`fed` is Y_0 `[B, T, H, V]`, None without an erase. `backward_decay_kernel` describes the partial sums."""
@@ -364,17 +582,77 @@ def backward_writes_kernel(
     block = pid % BLOCKS
     j = (pid // BLOCKS) % J
     n = (pid // (BLOCKS * J)) % chunks
-    bh = pid // (BLOCKS * J * chunks)
-    heads = tl.num_programs(0) // (BLOCKS * J * chunks)
+    place = pid // (BLOCKS * J * chunks)
+    b, group = place // (H // GROUP), place % (H // GROUP)
+    heads = tl.num_programs(0) // (BLOCKS * J * chunks) * GROUP
     if ERASE and j == 0:
-        column_gradients(
+        group_gradients(
             q, x, fed, erase_key, strengths, cumulated, documents, d_o, d_states, d_w, d_x, d_cumulated, tails,
-            T, H, padded, heads, bh, n, j, block,
-            J, K, V, BK, BV, C, STEP, True, ERASE, TIED, STRENGTH, DECAY, DOCUMENTS, PRECISION,
+            T, H, padded, heads, b, group, n, j, block,
+            J, K, V, BK, BV, C, STEP, True, ERASE, TIED, STRENGTH, DECAY, DOCUMENTS, GROUP, SUBSTEPS, PRECISION,
         )  # fmt: skip
     elif not ERASE or J > 1:
-        column_gradients(
+        group_gradients(
             q, x, w, erase_key, strengths, cumulated, documents, d_o, d_states, d_w, d_x, d_cumulated, tails,
-            T, H, padded, heads, bh, n, j, block,
-            J, K, V, BK, BV, C, STEP, False, ERASE, TIED, STRENGTH, DECAY, DOCUMENTS, PRECISION,
+            T, H, padded, heads, b, group, n, j, block,
+            J, K, V, BK, BV, C, STEP, False, ERASE, TIED, STRENGTH, DECAY, DOCUMENTS, GROUP, SUBSTEPS, PRECISION,
         )  # fmt: skip
+
+
+@triton.jit
+def group_gradients(
+    q,
+    x,
+    values,
+    erase_key,
+    strengths,
+    cumulated,
+    documents,
+    d_o,
+    d_states,
+    d_w,
+    d_x,
+    d_cumulated,
+    tails,
+    T,
+    H,
+    padded,
+    heads,
+    b,
+    group,
+    n,
+    j,
+    block,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STEP: tl.constexpr,
+    FED: tl.constexpr,
+    ERASE: tl.constexpr,
+    TIED: tl.constexpr,
+    STRENGTH: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """`column_gradients` of all heads that share a key, added up."""
+    if GROUP == 1:
+        column_gradients(
+            q, x, values, erase_key, strengths, cumulated, documents, d_o, d_states, d_w, d_x, d_cumulated, tails,
+            T, H, padded, heads, b, group, n, j, block,
+            J, K, V, BK, BV, C, STEP, FED, ERASE, TIED, STRENGTH, DECAY, DOCUMENTS, GROUP, SUBSTEPS, PRECISION,
+        )  # fmt: skip
+    else:
+        dx = tl.zeros((C, BK), tl.float32)
+        for h in range(group * GROUP, (group + 1) * GROUP):
+            dx += column_gradients(
+                q, x, values, erase_key, strengths, cumulated, documents, d_o, d_states, d_w, d_x, d_cumulated, tails,
+                T, H, padded, heads, b, h, n, j, block,
+                J, K, V, BK, BV, C, STEP, FED, ERASE, TIED, STRENGTH, DECAY, DOCUMENTS, GROUP, SUBSTEPS, PRECISION,
+            )  # fmt: skip
+        store_key_gradient(d_x, dx, b, n * C, (group * J + j) * K + block * BK, C, BK, FED and TIED)

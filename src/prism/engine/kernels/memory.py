@@ -48,9 +48,9 @@ def forward(
 def _forward(
     run: Launch, state: Tensor | None, save: bool, segments: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, ChunkTables]:
-    o = run.empty(run.B, run.T, run.H, run.V)
+    o = run.empty(run.B, run.tokens, run.H, run.V)
     states = run.empty(run.B, run.H, run.chunks, run.V, run.K) if save else None
-    fed = torch.empty_like(o) if save and run.u.erases else None
+    fed = run.empty(run.B, run.T, run.H, run.V) if save and run.u.erases else None
     tables = run.prepare()
     initial, maps = incoming(run, tables, state, segments)
     final = run.forward_scan(tables, initial, segments, o=o, states=states, fed=fed)[-1]
@@ -92,13 +92,20 @@ def _backward(
 
 
 def _rehearse(u: KernelInputs, state: Tensor | None, save: bool, numbers_of_segments: tuple[int, ...]) -> None:
-    """Start every kernel that a call with these arguments may start at any length, on one token of one head.
+    """Start every kernel that a call with these arguments may start at any length, on one token of one group of heads.
 
     For compiling ahead: lengths and heads are not compiled in.
     """
-    one: list[Any] = [None if z is None else z.new_empty([1] * min(z.ndim, 3) + [*z.shape[3:]]) for z in u]
-    run = Launch(KernelInputs(*one))
-    entering = None if state is None else state[:1, :1]
+    B, T, G = u.q.shape[:3]
+
+    def first(z: Tensor | None) -> Tensor | None:
+        if z is None:
+            return None
+        token_and_group = [1, z.shape[1] // T, *(n // G for n in z.shape[2:3])]
+        return z.new_empty(token_and_group + [*z.shape[3:]])
+
+    run = Launch(KernelInputs(*[first(z) for z in u]))  # type: ignore[arg-type]
+    entering = None if state is None else state[:1, : u.group]
     for segments in numbers_of_segments:
         o, final, states, fed, tables = _forward(run, entering, save, segments)
         if states is not None:
@@ -132,7 +139,7 @@ def _memory_and_maps(*inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | N
 def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
     *given, _, save = inputs
     u = KernelInputs(*given)
-    (B, T, H, K), V = u.q.shape, u.w.shape[4]
+    (B, tokens, _, K), (T, H, _, V) = u.q.shape, u.w.shape[1:]
     step, chunk = u.configuration.step, u.configuration.chunk
     N = (T + chunk - 1) // chunk
     steps = N * (chunk // step)
@@ -149,7 +156,7 @@ def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
         first=allocated(u.erases, B, H, steps, step, step),
         inverse=allocated(u.erases, B, H, steps, step, step),
     )
-    return u.w.new_empty(B, T, H, V), u.w.new_empty(B, H, K, V, dtype=torch.float32), *saved
+    return u.w.new_empty(B, tokens, H, V), u.w.new_empty(B, H, K, V, dtype=torch.float32), *saved
 
 
 def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) -> tuple[Tensor, ...]:
@@ -172,8 +179,7 @@ def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) 
 
 def _memory_backward_shapes(d_o: Tensor, d_final: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     u = KernelInputs(*rest[:INPUT_COUNT])
-    B, _, H, K = u.q.shape
-    d_state = u.w.new_empty(B, H, K, u.w.shape[4], dtype=torch.float32)
+    d_state = u.w.new_empty(u.q.shape[0], u.w.shape[2], u.q.shape[3], u.w.shape[4], dtype=torch.float32)
     return *(gradient_like(z, u.w) for z in u[:-1]), d_state
 
 
@@ -194,7 +200,8 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Non
     if d_o is None:
         if d_final is None:
             return (None,) * (INPUT_COUNT + 2)
-        d_o = torch.zeros_like(KernelInputs(*kept[:INPUT_COUNT]).w[..., 0, :])
+        q, w = kept[0], kept[2]
+        d_o = w.new_zeros(q.shape[0], q.shape[1], w.shape[2], w.shape[4])
     *grads, d_state = memory_backward(d_o, d_final, *kept)
     return *only_given(kept[: INPUT_COUNT - 1], grads), None, d_state if ctx.has_state else None, None
 

@@ -170,7 +170,7 @@ class Compiled:
 @lru_cache(256)
 def compiled(
     K: int, V: int, J: int, dtype: torch.dtype, device: torch.device,
-    erases: bool, tied: bool, strength: bool, decay: bool, documents: bool, how: Configuration,
+    erases: bool, tied: bool, strength: bool, decay: bool, documents: bool, group: int, substeps: int, how: Configuration,
 ) -> Compiled:  # fmt: skip
     """The programs for these sizes, options and tile sizes (`how`), one object per combination."""
     constants = {
@@ -181,6 +181,8 @@ def compiled(
         "STRENGTH": strength,
         "DECAY": decay,
         "DOCUMENTS": documents,
+        "GROUP": group,
+        "SUBSTEPS": substeps,
         # Only for the few float32 products: half-precision products run on tensor cores in any case.
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
