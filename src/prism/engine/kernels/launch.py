@@ -136,7 +136,7 @@ class Launch:
         return self.u.w.new_empty(shape, dtype=dtype)
 
     def per_token(self, z: Tensor | None, count: int, width: int) -> Any:
-        """A tensor with one row per token for a kernel: a descriptor as `rows` makes it, or itself if tokens have several rows."""
+        """A tensor with one row per token for a kernel: as `rows` describes it, or itself if tokens have several rows."""
         return rows(z, count, width) if self.tokens == self.T else z
 
     def start(self, kernel: Any, tiling: Tiling, count: int, *arguments: Any, **constants: Any) -> None:
@@ -281,7 +281,8 @@ class Launch:
             narrow.q, narrow.x, wide.w if wide.fed is None else wide.fed, wide.w, narrow.erase_key,
             tables.strengths, tables.cumulated, self.u.documents,
             tiles(states, wide.BV, BK), wide.d_o, wide.d_states, wide.d_w,
-            self.per_token(out.d_q, C, BK), narrow.d_x, rows(out.d_erase_key, C, BK), out.d_strength, out.d_cumulated, out.touched,
+            self.per_token(out.d_q, C, BK), narrow.d_x, rows(out.d_erase_key, C, BK),
+            out.d_strength, out.d_cumulated, out.touched,
             *self.sizes, V=self.V, BK=BK, BV=wide.BV, C=C, STEP=self.step,
         )  # fmt: skip
 

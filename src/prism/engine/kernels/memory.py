@@ -96,13 +96,12 @@ def _rehearse(u: KernelInputs, state: Tensor | None, save: bool, numbers_of_segm
 
     For compiling ahead: lengths and heads are not compiled in.
     """
-    B, T, G = u.q.shape[:3]
+    T, G = u.q.shape[1:3]
 
     def first(z: Tensor | None) -> Tensor | None:
         if z is None:
             return None
-        token_and_group = [1, z.shape[1] // T, *(n // G for n in z.shape[2:3])]
-        return z.new_empty(token_and_group + [*z.shape[3:]])
+        return z.new_empty([1, z.shape[1] // T, *(n // G for n in z.shape[2:3]), *z.shape[3:]])
 
     run = Launch(KernelInputs(*[first(z) for z in u]))  # type: ignore[arg-type]
     entering = None if state is None else state[:1, : u.group]

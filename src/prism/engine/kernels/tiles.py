@@ -35,7 +35,7 @@ def store_rows(tensor, b, t, column, tile, C: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def last_rows(b, t, T, row_width, C: tl.constexpr, WIDTH: tl.constexpr, SUBSTEPS: tl.constexpr):
-    """Where `[B, T / SUBSTEPS, row_width]` has the tokens of rows t … t + C, `[C, WIDTH]`, and which rows are a token's last."""
+    """Where `[B, T / SUBSTEPS, row_width]` has the tokens of rows t … t + C, `[C, WIDTH]`, and which rows are the last."""
     row = t + tl.arange(0, C)
     place = (b.to(tl.int64) * (T // SUBSTEPS) + row // SUBSTEPS) * row_width
     last = (row % SUBSTEPS == SUBSTEPS - 1) & (row < T)
