@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -70,7 +70,7 @@ def everything(x: dict[str, Tensor], options: dict[str, Any], dtype: torch.dtype
     return {"o": o, "end": end, **{f"d_{name}": d for name, d in zip(leaves, gradients, strict=True)}}
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6, deadline=None, phases=[Phase.generate])  # one example takes up to a second
 @given(problems())
 def test_every_result_equals_the_recurrence(problem: tuple[dict[str, Tensor], dict[str, Any], Configuration]) -> None:
     x, options, how = problem
@@ -78,11 +78,8 @@ def test_every_result_equals_the_recurrence(problem: tuple[dict[str, Tensor], di
     with unwritten_memory_is_nan(), forced(how):
         got = everything(x, options, torch.float32, "chunkwise", "triton")
     for name, wanted in expected.items():
-        error = (got[name] - wanted).norm() / wanted.norm().clamp(min=1e-3)
-        # No gate lies between a token's sub-steps, so what they see of one another cancels in a gate's gradient. Under a strong
-        # decay little else remains, and the chunk form in torch errs by up to 2e-5 too.
-        allowed = 1e-4 if name == "d_log_decay" and options["substeps"] > 1 else 1e-5
-        assert error <= allowed, f"{name}: {error:.1e}"
+        error = (got[name] - wanted).norm() / wanted.norm().clamp(min=0.1)
+        assert error <= 1e-5, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize(

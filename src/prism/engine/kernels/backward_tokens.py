@@ -36,6 +36,7 @@ from prism.engine.kernels.tiles import (
     load_rows,
     load_tokens,
     off_diagonal,
+    same_token,
     store_rows,
     store_tokens,
 )
@@ -70,14 +71,15 @@ def looked_up(
     BV: tl.constexpr,
     C: tl.constexpr,
     APART: tl.constexpr,
+    ROWS: tl.constexpr,
     SUBSTEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The gradient `[C, BK]` of a query or lookup, from the gradient of its answer, and ⟨query, gradient⟩ `[C]`.
+    """The gradient `[C, BK]` of a query or lookup, from the gradient of its answer, and ⟨query, gradient⟩ `[C]` twice.
 
-    `values` are those of column 0, the others are in `w`. APART: the inner product leaves out what a query sees of its own
-    token's writes. No gate multiplies that part; later it would only be the difference of two large numbers
-    (`column_gradients` leaves it out too). SUBSTEPS is 1 for lookups, which every row has."""
+    `values` are those of column 0, the others are in `w`. APART: the first inner product leaves out what a query sees of its
+    own token's writes. No gate multiplies that part; later it would only be the difference of two large numbers
+    (`column_gradients` leaves it out too). A token has ROWS rows; SUBSTEPS is 1 for lookups, which every row has."""
     grad = tl.zeros((C, BK), tl.float32)
     gram = tl.zeros((C, C), tl.float32)
     for v in range(0, V, BV):
@@ -88,27 +90,35 @@ def looked_up(
     grad *= from_start[:, None]
     keys = load_rows(x, b, t, group * (J * K) + k, C, BK)
     own = 0.0
+    near = 0.0
     if APART:
-        own = diagonal(gram, C)[:, None] * keys.to(tl.float32)
-        weights = off_diagonal(weights, C)
+        if ROWS == 1:
+            own = diagonal(gram, C)[:, None] * keys.to(tl.float32)
+            weights = off_diagonal(weights, C)
+        else:
+            near = tl.where(same_token(t, C, ROWS), weights, 0.0)
+            own = tl.dot((gram * near).to(x.dtype), keys, input_precision=PRECISION)
+            weights -= near
     grad = tl.dot((gram * weights).to(x.dtype), keys, grad, input_precision=PRECISION)
     if J <= UNROLLED:
         for j in tl.static_range(1, J):
             grad, own = looked_up_in_column(
-                grad, own, answers, first_answer, answers_width, x, w, weights, b, h, group, t, T, k, j,
-                J, K, V, BK, BV, C, APART, SUBSTEPS, PRECISION,
+                grad, own, answers, first_answer, answers_width, x, w, weights, near, b, h, group, t, T, k, j,
+                J, K, V, BK, BV, C, APART, ROWS, SUBSTEPS, PRECISION,
             )  # fmt: skip
     else:
         for j in range(1, J):
             grad, own = looked_up_in_column(
-                grad, own, answers, first_answer, answers_width, x, w, weights, b, h, group, t, T, k, j,
-                J, K, V, BK, BV, C, APART, SUBSTEPS, PRECISION,
+                grad, own, answers, first_answer, answers_width, x, w, weights, near, b, h, group, t, T, k, j,
+                J, K, V, BK, BV, C, APART, ROWS, SUBSTEPS, PRECISION,
             )  # fmt: skip
     query = load_tokens(asking, b, t, first_asking + k, T, asking_width, C, BK, SUBSTEPS)
     along = tl.sum(query.to(tl.float32) * grad, 1)
+    whole = along
     if APART:
         grad += own
-    return grad, along
+        whole = tl.sum(query.to(tl.float32) * grad, 1)
+    return grad, along, whole
 
 
 @triton.jit
@@ -121,6 +131,7 @@ def looked_up_in_column(
     x,
     w,
     weights,
+    near,
     b,
     h,
     group,
@@ -135,6 +146,7 @@ def looked_up_in_column(
     BV: tl.constexpr,
     C: tl.constexpr,
     APART: tl.constexpr,
+    ROWS: tl.constexpr,
     SUBSTEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -146,7 +158,10 @@ def looked_up_in_column(
         gram = tl.dot(answered, tl.trans(written), gram, input_precision=PRECISION)
     keys = load_rows(x, b, t, (group * J + j) * K + k, C, BK)
     if APART:
-        own += diagonal(gram, C)[:, None] * keys.to(tl.float32)
+        if ROWS == 1:
+            own += diagonal(gram, C)[:, None] * keys.to(tl.float32)
+        else:
+            own = tl.dot((gram * near).to(x.dtype), keys, own, input_precision=PRECISION)
     return tl.dot((gram * weights).to(x.dtype), keys, grad, input_precision=PRECISION), own
 
 
@@ -187,10 +202,11 @@ def query_gradient(
     value = h * V if ERASE else h * (J * V)
     from_start, _, _ = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, SUBSTEPS)
     weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, False, SUBSTEPS)
-    return looked_up(
+    dq, along, _ = looked_up(
         q, group * K, H // GROUP * K, d_o, h * V, H * V, x, values, value, w, states, matrix, from_start, weights,
-        b, h, group, t, T, k, J, K, V, BK, BV, C, PRECISION == "ieee", SUBSTEPS, PRECISION,
+        b, h, group, t, T, k, J, K, V, BK, BV, C, PRECISION == "ieee", SUBSTEPS, SUBSTEPS, PRECISION,
     )  # fmt: skip
+    return dq, along
 
 
 @triton.jit
@@ -273,15 +289,17 @@ def erase_gradient(
     if STRENGTH:
         beta = load_gate(strengths, bh, t, padded, C)
     early = tl.where(tl.abs(beta) < 0.0625, 1.0, beta)
-    db, rows = looked_up(
+    APART: tl.constexpr = SUBSTEPS > 1 and PRECISION == "ieee"  # a lookup does not see its own row
+    db, rows, whole = looked_up(
         looking, first, 0, d_w, h * (J * V), 0, x, values, h * V, w, states, matrix, from_start * -early,
-        off_diagonal(weights * -early[:, None], C), b, h, group, t, T, k, J, K, V, BK, BV, C, False, 1, PRECISION,
+        off_diagonal(weights * -early[:, None], C), b, h, group, t, T, k, J, K, V, BK, BV, C, APART,
+        SUBSTEPS, 1, PRECISION,
     )  # fmt: skip
     late = beta / early
     if STRENGTH:
         i = t + tl.arange(0, C)
         at = ((block * (heads // H) + b).to(tl.int64) * T + i) * H + h
-        tl.store(d_strength + at, rows / early, mask=i < T)
+        tl.store(d_strength + at, whole / early, mask=i < T)
     if DECAY:
         place = ((BLOCKS + block) * heads + bh).to(tl.int64) * padded + t + tl.arange(0, C)
         tl.store(d_cumulated + place, rows * late)
@@ -483,8 +501,13 @@ def column_gradients(
     weights = kept(cumulated, documents, bh, b, t, padded, T, C, STEP, DECAY, DOCUMENTS, True, SUBSTEPS)
     asked = load_tokens(q, b, t, group * K + k, T, H // GROUP * K, C, BK, SUBSTEPS)
     if PRECISION == "ieee":  # as in `looked_up`
-        own = diagonal(d_gram_q, C)[:, None] * asked.to(tl.float32)
-        d_gram_q = off_diagonal(d_gram_q, C)
+        if SUBSTEPS == 1:
+            own = diagonal(d_gram_q, C)[:, None] * asked.to(tl.float32)
+            d_gram_q = off_diagonal(d_gram_q, C)
+        else:
+            same = same_token(t, C, SUBSTEPS)
+            own = tl.dot(tl.where(same, d_gram_q * weights, 0.0).to(x.dtype), asked, input_precision=PRECISION)
+            d_gram_q = tl.where(same, 0.0, d_gram_q)
     dx = tl.dot((d_gram_q * weights).to(x.dtype), asked, dx, input_precision=PRECISION)
     if ERASE:
         beta = tl.full((C,), 1.0, tl.float32)
@@ -494,6 +517,9 @@ def column_gradients(
         looking = x if TIED else erase_key
         first = group * (J * K) if TIED else group * K
         lookup = load_rows(looking, b, t, first + k, C, BK)
+        if PRECISION == "ieee" and SUBSTEPS > 1:
+            own = tl.dot(tl.where(same, d_gram_b * strict, 0.0).to(x.dtype), lookup, own, input_precision=PRECISION)
+            d_gram_b = tl.where(same, 0.0, d_gram_b)
         dx = tl.dot((d_gram_b * strict).to(x.dtype), lookup, dx, input_precision=PRECISION)
     if DECAY:
         tl.store(tails + place, tail)

@@ -177,6 +177,13 @@ def off_diagonal(tile, C: tl.constexpr):
 
 
 @triton.jit
+def same_token(t, C: tl.constexpr, SUBSTEPS: tl.constexpr):
+    """Which pairs of rows t … t + C are sub-steps of one token, `[C, C]`."""
+    token = (t + tl.arange(0, C)) // SUBSTEPS
+    return token[:, None] == token[None, :]
+
+
+@triton.jit
 def diagonal(tile, C: tl.constexpr):
     """The diagonal of `tile` `[C, C]`, `[C]`."""
     i = tl.arange(0, C)
