@@ -77,7 +77,7 @@ def cases() -> Iterator[Case]:
     yield Case(333, erase="own")
     yield Case(333, 4, erase="own")  # five columns
     yield Case(333, 1, erase="none")
-    for key_dim, value_dim in ((64, 64), (32, 32), (256, 256), (64, 256), (20, 36)):
+    for key_dim, value_dim in ((64, 64), (32, 32), (256, 256), (64, 256), (20, 36), (16, 16), (128, 32), (64, 24)):
         yield Case(333, key_dim=key_dim, value_dim=value_dim)
     for heads, groups in ((4, 2), (6, 2), (4, 1)):  # values with more heads than queries and keys
         yield Case(333, heads=heads, groups=groups)

@@ -118,7 +118,8 @@ class Launch:
         self.chunks = -(-self.T // self.chunk)
         self.padded = self.chunks * self.chunk
         self.heads, self.groups = self.B * self.H, self.B * G
-        self.key_block = min(self.K, self.configuration.key_block)
+        # The gradients of a group's heads are added up in registers, for which a wide block leaves no room.
+        self.key_block = min(self.K, self.configuration.key_block, 128 if u.group == 1 else 64)
         self.key_blocks, self.sides = self.K // self.key_block, 2 if u.erases else 1
         self.sizes = (self.T, self.H, self.padded)
         options = (
@@ -154,7 +155,7 @@ class Launch:
         later = 2 * (self.J - 1) if u.erases else self.J
         grams = self.empty(B, H, steps, later, C, C) if later else None
         self.start(
-            prepare_kernel, Tiling(K, self.configuration.prepare_warps, 3), self.heads * steps,
+            prepare_kernel, self.configuration.prepare_tiling, self.heads * steps,
             self.per_token(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K), u.log_decay, u.strength, u.documents, G, beta,
             tiles(first, C, C), tiles(grams, C, C), tiles(inverse, C, C), *self.sizes, C=C,
         )  # fmt: skip
