@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Engine:
     delegate: Callable[[Any, Any, str, str], tuple[Any, Any]] | None = None
     """For an update that only wraps others: calls `memory` on them with the requested form and backend."""
 
-    @property
+    @cached_property
     def forms(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(form for form, _ in self.paths))
 
@@ -96,8 +97,8 @@ def memory(update: Any, state: Any = None, form: str = "auto", backend: str = "a
     if engine.delegate is not None:  # which calls `memory` on an update that has forms
         engine.check_state(update, state)
         return engine.delegate(update, state, form, backend)
-    known = tuple(dict.fromkeys((*FORMS, *engine.forms)))
-    if form != "auto" and form not in known:
+    if form != "auto" and form not in engine.forms and form not in FORMS:
+        known = dict.fromkeys((*FORMS, *engine.forms))
         raise ValueError(f"unknown form {form!r}: choose from auto, {', '.join(known)}")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: choose from auto, {', '.join(BACKENDS)}")

@@ -103,8 +103,8 @@ def device_guard(z: Tensor) -> AbstractContextManager[None]:
 
 
 def tile_widths(key_dim: int, value_dim: int, on_gpu: bool) -> tuple[int, int]:
-    """K and V as padded for the chunk kernels: powers of two. On a GPU, only sizes that were checked on one: both at least 64, or
-    up to 128 keys with 32 to 128 values (tiles of 16 values give wrong gradients; `configurations.default` has more)."""
+    """K and V as padded for the chunk kernels: powers of two. On a GPU, only sizes that were checked on one: both at least 64,
+    or up to 128 keys with 32 to 128 values (tiles of 16 values give wrong gradients; `configurations.default` has more)."""
     K, V = tile_width(key_dim), tile_width(value_dim)
     if not on_gpu:
         return K, V

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -47,7 +48,7 @@ class Configuration:
     segments: int | None = None
     """Segments of a sequence that run in parallel; None: as many as fill the GPU."""
 
-    @property
+    @cached_property
     def prepare_tiling(self) -> Tiling:
         """Of the prepare pass, whose programs read all key channels of a step."""
         return Tiling(0, self.prepare_warps, 3, self.prepare_registers)
@@ -123,6 +124,7 @@ def forced(choice: Configuration) -> Iterator[None]:
         _forced.pop()
 
 
+@lru_cache(16)
 def architecture(device: torch.device) -> str:
     """The compute capability, such as `"sm90"` for 9.0; `"interpreter"` on the CPU."""
     if device.type != "cuda":

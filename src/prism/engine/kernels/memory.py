@@ -48,10 +48,10 @@ def forward(
 def _forward(
     run: Launch, state: Tensor | None, save: bool, segments: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, ChunkTables]:
+    tables = run.prepare()  # first: the device then works while the host allocates
     o = run.empty(run.B, run.tokens, run.H, run.V)
     states = run.empty(run.B, run.H, run.chunks, run.V, run.K) if save else None
     fed = run.empty(run.B, run.T, run.H, run.V) if save and run.u.erases else None
-    tables = run.prepare()
     initial, maps = incoming(run, tables, state, segments)
     final = run.forward_scan(tables, initial, segments, o=o, states=states, fed=fed)[-1]
     final = final.detach()  # a view among the results of an autograd function could not be modified in-place
@@ -119,6 +119,14 @@ _INPUT_SCHEMA = f"{schema_of(KernelInputs)}, Tensor? state"
 def _memory(*inputs: Any) -> tuple[Tensor, ...]:
     """`KernelInputs`, the state and `save` → o `[B, T, H, V]`, the final state `[B, H, K, V]`, and `Saved`."""
     return _memory_and_maps(*inputs)[0]
+
+
+def _outputs(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """The outputs and the final state alone: without a gradient, nothing is saved."""
+    *given, state, save = inputs
+    u = KernelInputs(*all_contiguous_aligned(*given))
+    with device_guard(u.w):
+        return forward(u, contiguous_aligned(state), save)[:2]
 
 
 def _memory_and_maps(*inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None]]:
@@ -219,5 +227,6 @@ memory = Operator(
     _setup_context,
     _differentiate,
     run_for_gradient=_memory_and_maps,
+    run_without_gradient=_outputs,
     schema=f"({_INPUT_SCHEMA}, bool save) -> (Tensor, Tensor, {', '.join(['Tensor'] * len(Saved._fields))})",
 )

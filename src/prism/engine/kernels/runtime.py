@@ -202,6 +202,7 @@ class Operator:
         setup_context, differentiate: as `torch.library.register_autograd` takes them; without them there is no gradient.
         run_for_gradient: returns `run`'s result, and a tuple of further arguments of `setup_context` that an operator cannot
             return.
+        run_without_gradient: returns the first results of `run` where a direct call needs no gradient.
         schema: arguments and results, where the signature of `run` does not have them.
     """
 
@@ -213,9 +214,10 @@ class Operator:
         setup_context: Run | None = None,
         differentiate: Run | None = None,
         run_for_gradient: Run | None = None,
+        run_without_gradient: Run | None = None,
         schema: str | None = None,
     ) -> None:
-        self.run = run
+        self.run = run_without_gradient or run
         self.registered = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
         self.registered.register_fake(fake)
         self.function: type[torch.autograd.Function] | None = None

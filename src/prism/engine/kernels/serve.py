@@ -95,7 +95,7 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
     dtype, per_row = u.w.dtype, repeat_mask(u.mask, u.substeps)
 
     def converted(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
-        return None if z is None else zero_padding(z.to(dtype), mask)
+        return None if z is None else zero_padding(z if z.dtype == dtype else z.to(dtype), mask)
 
     apart = u.erases and not _erases_first(u)  # the erase gets a separate column, which writes nothing else
     shared = (u.q, u.k, *((u.erase_key, u.erase_write) if apart else ()))
