@@ -245,8 +245,7 @@ def forward_scan_kernel(
             if n % SAVED == 0:
                 states.store([chunk // SAVED * V + first_column, 0], incoming)
         S = S * carried
-        out = 0.0
-        wanted = 0.0
+        out, wanted = S, S  # placeholders, where nothing is read or erased
         if READ:
             asked = load_tokens(q, b, t, group * K, T, H // GROUP * K, C, K, SUBSTEPS)
             out = tl.dot(incoming, tl.trans(asked), input_precision=PRECISION) * from_start[None, :]
