@@ -28,7 +28,7 @@ configurations; nothing is tuned at run time. The first call of a kind compiles 
 | serve.py | which updates the kernels serve, and how an `Update` becomes `KernelInputs` |
 | memory.py | the chunk operator: torch registration, order of the passes |
 | launch.py | `KernelInputs`, scratch memory and grids of each pass |
-| forward.py, backward_scan.py, backward_tokens.py | the kernels of these passes |
+| forward.py, backward_scan.py, backward_queries.py, backward_writes.py | the kernels of these passes |
 | tiles.py | device functions that these kernels share |
 | segments.py | how a sequence is cut into segments, and the kernel that links them |
 | decode.py | one token at a time: kernel, launch and operator |

@@ -5,7 +5,7 @@
     dY_0 = N_0ᵀ dO + (X_0 ⊙ e^{G_C - G}) dS'        dU = T⁻ᵀ dY_0, the gradient of W_0        dR = -β ⊙ dU
     dS   = e^{G_C} dS' + (Q ⊙ e^G)ᵀ dO + (B ⊙ e^G)ᵀ dR
 
-dU is itself a result (the gradient of the first write). `backward_tokens.py` needs only dU, and dS' every SAVED chunks. As
+dU is itself a result (the gradient of the first write). The passes over tokens need only dU, and dS' every SAVED chunks. As
 in `forward.py`, everything with value channels is held transposed.
 
 **Decay** (the last pass): from the partial sums of all kernels to the gradient of each token's log-decay. Since
