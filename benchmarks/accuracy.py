@@ -21,6 +21,8 @@ import prism
 from low_precision import low_precision
 from prism.engine import fused
 from prism.engine.kernels.configurations import Configuration, forced
+from prism.engine.linear.steps import at_substep
+from prism.engine.padding import repeat_heads, repeat_mask
 
 Tensors = dict[str, Tensor]
 
@@ -48,6 +50,13 @@ class Case:
     segments: int | None = None
     batch: int = 1
     heads: int = 2
+    groups: int | None = None  # heads of q and k; None: as many as the values have
+    substeps: int = 1  # rows of a token, each of which erases and writes
+
+    @property
+    def key(self) -> str:
+        """What the inputs are drawn from. Fields that were added later count only where they are used."""
+        return repr(self).replace(", groups=None", "").replace(", substeps=1)", ")")
 
 
 def cases() -> Iterator[Case]:
@@ -68,8 +77,20 @@ def cases() -> Iterator[Case]:
     yield Case(333, erase="own")
     yield Case(333, 4, erase="own")  # five columns
     yield Case(333, 1, erase="none")
-    for key_dim, value_dim in ((64, 64), (32, 32), (256, 256), (64, 256), (20, 36)):
+    for key_dim, value_dim in ((64, 64), (32, 32), (256, 256), (64, 256), (20, 36), (16, 16), (128, 32), (64, 24)):
         yield Case(333, key_dim=key_dim, value_dim=value_dim)
+    for heads, groups in ((4, 2), (6, 2), (4, 1)):  # values with more heads than queries and keys
+        yield Case(333, heads=heads, groups=groups)
+    yield Case(333, heads=4, groups=2, packed=True, erase="own")
+    yield Case(150, 1, dtype="float32", heads=4, groups=2)
+    for substeps in (2, 3, 4):
+        yield Case(333, 1, substeps=substeps)
+    yield Case(333, 2, substeps=2, packed=True, heads=4, groups=2)
+    yield Case(3000, 1, substeps=2, segments=3)
+    yield Case(150, 1, 64, 64, "float16", substeps=2, alike=True)
+    for writes in (6, 8):
+        yield Case(333, writes)
+        yield Case(150, writes, 64, 64, "float16", erase="own")
     yield Case(20000, key_dim=256, heads=1)  # few heads and a long sequence, too wide for segments
     yield Case(333, 4, 64, 64)
     yield Case(333, 4, 256, 256)
@@ -85,7 +106,7 @@ def check(case: Case, device: str, configuration: Configuration | None = None, s
     long = case.tokens > RECURRENT_UP_TO
     exact = differentiate(case, _in_torch("chunkwise" if long else "recurrent"), tensors, flags, torch.float64)
     dtype = getattr(torch, case.dtype)
-    plain = low_precision if dtype in (torch.bfloat16, torch.float16) else _in_torch("chunkwise")
+    plain = _in_half_precision if dtype in (torch.bfloat16, torch.float16) else _in_torch("chunkwise")
     theirs = differentiate(case, plain, tensors, flags, dtype)
     chosen = configuration
     if case.segments is not None:
@@ -126,8 +147,9 @@ def _error(got: Tensor, exact: Tensor) -> float:
 
 def draw(case: Case, device: str, seed: int) -> tuple[Tensors, Tensors]:
     """Leaves, already rounded to the case's dtype, and the masks. Each case has different numbers."""
-    generator = torch.Generator(device).manual_seed(zlib.crc32(repr((seed, case)).encode()))
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"({seed}, {case.key})".encode()))
     B, T, H, L, K, V = case.batch, case.tokens, case.heads, case.writes, case.key_dim, case.value_dim
+    G, R = case.groups or H, T * case.substeps
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device)
@@ -135,12 +157,12 @@ def draw(case: Case, device: str, seed: int) -> tuple[Tensors, Tensors]:
     def uniform(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, device=device)
 
-    keys = normal(B, T, H, L, K)
+    keys = normal(B, R, G, L, K)
     if case.alike:
-        keys = normal(B, 1, H, 1, K) + 0.03 * keys
-    tensors = {"q": F.normalize(normal(B, T, H, K), dim=-1), "k": F.normalize(keys, dim=-1), "w": normal(B, T, H, L, V)}
+        keys = normal(B, 1, G, 1, K) + 0.03 * keys
+    tensors = {"q": F.normalize(normal(B, T, G, K), dim=-1), "k": F.normalize(keys, dim=-1), "w": normal(B, R, H, L, V)}
     if case.erase == "own":
-        tensors["erase_key"] = F.normalize(normal(B, T, H, K), dim=-1)
+        tensors["erase_key"] = F.normalize(normal(B, R, G, K), dim=-1)
     dtype = getattr(torch, case.dtype)
     tensors = {name: x.to(dtype) for name, x in tensors.items()}
     if case.decay != "none":
@@ -148,7 +170,7 @@ def draw(case: Case, device: str, seed: int) -> tuple[Tensors, Tensors]:
         shut = uniform(B, T, H) < 0.05 if case.decay == "shut" else torch.zeros_like(gates, dtype=torch.bool)
         tensors["log_decay"] = gates.masked_fill(shut, -1e6)
     if case.erase != "none":
-        tensors["erase_strength"] = uniform(B, T, H)
+        tensors["erase_strength"] = uniform(B, R, H)
     tensors["state"] = normal(B, H, K, V)
     tensors["d_output"] = normal(B, T, H, V).to(dtype)
     tensors["d_state"] = normal(B, H, K, V)
@@ -169,7 +191,7 @@ def differentiate(
 
     leaves = {name: cast(name, x).requires_grad_() for name, x in tensors.items() if not name.startswith("d_")}
     fields = {name: x for name, x in leaves.items() if name != "state"}
-    update = prism.Update(**fields, **flags, erase_first=case.erase == "first")
+    update = prism.Update(**fields, **flags, erase_first=case.erase == "first", substeps=case.substeps)
     o, state = compute(update, leaves["state"])
     given = [cast(name, tensors[name]) for name in ("d_output", "d_state")]
     gradients = torch.autograd.grad([o, state], list(leaves.values()), given)
@@ -179,6 +201,21 @@ def differentiate(
 
 def _kernel(update: prism.Update, state: Tensor) -> tuple[Tensor, Tensor]:
     return prism.memory(update, state, "chunkwise", "triton")
+
+
+def _in_half_precision(u: prism.Update, state: Tensor) -> tuple[Tensor, Tensor]:
+    """`low_precision`, which has one row per token and no groups."""
+    n, H = u.substeps, u.heads
+
+    def every(z: Tensor | None, position: int | None = None) -> Tensor | None:
+        z = z if z is None or z.ndim < 4 else repeat_heads(z, H)
+        return z if z is None or position is None else at_substep(z, n, position)
+
+    q, k, b = every(u.q, n - 1), every(u.k), every(u.erase_key)
+    assert q is not None and k is not None
+    flags = {"reset": every(u.reset, 0), "mask": repeat_mask(u.mask, n)}
+    o, end = low_precision(prism.Update(q, k, u.w, every(u.log_decay, 0), b, u.erase_strength, **flags), state)
+    return o[:, n - 1 :: n], end
 
 
 def _in_torch(form: str) -> Callable[[prism.Update, Tensor], tuple[Tensor, Tensor]]:

@@ -60,6 +60,8 @@ def check_all(device: str, tiny: bool, keep: Keep, part: int, parts: int) -> Non
         torch.cuda.empty_cache()
         what = [name for name in ("alike", "packed", "segments") if getattr(case, name)]
         what += [f"decay {case.decay}"] * (case.decay != "weak") + [f"erase {case.erase}"] * (case.erase != "first")
+        what += [f"{case.heads} heads, {case.groups} groups"] * (case.groups is not None)
+        what += [f"{case.substeps} sub-steps"] * (case.substeps > 1)
         width = f"{case.key_dim} × {case.value_dim}"
         note(result, str(case.tokens), str(case.writes), width, case.dtype, ", ".join(what))
 
@@ -106,6 +108,11 @@ def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
             floors = (speed.floor(shape, writes, have, False), speed.floor(shape, writes, have, True))
             one(shape, f"PRISM L={writes}", speed.ours(shape, writes), floors)
         one(shape, "softmax attention (SDPA)", speed.attention(shape), None)
+    first = speed.SHAPES[0]
+    grouped = [first._replace(heads=heads) for heads in speed.GROUPED]
+    one(first, "Gated DeltaProduct n=2", speed.ours(first, 1, substeps=2), None)
+    for shape in grouped:
+        one(shape, f"PRISM L=1, {first.heads} groups", speed.ours(shape, 1, groups=first.heads), None)
     if peers:  # every new width is autotuned, for minutes
         for shape in speed.SHAPES:
             one(shape, "fla Gated DeltaNet", speed.flash_linear_attention(shape, "gated_delta", 1), None)
@@ -114,6 +121,9 @@ def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
             for shape in shapes:
                 times = speed.flash_linear_attention(shape, "delta_product", n)
                 one(shape, f"fla Gated DeltaProduct n={n}", times, None)
+        for shape in grouped:
+            times = speed.flash_linear_attention(shape, "gated_delta", 1, first.heads)
+            one(shape, f"fla Gated DeltaNet, {first.heads} groups", times, None)
         for shape in wide[:1]:
             one(shape, "PRISM L=2 through fla's Comba", speed.flash_linear_attention(shape, "comba", 2), None)
     Console().print(table)

@@ -34,6 +34,8 @@ class Shape(NamedTuple):
         return f"({self.batch}, {self.tokens}, {self.heads}, {self.width})"
 
 
+GROUPED = (32, 48, 64)
+"""Heads of the values where queries and keys have 16."""
 SHAPES = (Shape(8, 4096, 16, 128), Shape(16, 2048, 12, 64), Shape(1, 32768, 16, 128))
 
 
@@ -77,13 +79,14 @@ def floor(shape: Shape, writes: int, have: Ceilings, backward: bool) -> float:
     return max(rows * moved / have.bytes, rows * operations / have.operations) * 1e3
 
 
-def inputs(shape: Shape, writes: int) -> list[Tensor]:
-    """q, k, w, log-decay and β as leaves, and dO."""
+def inputs(shape: Shape, writes: int, substeps: int = 1, groups: int | None = None) -> list[Tensor]:
+    """q, k, w, log-decay and β as leaves, and dO; q and k have `groups` heads, or as many as w."""
     B, T, H, D = shape
+    G, R = groups or H, T * substeps
     draw = {"device": "cuda", "dtype": torch.bfloat16}
-    q, k = (F.normalize(torch.randn(B, T, H, *n, D, **draw), dim=-1) for n in ((), (writes,)))
-    w, d_o = torch.randn(B, T, H, writes, D, **draw), torch.randn(B, T, H, D, **draw)
-    g, beta = -0.1 * torch.rand(B, T, H, device="cuda"), torch.rand(B, T, H, device="cuda")
+    q, k = (F.normalize(torch.randn(B, *rows, D, **draw), dim=-1) for rows in ((T, G), (R, G, writes)))
+    w, d_o = torch.randn(B, R, H, writes, D, **draw), torch.randn(B, T, H, D, **draw)
+    g, beta = -0.1 * torch.rand(B, T, H, device="cuda"), torch.rand(B, R, H, device="cuda")
     return [*[x.requires_grad_() for x in (q, k, w, g, beta)], d_o]
 
 
@@ -100,11 +103,11 @@ def forward_and_backward(run: Callable[..., Tensor], *leaves: Tensor, d_o: Tenso
     return {"forward": milliseconds(forward), "both": milliseconds(everything)}
 
 
-def ours(shape: Shape, writes: int) -> dict[str, float]:
-    *leaves, d_o = inputs(shape, writes)
+def ours(shape: Shape, writes: int, substeps: int = 1, groups: int | None = None) -> dict[str, float]:
+    *leaves, d_o = inputs(shape, writes, substeps, groups)
 
     def run(q: Tensor, k: Tensor, w: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        update = prism.Update(q, k, w, g, erase_strength=beta, erase_first=True)
+        update = prism.Update(q, k, w, g, erase_strength=beta, erase_first=True, substeps=substeps)
         return prism.memory(update, form="chunkwise", backend="triton")[0]
 
     return forward_and_backward(run, *leaves, d_o=d_o)
@@ -119,8 +122,8 @@ def attention(shape: Shape) -> dict[str, float]:
     )
 
 
-def flash_linear_attention(shape: Shape, name: str, writes: int) -> dict[str, float]:
-    """Time flash-linear-attention: `gated_delta` (rank 1), `delta_product` (n = L), or `comba`.
+def flash_linear_attention(shape: Shape, name: str, writes: int, groups: int | None = None) -> dict[str, float]:
+    """Time flash-linear-attention: `gated_delta` (rank 1; q and k with `groups` heads), `delta_product` (n = L), or `comba`.
 
     `comba` is PRISM itself on a sequence L times as long, with p = 0 except for the first of every L tokens.
     """
@@ -129,11 +132,10 @@ def flash_linear_attention(shape: Shape, name: str, writes: int) -> dict[str, fl
     # Their gated backward refuses Triton 3.4 to 3.7.0 on Hopper, which miscompiles one of its kernels. Allowed for timing only.
     chunk_o.TRITON_ABOVE_3_7_1 = True
     compile_candidates_together()
-    q, k, w, g, beta, d_o = inputs(shape, writes)
+    q, k, w, g, beta, d_o = inputs(shape, writes, groups=groups)
     if name == "comba":
         return comba(q, k, w, g, beta, d_o)
-    B, T, H, D = shape
-    k, v = (x.detach().transpose(2, 3).reshape(B, T * writes, H, D).requires_grad_() for x in (k, w))
+    k, v = (x.detach().transpose(2, 3).flatten(1, 2).requires_grad_() for x in (k, w))
     q, g = q.detach().requires_grad_(), g.detach().requires_grad_()
     beta = beta.detach().repeat_interleave(writes, 1).requires_grad_()
     if name == "gated_delta":

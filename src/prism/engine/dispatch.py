@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from prism.engine.autocast import without_autocast
@@ -61,7 +63,7 @@ class Engine:
     cut: Cut | None = None
     """How it runs over a sequence that is cut over processes; None: it cannot be cut."""
 
-    @property
+    @cached_property
     def forms(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(form for form, _ in self.paths))
 
@@ -116,8 +118,8 @@ def memory(
     if engine.delegate is not None:  # which calls `memory` on an update that has forms
         engine.check_state(update, state)
         return engine.delegate(update, state, form, backend)
-    known = tuple(dict.fromkeys((*FORMS, *engine.forms)))
-    if form != "auto" and form not in known:
+    if form != "auto" and form not in engine.forms and form not in FORMS:
+        known = dict.fromkeys((*FORMS, *engine.forms))
         raise ValueError(f"unknown form {form!r}: choose from auto, {', '.join(known)}")
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: choose from auto, {', '.join(BACKENDS)}")
@@ -178,12 +180,11 @@ def path_taken(engine: Engine, update: Any, form: str = "auto", backend: str = "
 def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     """`memory` in its recurrent form, for decode loops: overwrites `state` and returns the outputs `[B, T, H, V]`.
 
-    The decode kernel writes in place. Where it does not serve (decays per channel, a CPU), the new state is computed and
-    copied into `state`.
+    The decode kernel writes in place. Where it does not serve (on a CPU), the new state is computed and copied into `state`.
 
     Args:
         state: `[B, H, K, V]`, contiguous, float32 (float64 for float64 tokens). Holds the memory after the last token on
-            return.
+            return. A bfloat16 state is accepted too: it is computed in float32 and rounded to nearest when it is stored.
         backend: `"torch"`, `"triton"` or `"auto"`.
 
     It has neither reverse- nor forward-mode gradients, and raises ValueError where one is wanted. `memory` has both
@@ -202,15 +203,18 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     if not isinstance(state, Tensor):
         raise ValueError(f"state must be a tensor to be overwritten, got {type(state).__name__}")
     check_state(update, state)
-    if state.dtype != update.state_dtype or not state.is_contiguous():
+    accepted = (torch.float64,) if update.state_dtype == torch.float64 else (torch.float32, torch.bfloat16)
+    if state.dtype not in accepted or not state.is_contiguous():
         strides = "" if state.is_contiguous() else f" with strides {list(state.stride())}"
-        raise ValueError(f"state must be contiguous {update.state_dtype} to be overwritten, got {state.dtype}{strides}")
+        wanted = " or ".join(map(str, accepted))
+        raise ValueError(f"state must be contiguous {wanted} to be overwritten, got {state.dtype}{strides}")
     if wants_gradients(*update.tensors, state):
         raise ValueError("memory_ has no gradients: call it under torch.no_grad(), or call memory")
     if path_taken(engine_of(Update), update, *resolve("recurrent", backend))[1] == "triton":
         from prism.engine.kernels import decode
+        from prism.engine.kernels.serve import decode_options
 
-        return decode.step_(*update.tensors, update.reset, update.mask, state, update.substeps)
+        return decode.step_(*update.tensors, update.reset, update.mask, state, *decode_options(update))
     o, new = without_autocast(recurrent, update, state)
     state.copy_(new)
     return o

@@ -83,10 +83,13 @@ def memory() -> None:
         erase: str = "first",
         documents: bool = False,
         segments: int = 1,
+        groups: int = H,
+        substeps: int = 1,
     ) -> None:
-        strength = leaf(B, T, H, dtype=single) if erase == "first" else None
-        own = leaf(B, T, H, K, dtype=dtype) if erase == "own" else None
-        tokens = leaf(B, T, H, K, dtype=dtype), leaf(B, T, H, J, K, dtype=dtype), leaf(B, T, H, J, V, dtype=dtype)
+        G, R = groups, T * substeps
+        strength = leaf(B, R, H, dtype=single) if erase == "first" else None
+        own = leaf(B, R, G, K, dtype=dtype) if erase == "own" else None
+        tokens = leaf(B, T, G, K, dtype=dtype), leaf(B, R, G, J, K, dtype=dtype), leaf(B, R, H, J, V, dtype=dtype)
         numbers = torch.zeros(B, T, dtype=torch.int32) if documents else None
         state = leaf(B, H, K, V, dtype=single) if segments > 1 else None
         how = MEASURED.get((K, V, J, "sm90")) or default(K, V, dtype)
@@ -99,11 +102,17 @@ def memory() -> None:
     one(64, 64, 2, erase="own", documents=True)
     one(64, 64, 1, gates=False, erase="none", dtype=torch.float16)
     one(32, 32, 1, dtype=single)
+    one(128, 128, 2, groups=1, documents=True)
+    one(128, 128, 1, substeps=2, documents=True)
+    one(64, 64, 8)
+    one(32, 64, 2)
     token = [leaf(B, 1, H, *more).detach() for more in ((128,), (2, 128), (2, 128))]
     gate = leaf(B, 1, H, dtype=single).detach()
     decode.step(*token, gate, token[0], gate, None, None, None, torch.zeros(B, H, 128, 128), 1)
     decode.step(*token, gate, token[1][..., 0, :], None, token[0], None, None, torch.zeros(B, H, 128, 128), 1)
     decode.step(*token, None, None, None, None, gate[..., 0] > 1, gate[..., 0] > 1, None, 1)
+    half = torch.zeros(B, H, 128, 128, dtype=torch.bfloat16)
+    decode.step(*token, token[0].float(), token[0], None, token[1][..., 0, :], None, None, half, 1, True, True)
 
 
 def around_the_memory() -> None:

@@ -31,18 +31,18 @@ def test_a_tensor_with_a_tangent_uses_torch(monkeypatch: pytest.MonkeyPatch) -> 
         assert fused.use_kernel(x) is not dual
 
 
-def test_gradients_of_more_writes_than_the_kernels_serve_use_torch() -> None:
-    x = leaves(1, L=5, dtype=torch.float32)
-    with pytest.raises(ValueError, match="4 writes per token where gradients are wanted, not 5"):
-        prism.memory(update(x), x["state"], "recurrent", "triton")
-    plain = update({name: z.detach() for name, z in x.items()})
+def test_gradients_that_the_chunk_kernels_do_not_have_use_torch() -> None:
+    x = leaves(1, dtype=torch.float32)
+    with pytest.raises(ValueError, match="has no read='before'"):
+        prism.memory(update(x, read="before"), x["state"], "recurrent", "triton")
+    plain = update({name: z.detach() for name, z in x.items()}, read="before")
     got, wanted = (
         torch.autograd.grad(prism.memory(plain, x["state"], "recurrent", backend)[0].sum(), x["state"])[0]
         for backend in ("triton", "torch")
     )
     torch.testing.assert_close(got, wanted)
     with torch.no_grad():
-        prism.memory(update(x), x["state"], "recurrent", "triton")
+        prism.memory(update(x, read="before"), x["state"], "recurrent", "triton")
 
 
 def test_automatic_choice_on_a_cpu_is_torch() -> None:
@@ -54,7 +54,6 @@ def test_automatic_choice_on_a_cpu_is_torch() -> None:
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ({"L": 5, "dtype": torch.float32}, "4 writes"),
         ({"K": 257, "L": 1, "dtype": torch.float32}, "256"),
         ({"dtype": torch.float64}, "float64"),
         pytest.param(

@@ -200,7 +200,7 @@ def test_a_gate_that_forgets_everything_does_not_affect_its_neighbours() -> None
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [((20, 36), (64, 64)), ((32, 32), (32, 32)), ((16, 8), (32, 32)), ((64, 256), (64, 256)), ((128, 24), (128, 64))],
+    [((20, 36), (32, 64)), ((32, 32), (32, 32)), ((16, 8), (16, 32)), ((16, 256), (64, 256)), ((128, 24), (128, 32))],
 )
 def test_on_a_gpu_only_checked_tile_sizes_are_used(given: tuple[int, int], expected: tuple[int, int]) -> None:
     assert tile_widths(*given, on_gpu=True) == expected

@@ -10,7 +10,8 @@ erase, column 0 is special. It looks up B (X_0 itself, unless the update has `er
 
 S is the state before a chunk and S' after it, G the cumulative log-decay inside the chunk, and Γ the fraction of each
 column's write that remains at each row. PRISM with L writes has J = L columns, and the same triangular matrix T as Gated
-DeltaNet. An erase along another key than the first one written gets its own column 0, with W_0 = 0: J = L + 1.
+DeltaNet. An erase along another key than the first one written gets its own column 0, with W_0 = 0: J = L + 1. Heads may share
+queries and keys, and a token may take several rows (sub-steps): `tiles.py` says how.
 
 **One call.** `engine/dispatch.py` asks `serve.py` whether the kernels serve an update. `serve.py` turns the update into
 `KernelInputs` and calls the operator in `memory.py`, which runs the passes in order:
@@ -27,7 +28,7 @@ configurations; nothing is tuned at run time. The first call of a kind compiles 
 | serve.py | which updates the kernels serve, and how an `Update` becomes `KernelInputs` |
 | memory.py | the chunk operator: torch registration, order of the passes |
 | launch.py | `KernelInputs`, scratch memory and grids of each pass |
-| forward.py, backward_scan.py, backward_tokens.py | the kernels of these passes |
+| forward.py, backward_scan.py, backward_queries.py, backward_writes.py | the kernels of these passes |
 | tiles.py | device functions that these kernels share |
 | segments.py | how a sequence is cut into segments, and the kernel that links them |
 | decode.py | one token at a time: kernel, launch and operator |

@@ -103,11 +103,12 @@ def device_guard(z: Tensor) -> AbstractContextManager[None]:
 
 
 def tile_widths(key_dim: int, value_dim: int, on_gpu: bool) -> tuple[int, int]:
-    """K and V as padded for the chunk kernels. On a GPU, only sizes that were checked on one: both 32, or both at least 64
-    (Triton 3.6 compiled 32 keys with 64 values into an illegal access on an H200)."""
+    """K and V as padded for the chunk kernels: powers of two. On a GPU, only sizes that were checked on one: both at least 64,
+    or up to 128 keys with 32 to 128 values (tiles of 16 values give wrong gradients; `configurations.default` has more)."""
     K, V = tile_width(key_dim), tile_width(value_dim)
-    least = 16 if not on_gpu else 32 if max(K, V) <= 32 else 64
-    return max(K, least), max(V, least)
+    if not on_gpu:
+        return K, V
+    return (max(K, 64), max(V, 64)) if max(K, V) > 128 else (K, max(V, 32))
 
 
 def tile_width(width: int) -> int:

@@ -5,7 +5,7 @@
     dY_0 = N_0ᵀ dO + (X_0 ⊙ e^{G_C - G}) dS'        dU = T⁻ᵀ dY_0, the gradient of W_0        dR = -β ⊙ dU
     dS   = e^{G_C} dS' + (Q ⊙ e^G)ᵀ dO + (B ⊙ e^G)ᵀ dR
 
-dU is itself a result (the gradient of the first write). `backward_tokens.py` needs only dU, and dS' every SAVED chunks. As
+dU is itself a result (the gradient of the first write). The passes over tokens need only dU, and dS' every SAVED chunks. As
 in `forward.py`, everything with value channels is held transposed.
 
 **Decay** (the last pass): from the partial sums of all kernels to the gradient of each token's log-decay. Since
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import borders, load_gate, load_rows, store_rows
+from prism.engine.kernels.tiles import UNROLLED, borders, load_gate, load_rows, load_tokens, store_rows
 
 
 # Repeats the argument list of `forward_scan_kernel`: a Triton kernel takes no structures.
@@ -30,7 +30,7 @@ def backward_scan_kernel(
     strengths,
     cumulated,
     documents,
-    grams,
+    first,
     inverse,
     d_o,
     d_final,
@@ -52,6 +52,8 @@ def backward_scan_kernel(
     STRENGTH: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
     FINAL: tl.constexpr,
     SAVED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -63,6 +65,7 @@ def backward_scan_kernel(
     segment = (pid // BLOCKS) % segments
     bh = pid // (BLOCKS * segments)
     b, h = bh // H, bh % H
+    group = h // GROUP
     heads = tl.num_programs(0) // (BLOCKS * segments)
     chunks = padded // C
     matrix = (segment * heads + bh) * K
@@ -77,19 +80,21 @@ def backward_scan_kernel(
         n = end - 1 - back
         t = n * C
         chunk = bh * chunks + n
-        from_start, to_end, carried = borders(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS)
+        from_start, to_end, carried = borders(
+            cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, SUBSTEPS
+        )
         outgoing = dS.to(x.dtype)
         if SAVED:  # noqa: SIM102 (the outer condition is a compile-time constant)
             if n % SAVED == SAVED - 1:
                 d_states.store([chunk // SAVED * V + first_column, 0], outgoing)
-        asked = load_rows(q, b, t, h * K, C, K)
-        answered = tl.trans(load_rows(d_o, b, t, h * V + first_column, C, BV))
+        asked = load_tokens(q, b, t, group * K, T, H // GROUP * K, C, K, SUBSTEPS)
+        answered = tl.trans(load_tokens(d_o, b, t, h * V + first_column, T, H * V, C, BV, SUBSTEPS))
         left = (answered.to(tl.float32) * from_start[None, :]).to(x.dtype)
         dS = tl.dot(left, asked, dS * carried, input_precision=PRECISION)
         if ERASE:
-            key = load_rows(x, b, t, h * (J * K), C, K)
-            lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
-            gram = grams.load([chunk * (2 * J) * C, 0])
+            key = load_rows(x, b, t, group * (J * K), C, K)
+            lookup = key if TIED else load_rows(erase_key, b, t, group * K, C, K)
+            gram = first.load([chunk * C, 0])
             written = tl.dot(outgoing, tl.trans(key), input_precision=PRECISION) * to_end[None, :]
             written = tl.dot(answered, tl.trans(gram), written, input_precision=PRECISION)
             solve = inverse.load([chunk * C, 0])
@@ -122,6 +127,7 @@ def backward_decay_kernel(
     C: tl.constexpr,
     STEP: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
 ):
     """One program per chunk and head. Partial sums, added in a fixed order: `d_cumulated` `[SLABS, K/BK, B, H, padded]` (of
     queries, of the erase if there is one, of columns), `tails` `[J, K/BK, B, H, padded]`, `touched` `[K/BK, B, H, chunks]`."""
@@ -129,15 +135,25 @@ def backward_decay_kernel(
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h, t = bh // H, bh % H, n * C
     i = tl.arange(0, C)
-    _, _, carried = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, True, DOCUMENTS)
+    _, _, carried = borders(cumulated, documents, bh, b, t, padded, T, C, STEP, True, DOCUMENTS, SUBSTEPS)
     rows = tl.zeros((C,), tl.float32)
     tail = tl.zeros((C,), tl.float32)
     whole = 0.0
-    for s in tl.static_range(SLABS * BLOCKS):
-        rows += tl.load(d_cumulated + (s * heads + bh).to(tl.int64) * padded + t + i)
-    for s in tl.static_range(J * BLOCKS):
-        tail += tl.load(tails + (s * heads + bh).to(tl.int64) * padded + t + i)
+    if J <= UNROLLED:
+        for s in tl.static_range(SLABS * BLOCKS):
+            rows += tl.load(d_cumulated + (s * heads + bh).to(tl.int64) * padded + t + i)
+        for s in tl.static_range(J * BLOCKS):
+            tail += tl.load(tails + (s * heads + bh).to(tl.int64) * padded + t + i)
+    else:
+        for s in range(SLABS * BLOCKS):
+            rows += tl.load(d_cumulated + (s * heads + bh).to(tl.int64) * padded + t + i)
+        for s in range(J * BLOCKS):
+            tail += tl.load(tails + (s * heads + bh).to(tl.int64) * padded + t + i)
     for s in tl.static_range(BLOCKS):
         whole += tl.load(touched + (s * heads + bh) * chunks + n)
     dg = tl.cumsum(rows, 0, reverse=True) + tl.cumsum(tail, 0) - tail + whole * carried
-    tl.store(d_log_decay + (b.to(tl.int64) * T + t + i) * H + h, dg, mask=t + i < T)
+    if SUBSTEPS == 1:
+        tl.store(d_log_decay + (b.to(tl.int64) * T + t + i) * H + h, dg, mask=t + i < T)
+    else:
+        token = b.to(tl.int64) * (T // SUBSTEPS) + (t + i) // SUBSTEPS
+        tl.store(d_log_decay + token * H + h, dg, mask=(t + i < T) & ((t + i) % SUBSTEPS == 0))

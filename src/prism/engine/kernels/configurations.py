@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -43,8 +44,14 @@ class Configuration:
     chunk: int = 64
     key_block: int = 128
     prepare_warps: int = 1
+    prepare_registers: int | None = None
     segments: int | None = None
     """Segments of a sequence that run in parallel; None: as many as fill the GPU."""
+
+    @cached_property
+    def prepare_tiling(self) -> Tiling:
+        """Of the prepare pass, whose programs read all key channels of a step."""
+        return Tiling(0, self.prepare_warps, 3, self.prepare_registers)
 
 
 _HOPPER = Configuration(
@@ -63,8 +70,8 @@ MEASURED: dict[tuple[int, int, int, str], Configuration] = {
     (64, 64, 2, "sm90"): _SHORT_64,
     (64, 64, 3, "sm90"): _SHORT_64,
     (64, 64, 4, "sm90"): _SHORT_64,
-    (128, 128, 1, "sm90"): _HOPPER,
-    (128, 128, 2, "sm90"): _HOPPER,
+    (128, 128, 1, "sm90"): replace(_HOPPER, forward_scan=Tiling(64, stages=3), prepare_registers=168),
+    (128, 128, 2, "sm90"): replace(_HOPPER, forward_scan=Tiling(128, warps=8, stages=3)),
     (128, 128, 3, "sm90"): _HOPPER,
     (128, 128, 4, "sm90"): _SHORT,
 }
@@ -94,6 +101,13 @@ def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
         small = Tiling(min(value_dim, 16), stages=2)
         return Configuration(small, small, small, small, step=16, chunk=32, key_block=min(key_dim, 32))
     wide = Tiling(min(value_dim, 64), stages=2)
+    if min(key_dim, value_dim) < 64:
+        # Where a loop over the values has one iteration, Triton unrolls it. The loads of the passes over tokens are then in no
+        # loop, each with a barrier whose memory a later load reuses: on an H200, Triton 3.6 made illegal accesses of it in
+        # `backward_queries_kernel` (32 or 16 keys, 64 values in one tile) and in `backward_writes_kernel` (128 keys, 32
+        # values, two columns). With half as many values in a tile the loads are pipelined, and all widths are right.
+        tokens = Tiling(max(16, min(value_dim // 2, 64)), stages=2)
+        return Configuration(wide, wide, tokens, tokens, key_block=min(key_dim, 128))
     if key_dim > 128:  # registers and shared memory are scarce
         narrow = Tiling(min(value_dim, 32), stages=2)
         return Configuration(Tiling(wide.block), wide, narrow, narrow, prepare_warps=4)
@@ -110,6 +124,7 @@ def forced(choice: Configuration) -> Iterator[None]:
         _forced.pop()
 
 
+@lru_cache(16)
 def architecture(device: torch.device) -> str:
     """The compute capability, such as `"sm90"` for 9.0; `"interpreter"` on the CPU."""
     if device.type != "cuda":

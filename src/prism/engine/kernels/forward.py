@@ -21,7 +21,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import borders, left_of_writes, load_gate, load_rows, off_diagonal, store_rows
+from prism.engine.kernels.tiles import (
+    UNROLLED,
+    borders,
+    left_of_writes,
+    load_gate,
+    load_rows,
+    load_tokens,
+    off_diagonal,
+    store_rows,
+    store_tokens,
+)
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded"])
@@ -34,6 +44,7 @@ def prepare_kernel(
     documents,
     cumulated,
     strengths,
+    first,
     grams,
     inverse,
     T,
@@ -47,69 +58,114 @@ def prepare_kernel(
     STRENGTH: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program per chunk and head. Gates `[B, T, H]` become `[B, H, padded]`: G_i = Σ_{j ≤ i} g_j inside each chunk, summed
-    in float64, in base 2; and β. `inverse` `[B, H, chunks, C, C]` is T⁻¹; `grams` `[B, H, chunks, 2J or J, C, C]` holds
-    N_jᵀ = X_j Qᵀ ⊙ Γᵀ for every column, then -β ⊙ M_jᵀ = -β ⊙ X_j Bᵀ ⊙ Γᵀ (strict)."""
+    in float64, in base 2; and β. `inverse` `[B, H, chunks, C, C]` is T⁻¹, and `first` has N_0ᵀ. `grams`
+    `[B, H, chunks, 2J - 2, C, C]` has N_jᵀ = X_j Qᵀ ⊙ Γᵀ, then -β ⊙ M_jᵀ = -β ⊙ X_j Bᵀ ⊙ Γᵀ (strict), for j > 0. Without
+    an erase it is `[…, J, C, C]`, N_jᵀ of all columns."""
     chunks = padded // C
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h = bh // H, bh % H
+    group = h // GROUP
     t = n * C
     i = tl.arange(0, C)
     given = (b.to(tl.int64) * T + t + i) * H + h
     G = tl.zeros((C,), tl.float32)
     if DECAY:
-        g = tl.load(log_decay + given, mask=t + i < T, other=0.0)
+        if SUBSTEPS == 1:
+            g = tl.load(log_decay + given, mask=t + i < T, other=0.0)
+        else:
+            gate = (b.to(tl.int64) * (T // SUBSTEPS) + (t + i) // SUBSTEPS) * H + h
+            g = tl.load(log_decay + gate, mask=(t + i < T) & ((t + i) % SUBSTEPS == 0), other=0.0)
         # e^-128 is already 0 in float32. In a sum, a stronger decay would take all digits from the gates of nearby tokens.
         g = tl.where(g < -128.0, -128.0, g).to(tl.float64)
         G = (tl.cumsum(g, 0) * 1.4426950408889634).to(cumulated.dtype.element_ty)
         tl.store(cumulated + bh.to(tl.int64) * padded + t + i, G)
-    GRAMS: tl.constexpr = 2 * J if ERASE else J
-    place = (bh * chunks + n) * GRAMS
+    FED: tl.constexpr = 1 if ERASE else 0
+    LATER: tl.constexpr = J - FED
+    place = (bh * chunks + n) * LATER * (1 + FED)
+    turned = left_of_writes(G, documents, b, t, T, C, DECAY, DOCUMENTS, True, SUBSTEPS)
+    asked = load_tokens(q, b, t, group * K, T, H // GROUP * K, C, K, SUBSTEPS)
+    lookup = asked
+    beta = tl.full((C,), 1.0, tl.float32)
     if ERASE:
-        key = load_rows(x, b, t, h * (J * K), C, K)
-        lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
-        lower = tl.dot(lookup, tl.trans(key), input_precision=PRECISION)
-        lower *= left_of_writes(G, documents, b, t, T, C, DECAY, DOCUMENTS, False)
-        beta = tl.full((C,), 1.0, tl.float32)
         if STRENGTH:
             beta = tl.load(strength + given, mask=t + i < T, other=0.0)
             tl.store(strengths + bh.to(tl.int64) * padded + t + i, beta)
-        solved = invert_unit_lower(off_diagonal(lower * beta[:, None], C), C, PRECISION)
+        key = load_rows(x, b, t, group * (J * K), C, K)
+        lookup = key if TIED else load_rows(erase_key, b, t, group * K, C, K)
+        gram = tl.dot(key, tl.trans(asked), input_precision=PRECISION)
+        first.store([(bh * chunks + n) * C, 0], (gram * turned).to(first.dtype))
+        upper = tl.dot(key, tl.trans(lookup), input_precision=PRECISION)
+        solved = invert_unit_lower(off_diagonal(upper * turned * beta[None, :], C), C, PRECISION)
         inverse.store([(bh * chunks + n) * C, 0], solved.to(inverse.dtype))
-    turned = left_of_writes(G, documents, b, t, T, C, DECAY, DOCUMENTS, True)
-    asked = load_rows(q, b, t, h * K, C, K)
-    for j in tl.static_range(J):
-        keys = load_rows(x, b, t, (h * J + j) * K, C, K)
-        gram = tl.dot(keys, tl.trans(asked), input_precision=PRECISION)
-        grams.store([(place + j) * C, 0], (gram * turned).to(grams.dtype))
-        if ERASE:
-            gram = tl.dot(keys, tl.trans(lookup), input_precision=PRECISION)
-            seen = off_diagonal(gram * turned * -beta[None, :], C)
-            grams.store([(place + J + j) * C, 0], seen.to(grams.dtype))
+    if J <= UNROLLED:
+        for j in tl.static_range(LATER):
+            column_grams(
+                x, grams, asked, lookup, turned, beta, b, group, t, place, j, J, K, C, FED, LATER, ERASE, PRECISION
+            )
+    else:
+        for j in range(LATER):
+            column_grams(
+                x, grams, asked, lookup, turned, beta, b, group, t, place, j, J, K, C, FED, LATER, ERASE, PRECISION
+            )
 
 
 @triton.jit
-def invert_unit_lower(lower, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + lower)⁻¹ for a strictly lower triangular `[C, C]`."""
+def column_grams(
+    x,
+    grams,
+    asked,
+    lookup,
+    turned,
+    beta,
+    b,
+    group,
+    t,
+    place,
+    j,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    FED: tl.constexpr,
+    LATER: tl.constexpr,
+    ERASE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Store what queries and erases see of a column that no erase feeds."""
+    keys = load_rows(x, b, t, (group * J + FED + j) * K, C, K)
+    gram = tl.dot(keys, tl.trans(asked), input_precision=PRECISION)
+    grams.store([(place + j) * C, 0], (gram * turned).to(grams.dtype))
+    if ERASE:
+        gram = tl.dot(keys, tl.trans(lookup), input_precision=PRECISION)
+        seen = off_diagonal(gram * turned * -beta[None, :], C)
+        grams.store([(place + LATER + j) * C, 0], seen.to(grams.dtype))
+
+
+@triton.jit
+def invert_unit_lower(upper, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + upperᵀ)⁻¹ for a strictly upper triangular `[C, C]`."""
     BLOCKS: tl.constexpr = C // 16
-    # The diagonal blocks [BLOCKS, 16, 16], all inverted together.
+    # The diagonal blocks [BLOCKS, 16, 16], all inverted together. Transposed, a row's coefficients lie along the rows that they
+    # multiply.
     block_row = tl.arange(0, BLOCKS)[:, None, None, None]
     block_column = tl.arange(0, BLOCKS)[None, None, :, None]
-    tiles = tl.reshape(lower, (BLOCKS, 16, BLOCKS, 16))
+    tiles = tl.reshape(upper, (BLOCKS, 16, BLOCKS, 16))
     blocks = tl.sum(tl.where(block_row == block_column, tiles, 0.0), 2)
     r = tl.arange(0, 16)
     unit = tl.where(r[None, :, None] == r[None, None, :], 1.0, 0.0)
     solved = tl.zeros((BLOCKS, 16, 16), tl.float32) + unit
     for i in range(1, 16):
-        coefficients = tl.sum(tl.where(r[None, :, None] == i, blocks, 0.0), 1)  # row i of every block
+        coefficients = tl.sum(tl.where(r[None, None, :] == i, blocks, 0.0), 2)  # row i of every block
         known = tl.sum(coefficients[:, :, None] * solved, 1)
         solved -= tl.where(r[None, :, None] == i, known[:, None, :], 0.0)
     if BLOCKS == 1:
         return tl.reshape(solved, (C, C))
     diagonal = tl.reshape(tl.where(block_row == block_column, solved[:, :, None, :], 0.0), (C, C))
-    below = tl.reshape(tl.where(block_row == block_column, 0.0, tiles), (C, C))
+    below = tl.trans(tl.reshape(tl.where(block_row == block_column, 0.0, tiles), (C, C)))
     step = tl.dot(diagonal, below, input_precision=PRECISION)
     result = diagonal
     for _ in tl.static_range(1, BLOCKS):  # one more block row is exact after each
@@ -126,6 +182,7 @@ def forward_scan_kernel(
     strengths,
     cumulated,
     documents,
+    first,
     grams,
     inverse,
     initial,
@@ -148,6 +205,8 @@ def forward_scan_kernel(
     STRENGTH: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
     INITIAL: tl.constexpr,
     MAP: tl.constexpr,
     READ: tl.constexpr,
@@ -157,12 +216,14 @@ def forward_scan_kernel(
     """`initial`, `final` `[segments, B, H, K, V]`; `states` `[B, H, padded / (SAVED · C), V, K]`; `fed` (Y_0)
     `[B, T, H, V]`. `per_segment` chunks are a multiple of SAVED; SAVED = 0 saves nothing."""
     BLOCKS: tl.constexpr = V // BV
-    GRAMS: tl.constexpr = 2 * J if ERASE else J
+    FED: tl.constexpr = 1 if ERASE else 0
+    LATER: tl.constexpr = J - FED
     pid = tl.program_id(0)
     first_column = (pid % BLOCKS) * BV
     segment = (pid // BLOCKS) % segments
     bh = pid // (BLOCKS * segments)
     b, h = bh // H, bh % H
+    group = h // GROUP
     heads = tl.num_programs(0) // (BLOCKS * segments)
     chunks = padded // C
     matrix = (segment * heads + bh) * K
@@ -176,34 +237,40 @@ def forward_scan_kernel(
     for n in range(segment * per_segment, tl.minimum(chunks, (segment + 1) * per_segment)):
         t = n * C
         chunk = bh * chunks + n
-        from_start, to_end, carried = borders(cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS)
+        from_start, to_end, carried = borders(
+            cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, SUBSTEPS
+        )
         incoming = S.to(x.dtype)
         if SAVED:  # noqa: SIM102 (the outer condition is a compile-time constant)
             if n % SAVED == 0:
                 states.store([chunk // SAVED * V + first_column, 0], incoming)
         S = S * carried
+        out, wanted = S, S  # placeholders, where nothing is read or erased
         if READ:
-            asked = load_rows(q, b, t, h * K, C, K)
+            asked = load_tokens(q, b, t, group * K, T, H // GROUP * K, C, K, SUBSTEPS)
             out = tl.dot(incoming, tl.trans(asked), input_precision=PRECISION) * from_start[None, :]
         if ERASE:
-            key = load_rows(x, b, t, h * (J * K), C, K)
-            lookup = key if TIED else load_rows(erase_key, b, t, h * K, C, K)
+            key = load_rows(x, b, t, group * (J * K), C, K)
+            lookup = key if TIED else load_rows(erase_key, b, t, group * K, C, K)
             if STRENGTH:
                 from_start *= load_gate(strengths, bh, t, padded, C)
             wanted = tl.dot(incoming, tl.trans(lookup), input_precision=PRECISION) * -from_start[None, :]
 
         # Writes that no erase feeds: extra columns of the same products.
         if not MAP:
-            for j in tl.static_range(1 if ERASE else 0, J):
-                keys = load_rows(x, b, t, (h * J + j) * K, C, K)
-                values = tl.trans(load_rows(w, b, t, (h * J + j) * V + first_column, C, BV))
-                if ERASE:
-                    seen = grams.load([(chunk * GRAMS + J + j) * C, 0])
-                    wanted = tl.dot(values, seen, wanted, input_precision=PRECISION)
-                if READ:
-                    out = tl.dot(values, grams.load([(chunk * GRAMS + j) * C, 0]), out, input_precision=PRECISION)
-                left = (values.to(tl.float32) * to_end[None, :]).to(x.dtype)
-                S = tl.dot(left, keys, S, input_precision=PRECISION)
+            place = chunk * LATER * (1 + FED)
+            if J <= UNROLLED:
+                for j in tl.static_range(LATER):
+                    S, out, wanted = add_column(
+                        S, out, wanted, x, w, grams, to_end, b, h, group, t, place, first_column, j,
+                        J, K, V, BV, C, FED, LATER, ERASE, READ, PRECISION,
+                    )  # fmt: skip
+            else:
+                for j in range(LATER):
+                    S, out, wanted = add_column(
+                        S, out, wanted, x, w, grams, to_end, b, h, group, t, place, first_column, j,
+                        J, K, V, BV, C, FED, LATER, ERASE, READ, PRECISION,
+                    )  # fmt: skip
 
         if ERASE:
             if not MAP:
@@ -212,11 +279,50 @@ def forward_scan_kernel(
             written = tl.dot(wanted.to(x.dtype), tl.trans(solve), input_precision=PRECISION)
             S = tl.dot((written * to_end[None, :]).to(x.dtype), key, S, input_precision=PRECISION)
             if READ:
-                gram = grams.load([chunk * GRAMS * C, 0])
+                gram = first.load([chunk * C, 0])
                 out = tl.dot(written.to(x.dtype), gram, out, input_precision=PRECISION)
             if SAVED:
                 store_rows(fed, b, t, h * V + first_column, tl.trans(written), C, BV)
         if READ:
-            store_rows(o, b, t, h * V + first_column, tl.trans(out), C, BV)
+            store_tokens(o, b, t, h * V + first_column, tl.trans(out), T, H * V, C, BV, SUBSTEPS)
 
     final.store([matrix, first_column], tl.trans(S))
+
+
+@triton.jit
+def add_column(
+    S,
+    out,
+    wanted,
+    x,
+    w,
+    grams,
+    to_end,
+    b,
+    h,
+    group,
+    t,
+    place,
+    first_column,
+    j,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    FED: tl.constexpr,
+    LATER: tl.constexpr,
+    ERASE: tl.constexpr,
+    READ: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add a column that no erase feeds to the state, to the outputs (READ) and to what the erase looks up (ERASE)."""
+    keys = load_rows(x, b, t, (group * J + FED + j) * K, C, K)
+    values = tl.trans(load_rows(w, b, t, (h * J + FED + j) * V + first_column, C, BV))
+    if ERASE:
+        seen = grams.load([(place + LATER + j) * C, 0])
+        wanted = tl.dot(values, seen, wanted, input_precision=PRECISION)
+    if READ:
+        out = tl.dot(values, grams.load([(place + j) * C, 0]), out, input_precision=PRECISION)
+    left = (values.to(tl.float32) * to_end[None, :]).to(x.dtype)
+    return tl.dot(left, keys, S, input_precision=PRECISION), out, wanted

@@ -7,31 +7,43 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from prism.engine.kernels.backward_queries import backward_queries_kernel
 from prism.engine.kernels.backward_scan import backward_decay_kernel, backward_scan_kernel
-from prism.engine.kernels.backward_tokens import backward_queries_kernel, backward_writes_kernel
+from prism.engine.kernels.backward_writes import backward_writes_kernel
 from prism.engine.kernels.configurations import Configuration, Tiling, configuration
 from prism.engine.kernels.forward import forward_scan_kernel, prepare_kernel
 from prism.engine.kernels.runtime import compiled, rows, tiles
 
 
 class KernelInputs(NamedTuple):
-    """Inputs of the chunk kernels: J columns per token, contiguous, one dtype; gates in float32.
+    """Inputs of the chunk kernels: J columns per row, contiguous, one dtype; gates in float32. A token has n rows, one per
+    sub-step, and head h reads group h // (H // G) of queries and keys.
 
     An erase looks up `erase_key` (None: the key of column 0) and feeds column 0 with `strength` (None: 1).
     K and V are powers of two ≥ 16.
     """
 
-    q: Tensor  # [B, T, H, K]
-    x: Tensor  # [B, T, H, J, K]
-    w: Tensor  # [B, T, H, J, V]
+    q: Tensor  # [B, T, G, K]
+    x: Tensor  # [B, T·n, G, J, K]
+    w: Tensor  # [B, T·n, H, J, V]
     log_decay: Tensor | None  # [B, T, H]
-    erase_key: Tensor | None  # [B, T, H, K]
-    strength: Tensor | None  # [B, T, H]
+    erase_key: Tensor | None  # [B, T·n, G, K]
+    strength: Tensor | None  # [B, T·n, H]
     documents: Tensor | None  # [B, T] int32, numbered from 0 (the incoming state's document)
 
     @property
     def erases(self) -> bool:
         return self.strength is not None or self.erase_key is not None
+
+    @property
+    def group(self) -> int:
+        """H / G, the heads that share queries and keys."""
+        return int(self.w.shape[2] // self.q.shape[2])
+
+    @property
+    def substeps(self) -> int:
+        """n, the rows of a token."""
+        return int(self.w.shape[1] // self.q.shape[1])
 
     @property
     def configuration(self) -> Configuration:
@@ -43,8 +55,9 @@ class ChunkTables(NamedTuple):
 
     cumulated: Tensor | None  # G, [B, H, padded]
     strengths: Tensor | None  # β, [B, H, padded]
-    grams: Tensor  # [B, H, padded / step, J or 2J, step, step]
-    inverse: Tensor | None  # T⁻¹, [B, H, padded / step, step, step]
+    first: Tensor | None  # N_0ᵀ, with an erase, [B, H, padded / step, step, step]
+    inverse: Tensor | None  # T⁻¹, the same
+    grams: Tensor | None = None  # of all other columns (`prepare_kernel`), which the backward does not need
     maps: Tensor | None = None  # the matrix by which each segment multiplies its incoming state, [segments, B, H, K, K]
 
 
@@ -93,19 +106,21 @@ class ValueTiles(NamedTuple):
 class Launch:
     """The arguments that the kernels share, and one method per pass.
 
-    A step is the chunk of the scans, a chunk that of the parallel passes (`Configuration`). `heads` is B · H.
+    A step is the chunk of the scans, a chunk that of the parallel passes (`Configuration`). `T` counts rows, which are `tokens`
+    times the sub-steps. `heads` is B · H, `groups` is B · G.
     """
 
     def __init__(self, u: KernelInputs) -> None:
         self.u = u
         self.configuration = u.configuration
-        self.B, self.T, self.H, self.K = u.q.shape
-        self.J, self.V = u.w.shape[3:]
+        self.B, self.tokens, G, self.K = u.q.shape
+        self.T, self.H, self.J, self.V = u.w.shape[1:]
         self.step, self.chunk = self.configuration.step, self.configuration.chunk
         self.chunks = -(-self.T // self.chunk)
         self.padded = self.chunks * self.chunk
-        self.heads = self.B * self.H
-        self.key_block = min(self.K, self.configuration.key_block)
+        self.heads, self.groups = self.B * self.H, self.B * G
+        # The gradients of a group's heads are added up in registers, for which a wide block leaves no room.
+        self.key_block = min(self.K, self.configuration.key_block, 128 if u.group == 1 else 64)
         self.key_blocks, self.sides = self.K // self.key_block, 2 if u.erases else 1
         self.sizes = (self.T, self.H, self.padded)
         options = (
@@ -114,11 +129,17 @@ class Launch:
             u.strength is not None,
             u.log_decay is not None,
             u.documents is not None,
+            u.group,
+            u.substeps,
         )
         self.compiled = compiled(self.K, self.V, self.J, u.w.dtype, u.w.device, *options, self.configuration)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.u.w.new_empty(shape, dtype=dtype)
+
+    def per_token(self, z: Tensor | None, count: int, width: int) -> Any:
+        """A tensor with one row per token for a kernel: as `rows` describes it, or itself if tokens have several rows."""
+        return rows(z, count, width) if self.tokens == self.T else z
 
     def start(self, kernel: Any, tiling: Tiling, count: int, *arguments: Any, **constants: Any) -> None:
         """Start `count` program instances; `constants` are those that a kernel does not share with the others."""
@@ -131,14 +152,15 @@ class Launch:
         exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
         G = None if u.log_decay is None else self.empty(B, H, self.padded, dtype=exact)
         beta = None if u.strength is None else self.empty(B, H, self.padded, dtype=torch.float32)
-        grams = self.empty(B, H, steps, 2 * self.J if u.erases else self.J, C, C)
-        inverse = self.empty(B, H, steps, C, C) if u.erases else None
+        first, inverse = (self.empty(B, H, steps, C, C) if u.erases else None for _ in range(2))
+        later = 2 * (self.J - 1) if u.erases else self.J
+        grams = self.empty(B, H, steps, later, C, C) if later else None
         self.start(
-            prepare_kernel, Tiling(K, self.configuration.prepare_warps, 3), self.heads * steps,
-            rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K), u.log_decay, u.strength, u.documents, G, beta,
-            tiles(grams, C, C), tiles(inverse, C, C), *self.sizes, C=C,
+            prepare_kernel, self.configuration.prepare_tiling, self.heads * steps,
+            self.per_token(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K), u.log_decay, u.strength, u.documents, G, beta,
+            tiles(first, C, C), tiles(grams, C, C), tiles(inverse, C, C), *self.sizes, C=C,
         )  # fmt: skip
-        return ChunkTables(G, beta, grams, inverse)
+        return ChunkTables(G, beta, first, inverse, grams)
 
     def forward_scan(
         self,
@@ -156,11 +178,13 @@ class Launch:
         V = K if as_map else self.V
         block = min(tiling.block, V)
         final = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
+        grams = None if as_map else tables.grams  # a map needs none, and a backward, which may compute one, has none
         self.start(
             forward_scan_kernel, tiling, V // block * segments * self.heads,
-            rows(u.q, C, K), rows(u.x, C, K), rows(u.w, C, block), rows(u.erase_key, C, K),
-            tables.strengths, tables.cumulated, u.documents, tiles(tables.grams, C, C), tiles(tables.inverse, C, C),
-            tiles(initial, K, block), rows(o, C, block), tiles(states, block, K), rows(fed, C, block),
+            self.per_token(u.q, C, K), rows(u.x, C, K), rows(u.w, C, block), rows(u.erase_key, C, K),
+            tables.strengths, tables.cumulated, u.documents,
+            tiles(tables.first, C, C), tiles(grams, C, C), tiles(tables.inverse, C, C), tiles(initial, K, block),
+            self.per_token(o, C, block), tiles(states, block, K), rows(fed, C, block),
             tiles(final, K, block), *self.sizes, self.per_segment(segments), segments,
             V=V, BV=block, C=C, INITIAL=initial is not None, MAP=as_map, READ=o is not None,
             SAVED=0 if states is None else self.chunk // C,
@@ -182,9 +206,9 @@ class Launch:
         d_initial = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
         self.start(
             backward_scan_kernel, tiling, V // block * segments * self.heads,
-            rows(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K),
-            tables.strengths, tables.cumulated, u.documents, tiles(tables.grams, C, C), tiles(tables.inverse, C, C),
-            rows(d_o, C, block), tiles(d_final, K, block), tiles(d_states, block, K), rows(d_w, C, block),
+            self.per_token(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K),
+            tables.strengths, tables.cumulated, u.documents, tiles(tables.first, C, C), tiles(tables.inverse, C, C),
+            self.per_token(d_o, C, block), tiles(d_final, K, block), tiles(d_states, block, K), rows(d_w, C, block),
             tiles(d_initial, K, block), *self.sizes, self.per_segment(segments), segments,
             V=V, BV=block, C=C, FINAL=d_final is not None,
             SAVED=0 if d_states is None else self.chunk // C,
@@ -235,7 +259,7 @@ class Launch:
 
     def _key_tiles(self, d_x: Tensor) -> KeyTiles:
         u, C, BK = self.u, self.chunk, self.key_block
-        return KeyTiles(rows(u.q, C, BK), rows(u.x, C, BK), rows(u.erase_key, C, BK), rows(d_x, C, BK))
+        return KeyTiles(self.per_token(u.q, C, BK), rows(u.x, C, BK), rows(u.erase_key, C, BK), rows(d_x, C, BK))
 
     def _value_tiles(
         self, tiling: Tiling, fed: Tensor | None, d_o: Tensor, d_states: Tensor, d_w: Tensor
@@ -245,7 +269,7 @@ class Launch:
             BV,
             rows(self.u.w, C, BV),
             rows(fed, C, BV),
-            rows(d_o, C, BV),
+            self.per_token(d_o, C, BV),
             rows(d_w, C, BV),
             tiles(d_states, BV, self.key_block),
         )
@@ -253,19 +277,20 @@ class Launch:
     def _query_gradients(
         self, tables: ChunkTables, states: Tensor, narrow: KeyTiles, wide: ValueTiles, out: TokenBuffers
     ) -> None:
-        C, BK, count = self.chunk, self.key_block, self.sides * self.key_blocks * self.chunks * self.heads
+        C, BK, count = self.chunk, self.key_block, self.sides * self.key_blocks * self.chunks * self.groups
         self.start(
             backward_queries_kernel, self.configuration.backward_queries, count,
             narrow.q, narrow.x, wide.w if wide.fed is None else wide.fed, wide.w, narrow.erase_key,
             tables.strengths, tables.cumulated, self.u.documents,
             tiles(states, wide.BV, BK), wide.d_o, wide.d_states, wide.d_w,
-            rows(out.d_q, C, BK), narrow.d_x, rows(out.d_erase_key, C, BK), out.d_strength, out.d_cumulated, out.touched,
+            self.per_token(out.d_q, C, BK), narrow.d_x, rows(out.d_erase_key, C, BK),
+            out.d_strength, out.d_cumulated, out.touched,
             *self.sizes, V=self.V, BK=BK, BV=wide.BV, C=C, STEP=self.step,
         )  # fmt: skip
 
     def _write_gradients(self, tables: ChunkTables, narrow: KeyTiles, wide: ValueTiles, out: TokenBuffers) -> None:
         self.start(
-            backward_writes_kernel, self.configuration.backward_writes, self.key_blocks * self.J * self.chunks * self.heads,
+            backward_writes_kernel, self.configuration.backward_writes, self.key_blocks * self.J * self.chunks * self.groups,
             narrow.q, narrow.x, wide.fed, wide.w, narrow.erase_key,
             tables.strengths, tables.cumulated, self.u.documents,
             wide.d_o, wide.d_states, wide.d_w, narrow.d_x, out.d_cumulated, out.tails,

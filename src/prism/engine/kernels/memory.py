@@ -32,7 +32,7 @@ class Saved(NamedTuple):
     fed: Tensor  # Y_0, [B, T, H, V]
     cumulated: Tensor
     strengths: Tensor
-    grams: Tensor
+    first: Tensor
     inverse: Tensor
 
 
@@ -48,10 +48,10 @@ def forward(
 def _forward(
     run: Launch, state: Tensor | None, save: bool, segments: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, ChunkTables]:
-    o = run.empty(run.B, run.T, run.H, run.V)
+    tables = run.prepare()  # first: the device then works while the host allocates
+    o = run.empty(run.B, run.tokens, run.H, run.V)
     states = run.empty(run.B, run.H, run.chunks, run.V, run.K) if save else None
-    fed = torch.empty_like(o) if save and run.u.erases else None
-    tables = run.prepare()
+    fed = run.empty(run.B, run.T, run.H, run.V) if save and run.u.erases else None
     initial, maps = incoming(run, tables, state, segments)
     final = run.forward_scan(tables, initial, segments, o=o, states=states, fed=fed)[-1]
     final = final.detach()  # a view among the results of an autograd function could not be modified in-place
@@ -92,13 +92,19 @@ def _backward(
 
 
 def _rehearse(u: KernelInputs, state: Tensor | None, save: bool, numbers_of_segments: tuple[int, ...]) -> None:
-    """Start every kernel that a call with these arguments may start at any length, on one token of one head.
+    """Start every kernel that a call with these arguments may start at any length, on one token of one group of heads.
 
     For compiling ahead: lengths and heads are not compiled in.
     """
-    one: list[Any] = [None if z is None else z.new_empty([1] * min(z.ndim, 3) + [*z.shape[3:]]) for z in u]
-    run = Launch(KernelInputs(*one))
-    entering = None if state is None else state[:1, :1]
+    T, G = u.q.shape[1:3]
+
+    def first(z: Tensor | None) -> Tensor | None:
+        if z is None:
+            return None
+        return z.new_empty([1, z.shape[1] // T, *(n // G for n in z.shape[2:3]), *z.shape[3:]])
+
+    run = Launch(KernelInputs(*[first(z) for z in u]))  # type: ignore[arg-type]
+    entering = None if state is None else state[:1, : u.group]
     for segments in numbers_of_segments:
         o, final, states, fed, tables = _forward(run, entering, save, segments)
         if states is not None:
@@ -113,6 +119,14 @@ _INPUT_SCHEMA = f"{schema_of(KernelInputs)}, Tensor? state"
 def _memory(*inputs: Any) -> tuple[Tensor, ...]:
     """`KernelInputs`, the state and `save` → o `[B, T, H, V]`, the final state `[B, H, K, V]`, and `Saved`."""
     return _memory_and_maps(*inputs)[0]
+
+
+def _outputs(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """The outputs and the final state alone: without a gradient, nothing is saved."""
+    *given, state, save = inputs
+    u = KernelInputs(*all_contiguous_aligned(*given))
+    with device_guard(u.w):
+        return forward(u, contiguous_aligned(state), save)[:2]
 
 
 def _memory_and_maps(*inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None]]:
@@ -132,7 +146,7 @@ def _memory_and_maps(*inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | N
 def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
     *given, _, save = inputs
     u = KernelInputs(*given)
-    (B, T, H, K), (J, V) = u.q.shape, u.w.shape[3:]
+    (B, tokens, _, K), (T, H, _, V) = u.q.shape, u.w.shape[1:]
     step, chunk = u.configuration.step, u.configuration.chunk
     N = (T + chunk - 1) // chunk
     steps = N * (chunk // step)
@@ -146,10 +160,10 @@ def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
         fed=allocated(u.erases, B, T, H, V),
         cumulated=allocated(u.log_decay is not None, B, H, N * chunk, dtype=exact),
         strengths=allocated(u.strength is not None, B, H, N * chunk, dtype=torch.float32),
-        grams=allocated(True, B, H, steps, 2 * J if u.erases else J, step, step),
+        first=allocated(u.erases, B, H, steps, step, step),
         inverse=allocated(u.erases, B, H, steps, step, step),
     )
-    return u.w.new_empty(B, T, H, V), u.w.new_empty(B, H, K, V, dtype=torch.float32), *saved
+    return u.w.new_empty(B, tokens, H, V), u.w.new_empty(B, H, K, V, dtype=torch.float32), *saved
 
 
 def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) -> tuple[Tensor, ...]:
@@ -162,9 +176,9 @@ def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) 
         tables = ChunkTables(
             None if u.log_decay is None else saved.cumulated,
             None if u.strength is None else saved.strengths,
-            saved.grams,
+            saved.first if u.erases else None,
             saved.inverse if u.erases else None,
-            maps,
+            maps=maps,
         )
         grads = backward(u, tables, state, saved.states, saved.fed if u.erases else None, d_o, d_final)
     return all_present(grads, u.w)
@@ -172,8 +186,7 @@ def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) 
 
 def _memory_backward_shapes(d_o: Tensor, d_final: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     u = KernelInputs(*rest[:INPUT_COUNT])
-    B, _, H, K = u.q.shape
-    d_state = u.w.new_empty(B, H, K, u.w.shape[4], dtype=torch.float32)
+    d_state = u.w.new_empty(u.q.shape[0], u.w.shape[2], u.q.shape[3], u.w.shape[4], dtype=torch.float32)
     return *(gradient_like(z, u.w) for z in u[:-1]), d_state
 
 
@@ -194,7 +207,8 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Non
     if d_o is None:
         if d_final is None:
             return (None,) * (INPUT_COUNT + 2)
-        d_o = torch.zeros_like(KernelInputs(*kept[:INPUT_COUNT]).w[..., 0, :])
+        q, w = kept[0], kept[2]
+        d_o = w.new_zeros(q.shape[0], q.shape[1], w.shape[2], w.shape[4])
     *grads, d_state = memory_backward(d_o, d_final, *kept)
     return *only_given(kept[: INPUT_COUNT - 1], grads), None, d_state if ctx.has_state else None, None
 
@@ -213,5 +227,6 @@ memory = Operator(
     _setup_context,
     _differentiate,
     run_for_gradient=_memory_and_maps,
+    run_without_gradient=_outputs,
     schema=f"({_INPUT_SCHEMA}, bool save) -> (Tensor, Tensor, {', '.join(['Tensor'] * len(Saved._fields))})",
 )

@@ -170,7 +170,7 @@ class Compiled:
 @lru_cache(256)
 def compiled(
     K: int, V: int, J: int, dtype: torch.dtype, device: torch.device,
-    erases: bool, tied: bool, strength: bool, decay: bool, documents: bool, how: Configuration,
+    erases: bool, tied: bool, strength: bool, decay: bool, documents: bool, group: int, substeps: int, how: Configuration,
 ) -> Compiled:  # fmt: skip
     """The programs for these sizes, options and tile sizes (`how`), one object per combination."""
     constants = {
@@ -181,6 +181,8 @@ def compiled(
         "STRENGTH": strength,
         "DECAY": decay,
         "DOCUMENTS": documents,
+        "GROUP": group,
+        "SUBSTEPS": substeps,
         # Only for the few float32 products: half-precision products run on tensor cores in any case.
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
@@ -200,6 +202,7 @@ class Operator:
         setup_context, differentiate: as `torch.library.register_autograd` takes them; without them there is no gradient.
         run_for_gradient: returns `run`'s result, and a tuple of further arguments of `setup_context` that an operator cannot
             return.
+        run_without_gradient: returns the first results of `run` where a direct call needs no gradient.
         schema: arguments and results, where the signature of `run` does not have them.
     """
 
@@ -211,9 +214,10 @@ class Operator:
         setup_context: Run | None = None,
         differentiate: Run | None = None,
         run_for_gradient: Run | None = None,
+        run_without_gradient: Run | None = None,
         schema: str | None = None,
     ) -> None:
-        self.run = run
+        self.run = run_without_gradient or run
         self.registered = torch.library.custom_op(name, run, mutates_args=(), schema=schema)
         self.registered.register_fake(fake)
         self.function: type[torch.autograd.Function] | None = None

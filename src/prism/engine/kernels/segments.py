@@ -23,7 +23,7 @@ WIDEST_MAP = 128
 
 
 def segment_count(run: Launch) -> int:
-    """The number of segments of a call: enough to give every multiprocessor two programs, none shorter than 8 chunks.
+    """The number of segments of a call: enough to give every multiprocessor 8 warps, none shorter than 8 chunks.
 
     One if that gives fewer than 4, because segments process every token three times, or if the chain cannot hold the maps.
     """
@@ -31,9 +31,9 @@ def segment_count(run: Launch) -> int:
         return min(run.configuration.segments, run.chunks)
     if not _may_be_split(run):
         return 1
-    wanted = 2 * _multiprocessors(run.u.w.device)
-    programs = run.heads * (run.V // min(run.configuration.forward_scan.block, run.V))
-    count = min(wanted // programs, run.chunks // 8)
+    tiling = run.configuration.forward_scan
+    warps = run.heads * (run.V // min(tiling.block, run.V)) * tiling.warps
+    count = min(8 * _multiprocessors(run.u.w.device) // warps, run.chunks // 8)
     return count if count >= 4 else 1
 
 

@@ -5,6 +5,7 @@ Triton is imported only when a kernel runs.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ from torch import Tensor
 from prism.engine.kernels import available
 from prism.engine.kernels.available import device_refuses, tile_widths
 from prism.engine.linear.recurrent import recurrent
-from prism.engine.linear.steps import at_substep
 from prism.engine.padding import real_resets, repeat_heads, repeat_mask, zero_padding
 from prism.engine.update import Update, wants_gradients
 
-WIDEST_KEY, WIDEST_VALUE, MOST_WRITES = 256, 512, 4
+WIDEST_KEY, WIDEST_VALUE = 256, 512
 
 
 def on_gpu(u: Update) -> bool:
@@ -33,38 +33,41 @@ def step_refuses(u: Update) -> str | None:
         return problem
     if not u.w.is_cuda and u.w.dtype == torch.bfloat16:
         return "has no bfloat16 on a CPU: Triton's interpreter multiplies matrices of it wrongly"
+    if u.state_dtype == torch.float64:
+        return "has no float64"
+    if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
+        return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
+    if wants_gradients(*u.tensors):  # which the chunk kernels compute
+        return _chunks_lack(u)
+    return None
+
+
+def chunks_refuse(u: Update) -> str | None:
+    """Why the chunk kernels cannot serve an update, in one clause; None if they can."""
+    return step_refuses(u) or _chunks_lack(u)
+
+
+def _chunks_lack(u: Update) -> str | None:
+    """What an update needs that the chunk kernels do not have, in one clause; None if they have it all."""
     if u.per_channel:
         return "has no decay per key channel"
     if u.read != "after":
         return f"has no read={u.read!r}"
     if u.erases and u.erase_on != "decayed":
         return f"has no erase_on={u.erase_on!r}"
-    if u.state_dtype == torch.float64:
-        return "has no float64"
-    if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
-        return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
-    if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # which the chunk kernels compute
-        return f"serves up to {MOST_WRITES} writes per token where gradients are wanted, not {u.writes}"
     return None
-
-
-def chunks_refuse(u: Update) -> str | None:
-    """Why the chunk kernels cannot serve an update, in one clause; None if they can."""
-    if u.writes > MOST_WRITES:
-        return f"serves up to {MOST_WRITES} writes per token, not {u.writes}"
-    return step_refuses(u)
 
 
 def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run the chunk kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`."""
     from prism.engine.kernels import memory
 
-    K, V, n = u.key_dim, u.value_dim, u.substeps
+    K, V = u.key_dim, u.value_dim
     columns = _kernel_inputs(u)
     keys, values = tile_widths(K, V, u.w.is_cuda)
     given = None if state is None else _pad(state.float(), keys - K, values - V)
     o, final, *_ = memory.memory(*columns, given, wants_gradients(*columns, given))
-    return o[:, n - 1 :: n, :, :V], final[..., :K, :V]
+    return o[..., :V], final[..., :K, :V]
 
 
 def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,46 +76,45 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     The decode kernel has no gradient: where one is wanted, the chunk kernels compute the update.
     """
     if wants_gradients(*u.tensors, state):
-        # `step_refuses` does not see the state. If only the state wants a gradient and there are too many writes for the chunk
-        # kernels, the recurrence in torch computes it.
+        # `step_refuses` does not see the state. If only the state wants a gradient, of an update that the chunk kernels do not
+        # serve, the recurrence in torch computes it.
         return run_chunks(u, state) if chunks_refuse(u) is None else recurrent(u, state)
     from prism.engine.kernels import decode
 
     given = None if state is None else state.float()
-    return decode.step(*u.tensors, u.reset, u.mask, given, u.substeps)
+    return decode.step(*u.tensors, u.reset, u.mask, given, *decode_options(u))
+
+
+def decode_options(u: Update) -> tuple[int, bool, bool]:
+    """The fields of `decode.Options`."""
+    return u.substeps, u.erase_on == "undecayed", u.read == "before"
 
 
 def _kernel_inputs(u: Update) -> tuple[Any, ...]:
-    """The fields of `launch.KernelInputs`: masked tokens set to zero, heads repeated, widths padded."""
-    n, H, dtype = u.substeps, u.heads, u.w.dtype
-    per_row = repeat_mask(u.mask, n)
+    """The fields of `launch.KernelInputs`: masked tokens set to zero, one number of groups, widths padded."""
+    dtype, per_row = u.w.dtype, repeat_mask(u.mask, u.substeps)
 
     def converted(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
-        return None if z is None else repeat_heads(zero_padding(z.to(dtype), mask), H)
+        return None if z is None else zero_padding(z if z.dtype == dtype else z.to(dtype), mask)
 
-    q, g = converted(u.q, u.mask), converted(u.log_decay, u.mask, torch.float32)
-    x, w, b = converted(u.k, per_row), converted(u.w, per_row), None
+    apart = u.erases and not _erases_first(u)  # the erase gets a separate column, which writes nothing else
+    shared = (u.q, u.k, *((u.erase_key, u.erase_write) if apart else ()))
+    groups = math.lcm(*[int(z.shape[2]) for z in shared if z is not None])
+    q, x = repeat_heads(converted(u.q, u.mask), groups), repeat_heads(converted(u.k, per_row), groups)
+    w, g, b = converted(u.w, per_row), converted(u.log_decay, u.mask, torch.float32), None
     strength = converted(u.erase_strength, per_row, torch.float32)
-    if u.erases and not _erases_first(u):  # the erase gets a separate column, which writes nothing else
-        b = converted(u.erase_key, per_row)
-        a = b if u.erase_write is None else converted(u.erase_write, per_row)
+    if apart:
+        b = repeat_heads(converted(u.erase_key, per_row), groups)
+        a = b if u.erase_write is None else repeat_heads(converted(u.erase_write, per_row), groups)
         x = torch.cat([a.unsqueeze(3), x], 3)
         w = torch.cat([torch.zeros_like(w[..., :1, :]), w], 3)
         if u.erase_write is None:
             b = None
     reset = real_resets(u.reset, u.mask)
-    documents = None if reset is None else at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
+    documents = None if reset is None else reset.cumsum(1, dtype=torch.int32)
     keys, values = tile_widths(u.key_dim, u.value_dim, u.w.is_cuda)
     keys, values = keys - u.key_dim, values - u.value_dim
-    return (
-        _pad(at_substep(q, n, n - 1), keys),
-        _pad(x, keys),
-        _pad(w, values),
-        None if g is None else at_substep(g, n, 0),
-        None if b is None else _pad(b, keys),
-        strength,
-        documents,
-    )
+    return _pad(q, keys), _pad(x, keys), _pad(w, values), g, None if b is None else _pad(b, keys), strength, documents
 
 
 def _erases_first(u: Update) -> bool:

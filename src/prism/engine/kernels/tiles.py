@@ -4,12 +4,21 @@ A descriptor sees token tensors as `[B, T, H · columns · width]`, and a tile i
 read as zeros and are never written. Widths are powers of two ≥ 16 (`serve.py` pads them). Gates are `[B, H, padded]` here,
 with T padded to whole chunks. Cumulative log-decays are in base 2 and restart every STEP tokens, the chunk of the scans,
 which may be shorter than that of the parallel passes.
+
+**Groups.** q, x and the erase's keys may have fewer heads than the values: head h reads group h // GROUP.
+
+**Sub-steps.** A token may take several rows (SUBSTEPS, DeltaProduct). T counts rows, and so does everything that is erased or
+written. Queries, outputs and their gradients, log-decays and documents have one row per token: a query belongs to its token's
+last row, a decay to the first.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+UNROLLED = tl.constexpr(5)
+"""Up to this many columns, loops over columns are unrolled: their tiles are then loaded ahead. More would not fit."""
 
 
 @triton.jit
@@ -22,6 +31,37 @@ def load_rows(tensor, b, t, column, C: tl.constexpr, WIDTH: tl.constexpr):
 def store_rows(tensor, b, t, column, tile, C: tl.constexpr, WIDTH: tl.constexpr):
     """Store `tile` `[C, WIDTH]` as tokens t … t + C of sequence b."""
     tensor.store([b, t, column], tile.to(tensor.dtype).reshape(1, C, WIDTH))
+
+
+@triton.jit
+def last_rows(b, t, T, row_width, C: tl.constexpr, WIDTH: tl.constexpr, SUBSTEPS: tl.constexpr):
+    """Where `[B, T / SUBSTEPS, row_width]` has the tokens of rows t … t + C, `[C, WIDTH]`, and which rows are the last."""
+    row = t + tl.arange(0, C)
+    place = (b.to(tl.int64) * (T // SUBSTEPS) + row // SUBSTEPS) * row_width
+    last = (row % SUBSTEPS == SUBSTEPS - 1) & (row < T)
+    return place[:, None] + tl.arange(0, WIDTH)[None, :], last[:, None]
+
+
+@triton.jit
+def load_tokens(tensor, b, t, column, T, row_width, C: tl.constexpr, WIDTH: tl.constexpr, SUBSTEPS: tl.constexpr):
+    """Rows t … t + C of a tensor with one row per token, `[C, WIDTH]`: zeros at all rows but a token's last."""
+    if SUBSTEPS == 1:
+        return load_rows(tensor, b, t, column, C, WIDTH)
+    else:
+        place, last = last_rows(b, t, T, row_width, C, WIDTH, SUBSTEPS)
+        return tl.load(tensor + column + place, mask=last, other=0.0)
+
+
+@triton.jit
+def store_tokens(
+    tensor, b, t, column, tile, T, row_width, C: tl.constexpr, WIDTH: tl.constexpr, SUBSTEPS: tl.constexpr
+):
+    """Store those rows of `tile` `[C, WIDTH]` that are a token's last in a tensor with one row per token."""
+    if SUBSTEPS == 1:
+        store_rows(tensor, b, t, column, tile, C, WIDTH)
+    else:
+        place, last = last_rows(b, t, T, row_width, C, WIDTH, SUBSTEPS)
+        tl.store(tensor + column + place, tile.to(tensor.dtype.element_ty), mask=last)
 
 
 @triton.jit
@@ -57,6 +97,7 @@ def borders(
     STEP: tl.constexpr,
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
+    SUBSTEPS: tl.constexpr = 1,
 ):
     """The fractions that remain: of the incoming state at each row `[C]`, of each row's write at the end of the chunk `[C]`,
     and of the incoming state at the end."""
@@ -69,10 +110,10 @@ def borders(
         to_end = tl.exp2((last - G).to(tl.float32))
         carried = tl.exp2(last.to(tl.float32))
     if DOCUMENTS:
-        own = documents + b.to(tl.int64) * T
-        doc = tl.load(own + tl.minimum(t + tl.arange(0, C), T - 1))
-        first = tl.load(own + tl.minimum(tl.maximum(t - 1, 0), T - 1), mask=t > 0, other=0)
-        final = tl.load(own + tl.minimum(t + C - 1, T - 1))
+        own = documents + b.to(tl.int64) * (T // SUBSTEPS)
+        doc = tl.load(own + tl.minimum(t + tl.arange(0, C), T - 1) // SUBSTEPS)
+        first = tl.load(own + tl.minimum(tl.maximum(t - 1, 0), T - 1) // SUBSTEPS, mask=t > 0, other=0)
+        final = tl.load(own + tl.minimum(t + C - 1, T - 1) // SUBSTEPS)
         from_start = tl.where(doc == first, from_start, 0.0)
         to_end = tl.where(doc == final, to_end, 0.0)
         carried = tl.where(first == final, carried, 0.0)
@@ -93,23 +134,33 @@ def kept(
     DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr,
     TURNED: tl.constexpr,
+    SUBSTEPS: tl.constexpr = 1,
 ):
     """Γ `[C, C]`: the fraction of the column's write that remains at the row, on and below the diagonal; TURNED: transposed."""
     G = tl.zeros((C,), tl.float32)
     if DECAY:
         G, _ = load_cumulated(cumulated, bh, t, padded, C, STEP)
-    return left_of_writes(G, documents, b, t, T, C, DECAY, DOCUMENTS, TURNED)
+    return left_of_writes(G, documents, b, t, T, C, DECAY, DOCUMENTS, TURNED, SUBSTEPS)
 
 
 @triton.jit
 def left_of_writes(
-    G, documents, b, t, T, C: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, TURNED: tl.constexpr
+    G,
+    documents,
+    b,
+    t,
+    T,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    TURNED: tl.constexpr,
+    SUBSTEPS: tl.constexpr = 1,
 ):
     """Γ as in `kept`, from G."""
     i = tl.arange(0, C)
     keep = i[:, None] <= i[None, :] if TURNED else i[:, None] >= i[None, :]
     if DOCUMENTS:
-        doc = tl.load(documents + b.to(tl.int64) * T + tl.minimum(t + i, T - 1))
+        doc = tl.load(documents + b.to(tl.int64) * (T // SUBSTEPS) + tl.minimum(t + i, T - 1) // SUBSTEPS)
         keep = keep & (doc[:, None] == doc[None, :])
     if DECAY:
         left = (G[None, :] - G[:, None]) if TURNED else (G[:, None] - G[None, :])
@@ -123,6 +174,13 @@ def off_diagonal(tile, C: tl.constexpr):
     """`tile` `[C, C]` with zeros on its diagonal."""
     i = tl.arange(0, C)
     return tl.where(i[:, None] == i[None, :], 0.0, tile)
+
+
+@triton.jit
+def same_token(t, C: tl.constexpr, SUBSTEPS: tl.constexpr):
+    """Which pairs of rows t … t + C are sub-steps of one token, `[C, C]`."""
+    token = (t + tl.arange(0, C)) // SUBSTEPS
+    return token[:, None] == token[None, :]
 
 
 @triton.jit
