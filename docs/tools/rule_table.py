@@ -79,10 +79,10 @@ def _on_gpu(update: Any) -> Any:
     """The same update with bfloat16 tensors that have a shape and a device, but no memory."""
     with FakeTensorMode():
         values = {field.name: _fake(getattr(update, field.name)) for field in dataclasses.fields(update) if field.init}
-    first = values.pop("erase_first", False)
+    first = {name: values.pop(name) for name in ("erase_first", "erase_write_first") if name in values}
     copy = type(update)(**values)
-    if first:  # set afterwards: taking the first key of a fake tensor needs a GPU
-        object.__setattr__(copy, "erase_first", True)
+    for name, value in first.items():  # set afterwards: taking the first key of a fake tensor needs a GPU
+        object.__setattr__(copy, name, value)
     return copy
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,6 +161,18 @@ def test_an_erase_is_a_key_and_one_of_two_strengths() -> None:
     assert "erase_key" in refusal(
         lambda: prism.Update(**arguments(erase_key=None, erase_write=tensor("erase_write", SHAPES["erase_write"])))
     )
+
+
+def test_an_erase_tied_to_the_first_key_sets_one_side_of_it() -> None:
+    tied = prism.Update(**arguments(erase_strength=None), erase_write_first=True)
+    assert tied.erase_write is not None and torch.equal(tied.erase_write, tied.k[..., 0, :])
+    changed = replace(tied, k=tied.k + 1)
+    assert changed.erase_write is not None and torch.equal(changed.erase_write, changed.k[..., 0, :])
+    assert "erase_strength" in refusal(lambda: prism.Update(**arguments(), erase_write_first=True))
+    both = arguments(erase_strength=None)
+    assert "erase_first" in refusal(lambda: prism.Update(**both, erase_first=True, erase_write_first=True))
+    without_key = arguments(erase_strength=None, erase_key=None)
+    assert "erase_key" in refusal(lambda: prism.Update(**without_key, erase_write_first=True))
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ class Update:
         erase_write: a, `[B, T·n, G, K]`, instead of `erase_strength`.
         erase_first: True erases along the first direction written: `erase_key` is then set to k's first key, even if one
             was given. The kernels then share that key's products; the results are the same either way.
+        erase_write_first: True erases with a = k's first key, whatever direction `erase_key` it reads (Gated DeltaNet-2):
+            `erase_write` is then set to that key, even if one was given. The kernels then need no extra column for the erase.
         erase_on: whether b reads the `"decayed"` state or the `"undecayed"` one (RWKV-7, linear Titans).
         read: `"after"` reads S_t, `"before"` reads S_{t-1} (RWKV-6).
         reset: `[B, T]` bool, a document starts here: S_{t-1} counts as zero.
@@ -71,14 +73,21 @@ class Update:
     mask: Tensor | None = field(default=None, kw_only=True)
     substeps: int = field(default=1, kw_only=True)
     erase_first: bool = field(default=False, kw_only=True)
+    erase_write_first: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.erase_first:
-            if self.erase_write is not None:
-                raise ValueError("erase_first erases along k's first key with erase_strength: leave erase_write out")
-            # Set even if there is one: `dataclasses.replace` passes the old key, perhaps together with a new k.
-            if isinstance(self.k, Tensor) and self.k.ndim == 5:  # otherwise the check below says what is wrong
+        if self.erase_first and self.erase_write_first:
+            raise ValueError("erase_first sets erase_key and erase_write_first sets erase_write: give one of them")
+        if self.erase_first and self.erase_write is not None:
+            raise ValueError("erase_first erases along k's first key with erase_strength: leave erase_write out")
+        if self.erase_write_first and self.erase_strength is not None:
+            raise ValueError("erase_write_first erases with a = k's first key: leave erase_strength out, scale erase_key")
+        # Set even if there is one: `dataclasses.replace` passes the old key, perhaps together with a new k.
+        if isinstance(self.k, Tensor) and self.k.ndim == 5:  # otherwise the check below says what is wrong
+            if self.erase_first:
                 object.__setattr__(self, "erase_key", self.k[..., 0, :])
+            if self.erase_write_first:
+                object.__setattr__(self, "erase_write", self.k[..., 0, :])
         _check_shapes(self)
         if self.log_decay is not None and values_may_be_read(self.w):
             check_log_decay(self.log_decay, self.mask)
