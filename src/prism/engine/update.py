@@ -81,7 +81,9 @@ class Update:
         if self.erase_first and self.erase_write is not None:
             raise ValueError("erase_first erases along k's first key with erase_strength: leave erase_write out")
         if self.erase_write_first and self.erase_strength is not None:
-            raise ValueError("erase_write_first erases with a = k's first key: leave erase_strength out, scale erase_key")
+            raise ValueError(
+                "erase_write_first erases with a = k's first key: leave erase_strength out, scale erase_key"
+            )
         # Set even if there is one: `dataclasses.replace` passes the old key, perhaps together with a new k.
         if isinstance(self.k, Tensor) and self.k.ndim == 5:  # otherwise the check below says what is wrong
             if self.erase_first:
