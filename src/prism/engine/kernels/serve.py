@@ -29,20 +29,14 @@ def on_gpu(u: Update) -> bool:
 
 def step_refuses(u: Update) -> str | None:
     """Why the decode kernel cannot serve an update, in one clause; None if it can."""
-    if (problem := device_refuses(u.w)) is not None:
+    if (problem := _both_refuse(u)) is not None:
         return problem
-    if not u.w.is_cuda and u.w.dtype == torch.bfloat16:
-        return "has no bfloat16 on a CPU: Triton's interpreter multiplies matrices of it wrongly"
     if u.per_channel:
         return "has no decay per key channel"
     if u.read != "after":
         return f"has no read={u.read!r}"
     if u.erases and u.erase_on != "decayed":
         return f"has no erase_on={u.erase_on!r}"
-    if u.state_dtype == torch.float64:
-        return "has no float64"
-    if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
-        return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
     if u.writes > MOST_WRITES and wants_gradients(*u.tensors):  # which the chunk kernels compute
         return f"serves up to {MOST_WRITES} writes per token where gradients are wanted, not {u.writes}"
     return None
@@ -50,21 +44,43 @@ def step_refuses(u: Update) -> str | None:
 
 def chunks_refuse(u: Update) -> str | None:
     """Why the chunk kernels cannot serve an update, in one clause; None if they can."""
-    if u.writes > MOST_WRITES:
+    if u.writes > MOST_WRITES and not _by_channel(u):
         return f"serves up to {MOST_WRITES} writes per token, not {u.writes}"
-    return step_refuses(u)
+    return _both_refuse(u)
+
+
+def _both_refuse(u: Update) -> str | None:
+    """Why neither the chunk kernels nor the decode kernel can serve an update, in one clause."""
+    if (problem := device_refuses(u.w)) is not None:
+        return problem
+    if not u.w.is_cuda and u.w.dtype == torch.bfloat16:
+        return "has no bfloat16 on a CPU: Triton's interpreter multiplies matrices of it wrongly"
+    if u.state_dtype == torch.float64:
+        return "has no float64"
+    if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
+        return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
+    return None
+
+
+def _by_channel(u: Update) -> bool:
+    """Whether the kernels of a decay per key channel compute an update: those of a decay per head read the state only after
+    the decay and the writes of a token."""
+    return u.per_channel or u.read == "before" or (u.erases and u.erase_on == "undecayed")
 
 
 def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run the chunk kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`."""
     from prism.engine.kernels import memory
+    from prism.engine.kernels.channel_launch import BEFORE, UNDECAYED
 
     K, V, n = u.key_dim, u.value_dim, u.substeps
     columns = _kernel_inputs(u)
     keys, values = tile_widths(K, V, u.w.is_cuda)
     given = None if state is None else _pad(state.float(), keys - K, values - V)
-    o, final, *_ = memory.memory(*columns, given, wants_gradients(*columns, given))
-    return o[:, n - 1 :: n, :, :V], final[..., :K, :V]
+    before, undecayed = u.read == "before", u.erases and u.erase_on == "undecayed"
+    reads = before * BEFORE + undecayed * UNDECAYED
+    o, final, *_ = memory.memory(*columns, given, reads, wants_gradients(*columns, given))
+    return o[:, 0 if before else n - 1 :: n, :, :V], final[..., :K, :V]
 
 
 def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,17 +99,21 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _kernel_inputs(u: Update) -> tuple[Any, ...]:
-    """The fields of `launch.KernelInputs`: masked tokens set to zero, heads repeated, widths padded."""
+    """The fields of `launch.KernelInputs`: masked tokens set to zero, widths padded, heads repeated where the kernels need it."""
     n, H, dtype = u.substeps, u.heads, u.w.dtype
     per_row = repeat_mask(u.mask, n)
+    grouped = {z.shape[2] for z in (u.q, u.k, u.erase_key, u.erase_write) if z is not None}
+    G = grouped.pop() if _by_channel(u) and len(grouped) == 1 else H
 
-    def converted(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
-        return None if z is None else repeat_heads(zero_padding(z.to(dtype), mask), H)
+    def converted(z: Tensor | None, mask: Tensor | None, heads: int = G, dtype: torch.dtype = dtype) -> Any:
+        return None if z is None else repeat_heads(zero_padding(z.to(dtype), mask), heads)
 
-    q, g = converted(u.q, u.mask), converted(u.log_decay, u.mask, torch.float32)
-    x, w, b = converted(u.k, per_row), converted(u.w, per_row), None
-    strength = converted(u.erase_strength, per_row, torch.float32)
-    if u.erases and not _erases_first(u):  # the erase gets a separate column, which writes nothing else
+    q, g = converted(u.q, u.mask), converted(u.log_decay, u.mask, H, torch.float32)
+    x, w, b = converted(u.k, per_row), converted(u.w, per_row, H), None
+    strength = converted(u.erase_strength, per_row, H, torch.float32)
+    if u.erase_write_first:
+        b = converted(u.erase_key, per_row)
+    elif u.erases and not _erases_first(u):  # the erase gets a separate column, which writes nothing else
         b = converted(u.erase_key, per_row)
         a = b if u.erase_write is None else converted(u.erase_write, per_row)
         x = torch.cat([a.unsqueeze(3), x], 3)
@@ -104,8 +124,12 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
     documents = None if reset is None else at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
     keys, values = tile_widths(u.key_dim, u.value_dim, u.w.is_cuda)
     keys, values = keys - u.key_dim, values - u.value_dim
+    if _by_channel(u):
+        if g is None:
+            g = q.new_zeros(*u.w.shape[:1], u.tokens, H, dtype=torch.float32)
+        g = _pad(g if u.per_channel else g.unsqueeze(-1).expand(*g.shape, u.key_dim), keys)
     return (
-        _pad(at_substep(q, n, n - 1), keys),
+        _pad(at_substep(q, n, 0 if u.read == "before" else n - 1), keys),
         _pad(x, keys),
         _pad(w, values),
         None if g is None else at_substep(g, n, 0),

@@ -1,0 +1,230 @@
+"""Gradients of queries, keys, lookups, strengths and decays of a memory with a decay per key channel, all chunks in parallel.
+
+With b' = -β b, the erase's lookup, and row gates E (the sums before the row) in place of G for what reads before the decay:
+
+    dN_j = dO Y_jᵀ          dq = e^G ⊙ dO Sᵀ + Σ_j (dN_j spread over the gated rows of X_j)
+    dP_j = dU Y_jᵀ          db' the same with dU and dP_j             dβ = -⟨b, db'⟩         db = -β db'
+                            dx_j = e^{G_C - G} ⊙ Y_j dS'ᵀ + dN_jᵀ, dP_jᵀ spread over the gated rows of Q, B'
+
+Spreading is the halving of `channel_prepare.py` the other way round: for each h, the corners of a C × C gradient times the
+rows on the other side, gated from the middle, and then gated from the middle again.
+
+A gate multiplies rows of Q and B' by e^G and rows of X_j by e^-G, so dG = q ⊙ dq + b' ⊙ db' - Σ_j x_j ⊙ dx_j in every channel.
+Each h adds its own part, from the same rounded factors on both sides: a pair of rows then contributes equally to both, and
+cancels exactly in the sum over all gates that do not lie between the two. What has no gate (the diagonal) stays out.
+
+No product's left factor is the transpose of another product's result: Triton 3.4 to 3.7.0 miscompiles that on Hopper.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from prism.engine.kernels.channel_prepare import (
+    document_ends,
+    from_middle,
+    halving,
+    in_corner,
+    load_before,
+    load_strength,
+)
+from prism.engine.kernels.tiles import diagonal, load_rows, store_rows
+
+
+@triton.jit(do_not_specialize=["T", "H", "padded"])
+def channel_tokens_kernel(
+    q,
+    x,
+    fed,
+    w,
+    erase_key,
+    strength,
+    cumulated,
+    documents,
+    states,
+    d_o,
+    d_states,
+    d_w,
+    ends,
+    d_q,
+    d_x,
+    d_erase_key,
+    d_strength,
+    d_log_decay,
+    T,
+    H,
+    padded,
+    J: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    R: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ERASE: tl.constexpr,
+    TIED: tl.constexpr,
+    STRENGTH: tl.constexpr,
+    BEFORE: tl.constexpr,
+    UNDECAYED: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    ENDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program per chunk, BK key channels, and R heads that share q, x and `erase_key`. `fed` is Y_0 `[B, T, H, V]`, None
+    without an erase; `ends` ⟨S, dS'⟩ per channel of the first and the last chunk, `[2, B, H, K]`; `d_strength`
+    `[J, K/BK, B, T, H]` partial sums; `d_log_decay` `[B, T, H, K]`."""
+    BLOCKS: tl.constexpr = K // BK
+    chunks = padded // C
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    n = (pid // BLOCKS) % chunks
+    groups = H // R
+    b = pid // (BLOCKS * chunks) // groups
+    group = pid // (BLOCKS * chunks) % groups
+    batch = tl.num_programs(0) // (BLOCKS * chunks * groups)
+    t = n * C
+    k = block * BK
+    i = tl.arange(0, C)
+    channels = k + tl.arange(0, BK)
+    level = halving(documents, b, t, T, C, DOCUMENTS, False)
+    turned = halving(documents, b, t, T, C, DOCUMENTS, True)
+    first, final, carried = document_ends(documents, b, t, T, C, DOCUMENTS)
+    query = load_rows(q, b, t, group * K + k, C, BK).to(tl.float32)
+    dq = tl.zeros((C, BK), tl.float32)
+    db = tl.zeros((C, BK), tl.float32)
+    if ERASE:
+        if TIED:
+            direction = load_rows(x, b, t, group * (J * K) + k, C, BK).to(tl.float32)
+        else:
+            direction = load_rows(erase_key, b, t, group * K + k, C, BK).to(tl.float32)
+
+    for back in tl.static_range(J):  # column 0 last: where B is X_0, the whole of dB is added to dX_0
+        key = load_rows(x, b, t, (group * J + J - 1 - back) * K + k, C, BK).to(tl.float32)
+        dx = tl.zeros((C, BK), tl.float32)
+        for r in range(R):
+            h = group * R + r
+            bh = b * H + h
+            matrix = (bh * chunks + n) * V
+            own = cumulated + (bh.to(tl.int64) * padded + t) * K + channels
+            G = tl.load(own[None, :] + i[:, None] * K)
+            E = load_before(own, C, K) if BEFORE or UNDECAYED else G
+
+            # Over all value channels: the gradients of the C × C tables, and the two states' parts.
+            d_seen_q = tl.zeros((C, C), tl.float32)
+            d_seen_b = tl.zeros((C, C), tl.float32)
+            turned_q = tl.zeros((C, C), tl.float32)
+            turned_b = tl.zeros((C, C), tl.float32)
+            from_q = tl.zeros((C, BK), tl.float32)
+            from_b = tl.zeros((C, BK), tl.float32)
+            from_x = tl.zeros((C, BK), tl.float32)
+            for v in range(0, V, BV):
+                answered = load_rows(d_o, b, t, h * V + v, C, BV)
+                if ERASE and back == J - 1:
+                    written = load_rows(fed, b, t, h * V + v, C, BV)
+                else:
+                    written = load_rows(w, b, t, (h * J + J - 1 - back) * V + v, C, BV)
+                d_seen_q = tl.dot(answered, tl.trans(written), d_seen_q, input_precision=PRECISION)
+                turned_q = tl.dot(written, tl.trans(answered), turned_q, input_precision=PRECISION)
+                from_x = tl.dot(written, d_states.load([matrix + v, k]), from_x, input_precision=PRECISION)
+                if ERASE:
+                    wanted = load_rows(d_w, b, t, h * (J * V) + v, C, BV)
+                    d_seen_b = tl.dot(wanted, tl.trans(written), d_seen_b, input_precision=PRECISION)
+                    turned_b = tl.dot(written, tl.trans(wanted), turned_b, input_precision=PRECISION)
+                if back == 0:
+                    S = states.load([matrix + v, k])
+                    from_q = tl.dot(answered, S, from_q, input_precision=PRECISION)
+                    if ERASE:
+                        from_b = tl.dot(wanted, S, from_b, input_precision=PRECISION)
+
+            rows = tl.zeros((C, BK), tl.float32)  # dG
+            earlier = tl.zeros((C, BK), tl.float32)  # dE, of rows that read before their own decay
+            scale = load_strength(strength, b, t, h, T, H, C, STRENGTH)
+            d_lookup = tl.zeros((C, BK), tl.float32)
+            if ERASE:
+                lookup = direction * scale[:, None]
+            if back == 0:
+                from_q *= tl.exp2((E if BEFORE else G).to(tl.float32)) * first[:, None]
+                dq += from_q
+                if BEFORE:
+                    earlier += query * from_q
+                else:
+                    rows += query * from_q
+                if ERASE:
+                    d_lookup = from_b * (tl.exp2((E if UNDECAYED else G).to(tl.float32)) * first[:, None])
+                    if UNDECAYED:
+                        earlier += lookup * d_lookup
+                    else:
+                        rows += lookup * d_lookup
+            last = tl.load(own + (C - 1) * K)
+            from_x *= tl.exp2((last[None, :] - G).to(tl.float32)) * final[:, None]
+            dx += from_x
+            tail = key * from_x
+
+            if not BEFORE:
+                same_token = diagonal(d_seen_q, C)[:, None]
+                dq += same_token * key
+                dx += same_token * query
+            for l in tl.static_range(LEVELS):
+                near = from_middle(G, own, 1 << l, C, K)
+                after = from_middle(E, own, 1 << l, C, K) if BEFORE or UNDECAYED else near
+                gated = (key * near).to(x.dtype)
+                gate = after if BEFORE else near
+                asking = (query * gate).to(x.dtype)
+                part = in_corner(d_seen_q, level, 1 << l).to(x.dtype)
+                spread = tl.dot(part, gated, input_precision=PRECISION)
+                dq += gate * spread
+                if BEFORE:
+                    earlier += asking.to(tl.float32) * spread
+                else:
+                    rows += asking.to(tl.float32) * spread
+                part = in_corner(turned_q, turned, 1 << l).to(x.dtype)
+                back_on = tl.dot(part, asking, input_precision=PRECISION)
+                if ERASE:
+                    gate = after if UNDECAYED else near
+                    asking = (lookup * gate).to(x.dtype)
+                    part = in_corner(d_seen_b, level, 1 << l).to(x.dtype)
+                    spread = tl.dot(part, gated, input_precision=PRECISION)
+                    d_lookup += gate * spread
+                    if UNDECAYED:
+                        earlier += asking.to(tl.float32) * spread
+                    else:
+                        rows += asking.to(tl.float32) * spread
+                    part = in_corner(turned_b, turned, 1 << l).to(x.dtype)
+                    back_on = tl.dot(part, asking, back_on, input_precision=PRECISION)
+                dx += near * back_on
+                rows -= gated.to(tl.float32) * back_on
+
+            if ERASE:
+                db += d_lookup * scale[:, None]
+                if STRENGTH:
+                    slot = ((J - 1 - back) * BLOCKS + block) * batch + b
+                    at = (slot.to(tl.int64) * T + t + i) * H + h
+                    tl.store(d_strength + at, -tl.sum(direction * d_lookup, 1), mask=t + i < T)
+
+            # dg_t collects dG of the rows from t on, dE of those after t, tails of those before t, and the state's own decay.
+            dg = tl.cumsum(rows + earlier, 0, reverse=True) - earlier + tl.cumsum(tail, 0) - tail
+            to = d_log_decay + ((b.to(tl.int64) * T + t + i) * H + h)[:, None] * K + channels[None, :]
+            inside = (t + i < T)[:, None]
+            if back == 0:
+                touched = tl.zeros((BK,), tl.float32)
+                for v in range(0, V, BV):
+                    product = states.load([matrix + v, k]).to(tl.float32) * d_states.load([matrix + v, k]).to(tl.float32)
+                    touched += tl.sum(product, 0)
+                if ENDS:
+                    place = ends + bh.to(tl.int64) * K + channels
+                    touched = tl.where(n == 0, tl.load(place), touched)
+                    touched = tl.where(n == chunks - 1, tl.load(place + (batch * H).to(tl.int64) * K), touched)
+                dg += (touched * tl.exp2(last.to(tl.float32)) * carried)[None, :]
+            else:
+                tl.debug_barrier()  # other threads may have stored what this one loads
+                dg += tl.load(to, mask=inside, other=0.0)
+            tl.store(to, dg, mask=inside)
+
+        if TIED and ERASE and back == J - 1:
+            dx += db
+        store_rows(d_x, b, t, (group * J + J - 1 - back) * K + k, dx, C, BK)
+    store_rows(d_q, b, t, group * K + k, dq, C, BK)
+    if ERASE and not TIED:
+        store_rows(d_erase_key, b, t, group * K + k, db, C, BK)
