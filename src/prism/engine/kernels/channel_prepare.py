@@ -24,28 +24,33 @@ from prism.engine.kernels.tiles import load_rows
 
 
 @triton.jit
-def halving(documents, b, t, T, C: tl.constexpr, DOCUMENTS: tl.constexpr, TURNED: tl.constexpr):
-    """Which level each pair of rows belongs to, `[C, C]`: h ≤ level < 2h; 0 for pairs without a gate between them and for
-    pairs that do not see each other. TURNED: transposed."""
-    i = tl.arange(0, C)
-    below = i[:, None] < i[None, :] if TURNED else i[:, None] > i[None, :]
+def visible(tile, documents, b, t, T, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """`tile` `[C, C]` with zeros where two rows belong to different documents."""
     if DOCUMENTS:
-        doc = tl.load(documents + b.to(tl.int64) * T + tl.minimum(t + i, T - 1))
-        below = below & (doc[:, None] == doc[None, :])
-    return tl.where(below, i[:, None] ^ i[None, :], 0)
+        doc = tl.load(documents + b.to(tl.int64) * T + tl.minimum(t + tl.arange(0, C), T - 1))
+        return tl.where(doc[:, None] == doc[None, :], tile, 0.0)
+    return tile
 
 
 @triton.jit
-def in_corner(tile, level, h: tl.constexpr):
-    """`tile` `[C, C]` in the corners of the blocks of 2h rows, zero elsewhere."""
-    return tl.where((level >= h) & (level < 2 * h), tile, 0.0)
-
-
-@triton.jit
-def from_middle(G, own, h: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
-    """How much of a write is left between a row and the middle of its block of 2h rows, `[C, BK]`. `own` points to G."""
+def in_corner(tile, l, C: tl.constexpr, TURNED: tl.constexpr):
+    """`tile` `[C, C]` in the lower left corners of its diagonal blocks of 2h rows, h = 2^l, and zeros elsewhere. TURNED: in
+    their upper right corners."""
     i = tl.arange(0, C)
-    middle = i // (2 * h) * (2 * h) + h - 1
+    late = (i >> l) % 2 == 1
+    # The number of the block, or a number that no other row has: two vectors to compare, where a table of pairs would not
+    # fit into the registers.
+    later, earlier = tl.where(late, i >> (l + 1), -1), tl.where(late, -2, i >> (l + 1))
+    if TURNED:
+        return tl.where(earlier[:, None] == later[None, :], tile, tl.zeros_like(tile))
+    return tl.where(later[:, None] == earlier[None, :], tile, tl.zeros_like(tile))
+
+
+@triton.jit
+def from_middle(G, own, l, C: tl.constexpr, K: tl.constexpr):
+    """How much of a write is left between a row and the middle of its block of 2h rows, h = 2^l, `[C, BK]`. `own` points to
+    G."""
+    middle = (tl.arange(0, C) | ((2 << l) - 1)) - (1 << l)
     return tl.exp2(-tl.abs(G - tl.load(own[None, :] + middle[:, None] * K)).to(tl.float32))
 
 
@@ -127,7 +132,6 @@ def channel_prepare_kernel(
     t = n * C
     i = tl.arange(0, C)
     GRAMS: tl.constexpr = 2 * J if ERASE else J
-    level = halving(documents, b, t, T, C, DOCUMENTS, False)
     first, final, whole = document_ends(documents, b, t, T, C, DOCUMENTS)
     scale = load_strength(strength, b, t, h, T, H, C, STRENGTH)
 
@@ -164,20 +168,22 @@ def channel_prepare_kernel(
                 if ERASE:
                     start = tl.exp2((E if UNDECAYED else G).to(tl.float32)) * first[:, None]
                     lookups.store([chunk * C, k], (lookup * start).to(lookups.dtype))
-            for l in tl.static_range(LEVELS):
-                near = from_middle(G, own, 1 << l, C, K)
-                after = from_middle(E, own, 1 << l, C, K) if BEFORE or UNDECAYED else near
+            for l in tl.range(0, LEVELS, num_stages=1):
+                near = from_middle(G, own, l, C, K)
+                after = from_middle(E, own, l, C, K) if BEFORE or UNDECAYED else near
                 right = tl.trans((key * near).to(x.dtype))
                 left = (query * (after if BEFORE else near)).to(x.dtype)
-                seen_q += in_corner(tl.dot(left, right, input_precision=PRECISION), level, 1 << l)
+                seen_q += in_corner(tl.dot(left, right, input_precision=PRECISION), l, C, False)
                 if ERASE:
                     left = (lookup * (after if UNDECAYED else near)).to(x.dtype)
-                    seen_b += in_corner(tl.dot(left, right, input_precision=PRECISION), level, 1 << l)
+                    seen_b += in_corner(tl.dot(left, right, input_precision=PRECISION), l, C, False)
             if not BEFORE:
                 same_token += tl.sum(query * key, 1)
+        seen_q = visible(seen_q, documents, b, t, T, C, DOCUMENTS)
         seen_q += tl.where(i[:, None] == i[None, :], same_token[:, None], 0.0)
         grams.store([(chunk * GRAMS + j) * C, 0], seen_q.to(grams.dtype))
         if ERASE:
+            seen_b = visible(seen_b, documents, b, t, T, C, DOCUMENTS)
             grams.store([(chunk * GRAMS + J + j) * C, 0], seen_b.to(grams.dtype))
             if j == 0:
                 inverse.store([chunk * C, 0], invert_unit_lower(-seen_b, C, PRECISION).to(inverse.dtype))

@@ -24,12 +24,88 @@ import triton.language as tl
 from prism.engine.kernels.channel_prepare import (
     document_ends,
     from_middle,
-    halving,
     in_corner,
     load_before,
     load_strength,
+    visible,
 )
 from prism.engine.kernels.tiles import diagonal, load_rows, store_rows
+
+
+@triton.jit
+def looked_up(
+    asking,
+    key,
+    answers,
+    first_answer,
+    values,
+    first_value,
+    states,
+    matrix,
+    own,
+    first,
+    documents,
+    dx,
+    rows,
+    earlier,
+    b,
+    t,
+    k,
+    T,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    STATE: tl.constexpr,
+    EXCLUSIVE: tl.constexpr,
+    STRICT: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One column's part of the gradient of a query or lookup, `asking` `[C, BK]`, from the gradient of its answer; and dx,
+    dG (`rows`) and dE (`earlier`) with this part added. STATE: with the incoming state's part. EXCLUSIVE: it reads before its
+    row's decay. STRICT: it does not see its own token's write."""
+    d_seen = tl.zeros((C, C), tl.float32)
+    turned = tl.zeros((C, C), tl.float32)
+    d_asking = tl.zeros((C, BK), tl.float32)
+    for v in range(0, V, BV):
+        answered = load_rows(answers, b, t, first_answer + v, C, BV)
+        written = load_rows(values, b, t, first_value + v, C, BV)
+        d_seen = tl.dot(answered, tl.trans(written), d_seen, input_precision=PRECISION)
+        turned = tl.dot(written, tl.trans(answered), turned, input_precision=PRECISION)
+        if STATE:
+            d_asking = tl.dot(answered, states.load([matrix + v, k]), d_asking, input_precision=PRECISION)
+    G = tl.load(own[None, :] + tl.arange(0, C)[:, None] * K)
+    E = load_before(own, C, K) if EXCLUSIVE else G
+    if STATE:
+        d_asking *= tl.exp2(E.to(tl.float32)) * first[:, None]
+        if EXCLUSIVE:
+            earlier += asking * d_asking
+        else:
+            rows += asking * d_asking
+    if not STRICT:
+        same_token = diagonal(d_seen, C)[:, None]
+        d_asking += same_token * key
+        dx += same_token * asking
+    d_seen = visible(d_seen, documents, b, t, T, C, DOCUMENTS).to(states.dtype)
+    turned = visible(turned, documents, b, t, T, C, DOCUMENTS).to(states.dtype)
+    for l in tl.range(0, LEVELS, num_stages=1):  # unrolled, it would hold the gates of all levels in registers
+        near = from_middle(G, own, l, C, K)
+        gate = from_middle(E, own, l, C, K) if EXCLUSIVE else near
+        gated = (key * near).to(states.dtype)
+        gated_asking = (asking * gate).to(states.dtype)
+        spread = tl.dot(in_corner(d_seen, l, C, False), gated, input_precision=PRECISION)
+        d_asking += gate * spread
+        if EXCLUSIVE:
+            earlier += gated_asking.to(tl.float32) * spread
+        else:
+            rows += gated_asking.to(tl.float32) * spread
+        spread = tl.dot(in_corner(turned, l, C, True), gated_asking, input_precision=PRECISION)
+        dx += near * spread
+        rows -= gated.to(tl.float32) * spread
+    return d_asking, dx, rows, earlier
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded"])
@@ -88,8 +164,6 @@ def channel_tokens_kernel(
     k = block * BK
     i = tl.arange(0, C)
     channels = k + tl.arange(0, BK)
-    level = halving(documents, b, t, T, C, DOCUMENTS, False)
-    turned = halving(documents, b, t, T, C, DOCUMENTS, True)
     first, final, carried = document_ends(documents, b, t, T, C, DOCUMENTS)
     query = load_rows(q, b, t, group * K + k, C, BK).to(tl.float32)
     dq = tl.zeros((C, BK), tl.float32)
@@ -108,110 +182,47 @@ def channel_tokens_kernel(
             bh = b * H + h
             matrix = (bh * chunks + n) * V
             own = cumulated + (bh.to(tl.int64) * padded + t) * K + channels
-            G = tl.load(own[None, :] + i[:, None] * K)
-            E = load_before(own, C, K) if BEFORE or UNDECAYED else G
-
-            # Over all value channels: the gradients of the C × C tables, and the two states' parts.
-            d_seen_q = tl.zeros((C, C), tl.float32)
-            d_seen_b = tl.zeros((C, C), tl.float32)
-            turned_q = tl.zeros((C, C), tl.float32)
-            turned_b = tl.zeros((C, C), tl.float32)
-            from_q = tl.zeros((C, BK), tl.float32)
-            from_b = tl.zeros((C, BK), tl.float32)
-            from_x = tl.zeros((C, BK), tl.float32)
-            for v in range(0, V, BV):
-                answered = load_rows(d_o, b, t, h * V + v, C, BV)
-                if ERASE and back == J - 1:
-                    written = load_rows(fed, b, t, h * V + v, C, BV)
-                else:
-                    written = load_rows(w, b, t, (h * J + J - 1 - back) * V + v, C, BV)
-                d_seen_q = tl.dot(answered, tl.trans(written), d_seen_q, input_precision=PRECISION)
-                turned_q = tl.dot(written, tl.trans(answered), turned_q, input_precision=PRECISION)
-                from_x = tl.dot(written, d_states.load([matrix + v, k]), from_x, input_precision=PRECISION)
-                if ERASE:
-                    wanted = load_rows(d_w, b, t, h * (J * V) + v, C, BV)
-                    d_seen_b = tl.dot(wanted, tl.trans(written), d_seen_b, input_precision=PRECISION)
-                    turned_b = tl.dot(written, tl.trans(wanted), turned_b, input_precision=PRECISION)
-                if back == 0:
-                    S = states.load([matrix + v, k])
-                    from_q = tl.dot(answered, S, from_q, input_precision=PRECISION)
-                    if ERASE:
-                        from_b = tl.dot(wanted, S, from_b, input_precision=PRECISION)
-
             rows = tl.zeros((C, BK), tl.float32)  # dG
             earlier = tl.zeros((C, BK), tl.float32)  # dE, of rows that read before their own decay
-            scale = load_strength(strength, b, t, h, T, H, C, STRENGTH)
-            d_lookup = tl.zeros((C, BK), tl.float32)
+            values = fed if ERASE and back == J - 1 else w
+            value = h * V if ERASE and back == J - 1 else (h * J + J - 1 - back) * V
+            d_asking, dx, rows, earlier = looked_up(
+                query, key, d_o, h * V, values, value, states, matrix, own, first, documents, dx, rows, earlier,
+                b, t, k, T, K, V, BK, BV, C, LEVELS, back == 0, BEFORE, BEFORE, DOCUMENTS, PRECISION,
+            )  # fmt: skip
+            dq += d_asking
             if ERASE:
-                lookup = direction * scale[:, None]
-            if back == 0:
-                from_q *= tl.exp2((E if BEFORE else G).to(tl.float32)) * first[:, None]
-                dq += from_q
-                if BEFORE:
-                    earlier += query * from_q
-                else:
-                    rows += query * from_q
-                if ERASE:
-                    d_lookup = from_b * (tl.exp2((E if UNDECAYED else G).to(tl.float32)) * first[:, None])
-                    if UNDECAYED:
-                        earlier += lookup * d_lookup
-                    else:
-                        rows += lookup * d_lookup
-            last = tl.load(own + (C - 1) * K)
-            from_x *= tl.exp2((last[None, :] - G).to(tl.float32)) * final[:, None]
-            dx += from_x
-            tail = key * from_x
-
-            if not BEFORE:
-                same_token = diagonal(d_seen_q, C)[:, None]
-                dq += same_token * key
-                dx += same_token * query
-            for l in tl.static_range(LEVELS):
-                near = from_middle(G, own, 1 << l, C, K)
-                after = from_middle(E, own, 1 << l, C, K) if BEFORE or UNDECAYED else near
-                gated = (key * near).to(x.dtype)
-                gate = after if BEFORE else near
-                asking = (query * gate).to(x.dtype)
-                part = in_corner(d_seen_q, level, 1 << l).to(x.dtype)
-                spread = tl.dot(part, gated, input_precision=PRECISION)
-                dq += gate * spread
-                if BEFORE:
-                    earlier += asking.to(tl.float32) * spread
-                else:
-                    rows += asking.to(tl.float32) * spread
-                part = in_corner(turned_q, turned, 1 << l).to(x.dtype)
-                back_on = tl.dot(part, asking, input_precision=PRECISION)
-                if ERASE:
-                    gate = after if UNDECAYED else near
-                    asking = (lookup * gate).to(x.dtype)
-                    part = in_corner(d_seen_b, level, 1 << l).to(x.dtype)
-                    spread = tl.dot(part, gated, input_precision=PRECISION)
-                    d_lookup += gate * spread
-                    if UNDECAYED:
-                        earlier += asking.to(tl.float32) * spread
-                    else:
-                        rows += asking.to(tl.float32) * spread
-                    part = in_corner(turned_b, turned, 1 << l).to(x.dtype)
-                    back_on = tl.dot(part, asking, back_on, input_precision=PRECISION)
-                dx += near * back_on
-                rows -= gated.to(tl.float32) * back_on
-
-            if ERASE:
+                scale = load_strength(strength, b, t, h, T, H, C, STRENGTH)
+                d_lookup, dx, rows, earlier = looked_up(
+                    direction * scale[:, None], key, d_w, h * (J * V), values, value, states, matrix, own, first,
+                    documents, dx, rows, earlier,
+                    b, t, k, T, K, V, BK, BV, C, LEVELS, back == 0, UNDECAYED, True, DOCUMENTS, PRECISION,
+                )  # fmt: skip
                 db += d_lookup * scale[:, None]
                 if STRENGTH:
                     slot = ((J - 1 - back) * BLOCKS + block) * batch + b
                     at = (slot.to(tl.int64) * T + t + i) * H + h
                     tl.store(d_strength + at, -tl.sum(direction * d_lookup, 1), mask=t + i < T)
 
+            # The outgoing state's part of dX_j, and ⟨S, dS'⟩ for the state's own decay.
+            outgoing = tl.zeros((C, BK), tl.float32)
+            touched = tl.zeros((BK,), tl.float32)
+            for v in range(0, V, BV):
+                d_state = d_states.load([matrix + v, k])
+                outgoing = tl.dot(load_rows(values, b, t, value + v, C, BV), d_state, outgoing, input_precision=PRECISION)
+                if back == 0:
+                    touched += tl.sum(states.load([matrix + v, k]).to(tl.float32) * d_state.to(tl.float32), 0)
+            last = tl.load(own + (C - 1) * K)
+            G = tl.load(own[None, :] + i[:, None] * K)
+            outgoing *= tl.exp2((last[None, :] - G).to(tl.float32)) * final[:, None]
+            dx += outgoing
+            tail = key * outgoing
+
             # dg_t collects dG of the rows from t on, dE of those after t, tails of those before t, and the state's own decay.
             dg = tl.cumsum(rows + earlier, 0, reverse=True) - earlier + tl.cumsum(tail, 0) - tail
             to = d_log_decay + ((b.to(tl.int64) * T + t + i) * H + h)[:, None] * K + channels[None, :]
             inside = (t + i < T)[:, None]
             if back == 0:
-                touched = tl.zeros((BK,), tl.float32)
-                for v in range(0, V, BV):
-                    product = states.load([matrix + v, k]).to(tl.float32) * d_states.load([matrix + v, k]).to(tl.float32)
-                    touched += tl.sum(product, 0)
                 if ENDS:
                     place = ends + bh.to(tl.int64) * K + channels
                     touched = tl.where(n == 0, tl.load(place), touched)
