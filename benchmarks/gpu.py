@@ -24,6 +24,7 @@ from rich.table import Table
 
 import accuracy
 import speed
+import speed_channels
 from prism.engine.kernels.available import INTERPRETED
 from prism.engine.kernels.configurations import MEASURED, architecture
 from prism.reports.results import write_results
@@ -105,6 +106,9 @@ def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
             floors = (speed.floor(shape, writes, have, False), speed.floor(shape, writes, have, True))
             one(shape, f"PRISM L={writes}", speed.ours(shape, writes), floors)
         one(shape, "softmax attention (SDPA)", speed.attention(shape), None)
+    for shape in speed_channels.SHAPES:
+        for rule in speed_channels.RULES:
+            one(shape, rule, speed_channels.ours(shape, rule), None)
     if peers:  # every new width is autotuned, for minutes
         for shape in speed.SHAPES:
             one(shape, "fla Gated DeltaNet", speed.flash_linear_attention(shape, "gated_delta", 1), None)
@@ -113,6 +117,9 @@ def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
             for shape in shapes:
                 times = speed.flash_linear_attention(shape, "delta_product", n)
                 one(shape, f"fla Gated DeltaProduct n={n}", times, None)
+        for shape in speed_channels.SHAPES:
+            for rule in speed_channels.RULES:
+                one(shape, f"fla {rule}", speed_channels.flash_linear_attention(shape, rule), None)
         for shape in wide[:1]:
             one(shape, "PRISM L=2 through fla's Comba", speed.flash_linear_attention(shape, "comba", 2), None)
     Console().print(table)
