@@ -92,7 +92,7 @@ def memory() -> None:
         how = MEASURED.get((K, V, J, "sm90")) or default(K, V, dtype)
         with forced(replace(how, segments=segments)):
             decay = leaf(B, T, H, dtype=single) if gates else None
-            forward_and_backward(chunks.memory(*tokens, decay, own, strength, numbers, state, 0, True)[:2])
+            forward_and_backward(chunks.memory(*tokens, decay, own, strength, numbers, state, True)[:2])
 
     one(128, 128, 2)
     one(64, 64, 1, segments=3)

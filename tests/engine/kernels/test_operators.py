@@ -249,9 +249,9 @@ def test_torch_compile_without_graph_breaks() -> None:
 def test_fake_tensors_have_the_real_shapes() -> None:
     x = leaves(40, dtype=torch.float32)
     tensors = (x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], None, None)
-    real = memory.memory(*tensors, 0, True)
+    real = memory.memory(*tensors, True)
     with torch._subclasses.FakeTensorMode() as mode:
-        fake = memory.memory(*[None if z is None else mode.from_tensor(z) for z in tensors], 0, True)
+        fake = memory.memory(*[None if z is None else mode.from_tensor(z) for z in tensors], True)
     assert [(z.shape, z.dtype) for z in fake] == [(z.shape, z.dtype) for z in real]
 
 

@@ -3,32 +3,77 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from prism.engine.kernels.channel_configurations import ChannelConfiguration
+from prism.engine.kernels.channel_configurations import ChannelConfiguration, channel_configuration
 from prism.engine.kernels.channel_prepare import channel_prepare_kernel
 from prism.engine.kernels.channel_scan import channel_backward_scan_kernel, channel_forward_scan_kernel
 from prism.engine.kernels.channel_tokens import channel_tokens_kernel
-from prism.engine.kernels.launch import ChunkTables, KernelInputs, Launch, TokenGradients
+from prism.engine.kernels.configurations import Tiling
 from prism.engine.kernels.runtime import Compiled, rows, tiles
 
 BEFORE, UNDECAYED = 1, 2
-"""Bits of an operator's `reads`: q reads before the token's decay and writes; the erase reads the undecayed state."""
+"""Flags: q reads the state before the token's decay and writes; the erase reads the undecayed state."""
 
 
-class ChannelLaunch(Launch):
-    """The passes of `Launch` for a decay per key channel. Scans and parallel passes share one chunk size."""
+class ChannelInputs(NamedTuple):
+    """Inputs of the channel kernels: J columns per token, contiguous, one dtype; gates in float32.
 
-    channels: ChannelConfiguration
+    An erase looks up `erase_key` (None: the key of column 0) and feeds column 0 with `strength` (None: 1).
+    K and V are powers of two ≥ 16. Head h reads group h // (H // G) of q, x and `erase_key`.
+    """
 
-    def __init__(self, u: KernelInputs, reads: int) -> None:
-        self.u = u
-        self.configuration = self.channels = u.configuration
+    q: Tensor  # [B, T, G, K]
+    x: Tensor  # [B, T, G, J, K]
+    w: Tensor  # [B, T, H, J, V]
+    log_decay: Tensor  # [B, T, H, K]
+    erase_key: Tensor | None  # [B, T, G, K]
+    strength: Tensor | None  # [B, T, H]
+    documents: Tensor | None  # [B, T] int32, numbered from 0 (the incoming state's document)
+
+    @property
+    def erases(self) -> bool:
+        return self.strength is not None or self.erase_key is not None
+
+    @property
+    def configuration(self) -> ChannelConfiguration:
+        return channel_configuration(self.q.shape[3], self.w.shape[4], self.w.shape[3], self.w.dtype, self.w.device)
+
+
+class ChannelTables(NamedTuple):
+    """Results of the prepare kernel, which depend on the inputs only. `padded` is T rounded up to whole chunks of C."""
+
+    cumulated: Tensor  # G in base 2, [B, H, padded, K]
+    asked: Tensor  # q̃, [B, H, chunks, C, K]
+    lookups: Tensor | None  # b̃, [B, H, chunks, C, K]
+    keys: Tensor  # x̃, [B, H, chunks, J, C, K]
+    carried: Tensor  # e^{G_C}, [B, H, chunks, K]
+    grams: Tensor  # N_j, then -β ⊙ M_j, [B, H, chunks, J or 2J, C, C]
+    inverse: Tensor | None  # T⁻¹, [B, H, chunks, C, C]
+    maps: Tensor | None = None  # the matrix by which each segment multiplies its incoming state, [segments, B, H, K, K]
+
+
+class ChannelGradients(NamedTuple):
+    """Results of the backward pass over the tokens."""
+
+    d_q: Tensor
+    d_x: Tensor
+    d_log_decay: Tensor
+    d_erase_key: Tensor | None
+    d_strength: Tensor | None
+
+
+class ChannelLaunch:
+    """The arguments that the kernels share, and one method per pass, as in `launch.py`. `heads` is B · H."""
+
+    def __init__(self, u: ChannelInputs, reads: int) -> None:
+        self.u, self.configuration = u, u.configuration
         self.B, self.T, self.G, self.K = u.q.shape
         self.H, self.J, self.V = u.w.shape[2:]
-        self.step = self.chunk = self.channels.chunk
+        self.chunk = self.configuration.chunk
         self.chunks = -(-self.T // self.chunk)
         self.padded = self.chunks * self.chunk
         self.heads = self.B * self.H
@@ -41,25 +86,34 @@ class ChannelLaunch(Launch):
             bool(reads & BEFORE),
             bool(reads & UNDECAYED),
         )
-        self.compiled = compiled(
-            self.K, self.V, self.J, self.H // self.G, u.w.dtype, u.w.device, *options, self.channels
-        )
+        sizes = (self.K, self.V, self.J, self.H // self.G)
+        self.compiled = compiled(*sizes, u.w.dtype, u.w.device, *options, self.configuration)
 
-    def prepare(self) -> ChunkTables:
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.u.w.new_empty(shape, dtype=dtype)
+
+    def start(self, kernel: Any, tiling: Tiling, count: int, *arguments: Any, **constants: Any) -> None:
+        """Start `count` program instances; `constants` are those that a kernel does not share with the others."""
+        self.compiled.program(kernel, tiling, constants).start(count, *arguments)
+
+    def per_segment(self, segments: int) -> int:
+        """Chunks per segment."""
+        return -(-self.chunks // segments)
+
+    def prepare(self) -> ChannelTables:
         """What depends on the inputs only, for all chunks in parallel."""
         u, C, K, N = self.u, self.chunk, self.K, self.chunks
-        tiling = self.channels.prepare
+        tiling = self.configuration.prepare
         B, H, block = self.B, self.H, min(tiling.block, self.K)
         exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
-        tables = ChunkTables(
+        tables = ChannelTables(
             cumulated=self.empty(B, H, self.padded, K, dtype=exact),
-            strengths=None,
-            grams=self.empty(B, H, N, 2 * self.J if u.erases else self.J, C, C),
-            inverse=self.empty(B, H, N, C, C) if u.erases else None,
             asked=self.empty(B, H, N, C, K),
             lookups=self.empty(B, H, N, C, K) if u.erases else None,
             keys=self.empty(B, H, N, self.J, C, K),
             carried=self.empty(B, H, N, K, dtype=torch.float32),
+            grams=self.empty(B, H, N, 2 * self.J if u.erases else self.J, C, C),
+            inverse=self.empty(B, H, N, C, C) if u.erases else None,
         )
         self.start(
             channel_prepare_kernel, tiling, self.heads * N,
@@ -72,7 +126,7 @@ class ChannelLaunch(Launch):
 
     def forward_scan(
         self,
-        tables: ChunkTables,
+        tables: ChannelTables,
         initial: Tensor | None,
         segments: int,
         *,
@@ -81,8 +135,8 @@ class ChannelLaunch(Launch):
         fed: Tensor | None = None,
         as_map: bool = False,
     ) -> Tensor:
-        """As in `Launch`."""
-        tiling, C, K = self.channels.forward_scan, self.chunk, self.K
+        """The state after each segment, `[segments, B, H, K, V]`, or its map `[…, K, K]`. Writes o, states and fed."""
+        tiling, C, K = self.configuration.forward_scan, self.chunk, self.K
         V = K if as_map else self.V
         block = min(tiling.block, V)
         final = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
@@ -98,15 +152,15 @@ class ChannelLaunch(Launch):
 
     def backward_scan(
         self,
-        tables: ChunkTables,
+        tables: ChannelTables,
         d_o: Tensor,
         d_final: Tensor | None,
         segments: int,
         d_states: Tensor | None = None,
         d_w: Tensor | None = None,
     ) -> Tensor:
-        """As in `Launch`, but writes all columns of d_w."""
-        tiling, C, K, V = self.channels.backward_scan, self.chunk, self.K, self.V
+        """The gradient of the state before each segment. Writes d_states and d_w."""
+        tiling, C, K, V = self.configuration.backward_scan, self.chunk, self.K, self.V
         block = min(tiling.block, V)
         d_initial = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
         self.start(
@@ -121,7 +175,7 @@ class ChannelLaunch(Launch):
 
     def token_gradients(
         self,
-        tables: ChunkTables,
+        tables: ChannelTables,
         states: Tensor,
         fed: Tensor | None,
         d_o: Tensor,
@@ -129,12 +183,11 @@ class ChannelLaunch(Launch):
         d_w: Tensor,
         state: Tensor | None,
         d_final: Tensor | None,
-    ) -> TokenGradients:
+    ) -> ChannelGradients:
         """The gradients that are parallel over chunks."""
-        u, tiling, C, V = self.u, self.channels.tokens, self.chunk, self.V
-        BK, BV = min(self.channels.key_block, self.K), min(tiling.block, V)
+        u, tiling, C, V = self.u, self.configuration.tokens, self.chunk, self.V
+        BK, BV = min(self.configuration.key_block, self.K), min(tiling.block, V)
         blocks = self.K // BK
-        assert u.log_decay is not None
         d_q, d_x, d_log_decay = torch.empty_like(u.q), torch.empty_like(u.x), torch.empty_like(u.log_decay)
         d_erase_key = None if u.erase_key is None else torch.empty_like(u.erase_key)
         d_strength = None
@@ -150,7 +203,7 @@ class ChannelLaunch(Launch):
         )  # fmt: skip
         if d_strength is not None:
             d_strength = d_strength[0] if len(d_strength) == 1 else d_strength.sum(0)
-        return TokenGradients(d_q, d_x, d_erase_key, d_strength, d_log_decay)
+        return ChannelGradients(d_q, d_x, d_log_decay, d_erase_key, d_strength)
 
     def _ends(
         self, states: Tensor, d_states: Tensor, state: Tensor | None, d_final: Tensor | None

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from prism.engine.kernels.backward_scan import backward_decay_kernel, backward_scan_kernel
 from prism.engine.kernels.backward_tokens import backward_queries_kernel, backward_writes_kernel
-from prism.engine.kernels.channel_configurations import channel_configuration
 from prism.engine.kernels.configurations import Configuration, Tiling, configuration
 from prism.engine.kernels.forward import forward_scan_kernel, prepare_kernel
 from prism.engine.kernels.runtime import compiled, rows, tiles
@@ -19,13 +18,13 @@ class KernelInputs(NamedTuple):
     """Inputs of the chunk kernels: J columns per token, contiguous, one dtype; gates in float32.
 
     An erase looks up `erase_key` (None: the key of column 0) and feeds column 0 with `strength` (None: 1).
-    K and V are powers of two ≥ 16. With a decay per channel, q, x and `erase_key` may have fewer heads, a divisor of H.
+    K and V are powers of two ≥ 16.
     """
 
     q: Tensor  # [B, T, H, K]
     x: Tensor  # [B, T, H, J, K]
     w: Tensor  # [B, T, H, J, V]
-    log_decay: Tensor | None  # [B, T, H], or [B, T, H, K]: a decay per channel, which channel_launch.py runs
+    log_decay: Tensor | None  # [B, T, H]
     erase_key: Tensor | None  # [B, T, H, K]
     strength: Tensor | None  # [B, T, H]
     documents: Tensor | None  # [B, T] int32, numbered from 0 (the incoming state's document)
@@ -35,30 +34,17 @@ class KernelInputs(NamedTuple):
         return self.strength is not None or self.erase_key is not None
 
     @property
-    def per_channel(self) -> bool:
-        return self.log_decay is not None and self.log_decay.ndim == 4
-
-    @property
-    def configuration(self) -> Any:
-        """A `Configuration`, or a `ChannelConfiguration` if the decay is per channel."""
-        choose = channel_configuration if self.per_channel else configuration
-        return choose(self.q.shape[3], self.w.shape[4], self.w.shape[3], self.w.dtype, self.w.device)
+    def configuration(self) -> Configuration:
+        return configuration(self.q.shape[3], self.w.shape[4], self.w.shape[3], self.w.dtype, self.w.device)
 
 
 class ChunkTables(NamedTuple):
-    """Results of the prepare kernel, which depend on the inputs only. `padded` is T rounded up to whole chunks.
+    """Results of the prepare kernel, which depend on the inputs only. `padded` is T rounded up to whole chunks."""
 
-    `asked` to `carried` are those of a decay per channel (channel_prepare.py); its grams are not transposed.
-    """
-
-    cumulated: Tensor | None  # G, [B, H, padded]; per channel [B, H, padded, K]
+    cumulated: Tensor | None  # G, [B, H, padded]
     strengths: Tensor | None  # β, [B, H, padded]
     grams: Tensor  # [B, H, padded / step, J or 2J, step, step]
     inverse: Tensor | None  # T⁻¹, [B, H, padded / step, step, step]
-    asked: Tensor | None = None  # q̃, [B, H, chunks, C, K]
-    lookups: Tensor | None = None  # b̃, [B, H, chunks, C, K]
-    keys: Tensor | None = None  # x̃, [B, H, chunks, J, C, K]
-    carried: Tensor | None = None  # e^{G_C}, [B, H, chunks, K]
     maps: Tensor | None = None  # the matrix by which each segment multiplies its incoming state, [segments, B, H, K, K]
 
 
@@ -109,8 +95,6 @@ class Launch:
 
     A step is the chunk of the scans, a chunk that of the parallel passes (`Configuration`). `heads` is B · H.
     """
-
-    configuration: Any
 
     def __init__(self, u: KernelInputs) -> None:
         self.u = u

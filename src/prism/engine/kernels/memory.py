@@ -1,8 +1,7 @@
 """Register the chunk memory as the torch operator `prism::memory`, and run its kernels in order.
 
 Operators take and return flat tensors, in one order: `KernelInputs`, then the state, then `Saved`. A tensor that an operator
-does not need is None as an input and empty as an output. `reads` are flags that only a decay per channel has
-(channel_launch.py), and `save` says whether a backward will follow.
+does not need is None as an input and empty as an output. `save` says whether a backward will follow.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard
-from prism.engine.kernels.channel_launch import ChannelLaunch
 from prism.engine.kernels.launch import ChunkTables, KernelInputs, Launch
 from prism.engine.kernels.runtime import (
     Operator,
@@ -28,7 +26,7 @@ from prism.engine.kernels.segments import incoming, outgoing, segment_count, seg
 
 
 class Saved(NamedTuple):
-    """Tensors that the forward saves for the backward, empty where not needed (`ChunkTables` describes the last eight)."""
+    """Tensors that the forward saves for the backward, empty where not needed (`ChunkTables` describes the last four)."""
 
     states: Tensor  # before each chunk, [B, H, chunks, V, K]
     fed: Tensor  # Y_0, [B, T, H, V]
@@ -36,23 +34,14 @@ class Saved(NamedTuple):
     strengths: Tensor
     grams: Tensor
     inverse: Tensor
-    asked: Tensor
-    lookups: Tensor
-    keys: Tensor
-    carried: Tensor
-
-
-def launch(u: KernelInputs, reads: int) -> Launch:
-    """The passes of a decay per head, or per channel."""
-    return ChannelLaunch(u, reads) if u.per_channel else Launch(u)
 
 
 def forward(
-    u: KernelInputs, state: Tensor | None, reads: int, save: bool
+    u: KernelInputs, state: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, ChunkTables]:
     """The outputs, the final state, and for the backward: the state before each chunk, Y_0 and the chunk tables."""
-    run = launch(u, reads)
-    run.compiled.compile(lambda: _rehearse(u, state, reads, save, segment_counts(run)), save, state is not None)
+    run = Launch(u)
+    run.compiled.compile(lambda: _rehearse(u, state, save, segment_counts(run)), save, state is not None)
     return _forward(run, state, save, segment_count(run))
 
 
@@ -77,10 +66,9 @@ def backward(
     fed: Tensor | None,
     d_o: Tensor,
     d_final: Tensor | None,
-    reads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """The gradients of q, x, w, log_decay, erase_key, strength and the state."""
-    run = launch(u, reads)
+    run = Launch(u)
     return _backward(run, tables, state, states, fed, d_o, d_final, segment_count(run))
 
 
@@ -103,21 +91,14 @@ def _backward(
     return d_q, d_x, d_w, d_log_decay, d_erase_key, d_strength, d_initial
 
 
-def _rehearse(
-    u: KernelInputs, state: Tensor | None, reads: int, save: bool, numbers_of_segments: tuple[int, ...]
-) -> None:
+def _rehearse(u: KernelInputs, state: Tensor | None, save: bool, numbers_of_segments: tuple[int, ...]) -> None:
     """Start every kernel that a call with these arguments may start at any length, on one token of one head.
 
     For compiling ahead: lengths and heads are not compiled in.
     """
-    shared = u.w.shape[2] // u.q.shape[2]  # as many heads as read one query
-    small = {"q": 1, "x": 1, "erase_key": 1}
-    one: list[Any] = [
-        None if z is None else z.new_empty([1, 1, small.get(name, shared), *z.shape[3:]][: z.ndim])
-        for name, z in u._asdict().items()
-    ]
-    run = launch(KernelInputs(*one), reads)
-    entering = None if state is None else state[:1, :shared]
+    one: list[Any] = [None if z is None else z.new_empty([1] * min(z.ndim, 3) + [*z.shape[3:]]) for z in u]
+    run = Launch(KernelInputs(*one))
+    entering = None if state is None else state[:1, :1]
     for segments in numbers_of_segments:
         o, final, states, fed, tables = _forward(run, entering, save, segments)
         if states is not None:
@@ -130,7 +111,7 @@ _INPUT_SCHEMA = f"{schema_of(KernelInputs)}, Tensor? state"
 
 
 def _memory(*inputs: Any) -> tuple[Tensor, ...]:
-    """`KernelInputs`, the state, `reads` and `save` → o `[B, T, H, V]`, the final state `[B, H, K, V]`, and `Saved`."""
+    """`KernelInputs`, the state and `save` → o `[B, T, H, V]`, the final state `[B, H, K, V]`, and `Saved`."""
     return _memory_and_maps(*inputs)[0]
 
 
@@ -140,20 +121,19 @@ def _memory_and_maps(*inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | N
     The registered operator cannot return the maps: their number depends on the device and the amount of work, which compiled
     code must not depend on. Its backward computes them again.
     """
-    *given, state, reads, save = inputs
+    *given, state, save = inputs
     u = KernelInputs(*all_contiguous_aligned(*given))
     with device_guard(u.w):
-        o, final, states, fed, tables = forward(u, contiguous_aligned(state), reads, save)
-    saved = (states, fed, *tables[:-1]) if save else (None,) * len(Saved._fields)
+        o, final, states, fed, tables = forward(u, contiguous_aligned(state), save)
+    saved = (states, fed, *tables[:4]) if save else (None,) * len(Saved._fields)
     return (o, final, *all_present(saved, u.w)), (tables.maps,)
 
 
 def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
-    *given, _, _, save = inputs
+    *given, _, save = inputs
     u = KernelInputs(*given)
-    (B, T, H, J, V), K = u.w.shape, u.q.shape[3]
-    chunk, channels = u.configuration.chunk, u.per_channel
-    step = chunk if channels else u.configuration.step
+    (B, T, H, K), (J, V) = u.q.shape, u.w.shape[3:]
+    step, chunk = u.configuration.step, u.configuration.chunk
     N = (T + chunk - 1) // chunk
     steps = N * (chunk // step)
     exact = torch.float64 if u.w.dtype == torch.float32 else torch.float32
@@ -164,41 +144,43 @@ def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
     saved = Saved(
         states=allocated(True, B, H, N, V, K),
         fed=allocated(u.erases, B, T, H, V),
-        cumulated=allocated(u.log_decay is not None, B, H, N * chunk, *[K] * channels, dtype=exact),
-        strengths=allocated(u.strength is not None and not channels, B, H, N * chunk, dtype=torch.float32),
+        cumulated=allocated(u.log_decay is not None, B, H, N * chunk, dtype=exact),
+        strengths=allocated(u.strength is not None, B, H, N * chunk, dtype=torch.float32),
         grams=allocated(True, B, H, steps, 2 * J if u.erases else J, step, step),
         inverse=allocated(u.erases, B, H, steps, step, step),
-        asked=allocated(channels, B, H, N, chunk, K),
-        lookups=allocated(channels and u.erases, B, H, N, chunk, K),
-        keys=allocated(channels, B, H, N, J, chunk, K),
-        carried=allocated(channels, B, H, N, K, dtype=torch.float32),
     )
     return u.w.new_empty(B, T, H, V), u.w.new_empty(B, H, K, V, dtype=torch.float32), *saved
 
 
-def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) -> tuple[Tensor, ...]:
     """The gradients of `KernelInputs` without the documents, and of the state."""
-    *rest, reads = rest
     u = KernelInputs(*all_contiguous_aligned(*rest[:INPUT_COUNT]))
     with device_guard(u.w):
         # Saved tensors too: a saved-tensor hook may return them with other strides.
         d_o, d_final, state, *kept, maps = all_contiguous_aligned(d_o, d_final, *rest[INPUT_COUNT:])
-        states, fed, *tables = [z if z.numel() else None for z in kept]
-        grads = backward(u, ChunkTables(*tables, maps), state, states, fed, d_o, d_final, reads)
+        saved = Saved(*kept)
+        tables = ChunkTables(
+            None if u.log_decay is None else saved.cumulated,
+            None if u.strength is None else saved.strengths,
+            saved.grams,
+            saved.inverse if u.erases else None,
+            maps,
+        )
+        grads = backward(u, tables, state, saved.states, saved.fed if u.erases else None, d_o, d_final)
     return all_present(grads, u.w)
 
 
 def _memory_backward_shapes(d_o: Tensor, d_final: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     u = KernelInputs(*rest[:INPUT_COUNT])
-    B, _, H, _, V = u.w.shape
-    d_state = u.w.new_empty(B, H, u.q.shape[3], V, dtype=torch.float32)
+    B, _, H, K = u.q.shape
+    d_state = u.w.new_empty(B, H, K, u.w.shape[4], dtype=torch.float32)
     return *(gradient_like(z, u.w) for z in u[:-1]), d_state
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], maps: Tensor | None = None) -> None:
-    *given, reads, save = inputs
+    *given, save = inputs
     ctx.save_for_backward(*given, *output[2:], maps)
-    ctx.has_state, ctx.reads, ctx.saved_states = given[-1] is not None, reads, save
+    ctx.has_state, ctx.saved_states = given[-1] is not None, save
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
 
@@ -211,17 +193,17 @@ def _differentiate(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Non
     kept = ctx.saved_tensors  # gradient checkpointing allows one read
     if d_o is None:
         if d_final is None:
-            return (None,) * (INPUT_COUNT + 3)
+            return (None,) * (INPUT_COUNT + 2)
         d_o = torch.zeros_like(KernelInputs(*kept[:INPUT_COUNT]).w[..., 0, :])
-    *grads, d_state = memory_backward(d_o, d_final, *kept, ctx.reads)
-    return *only_given(kept[: INPUT_COUNT - 1], grads), None, d_state if ctx.has_state else None, None, None
+    *grads, d_state = memory_backward(d_o, d_final, *kept)
+    return *only_given(kept[: INPUT_COUNT - 1], grads), None, d_state if ctx.has_state else None, None
 
 
 memory_backward = Operator(
     "prism::memory_backward",
     _memory_backward,
     _memory_backward_shapes,
-    schema=f"(Tensor d_o, Tensor? d_final, {_INPUT_SCHEMA}, {schema_of(Saved)}, Tensor? maps, int reads) "
+    schema=f"(Tensor d_o, Tensor? d_final, {_INPUT_SCHEMA}, {schema_of(Saved)}, Tensor? maps) "
     f"-> ({', '.join(['Tensor'] * INPUT_COUNT)})",
 )
 memory = Operator(
@@ -231,5 +213,5 @@ memory = Operator(
     _setup_context,
     _differentiate,
     run_for_gradient=_memory_and_maps,
-    schema=f"({_INPUT_SCHEMA}, int reads, bool save) -> (Tensor, Tensor, {', '.join(['Tensor'] * len(Saved._fields))})",
+    schema=f"({_INPUT_SCHEMA}, bool save) -> (Tensor, Tensor, {', '.join(['Tensor'] * len(Saved._fields))})",
 )

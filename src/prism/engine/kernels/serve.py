@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prism.engine.kernels import available
 from prism.engine.kernels.available import device_refuses, tile_widths
+from prism.engine.kernels.channel_serve import by_channel, run_channels
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.linear.steps import at_substep
 from prism.engine.padding import real_resets, repeat_heads, repeat_mask, zero_padding
@@ -44,7 +45,7 @@ def step_refuses(u: Update) -> str | None:
 
 def chunks_refuse(u: Update) -> str | None:
     """Why the chunk kernels cannot serve an update, in one clause; None if they can."""
-    if u.writes > MOST_WRITES and not _by_channel(u):
+    if u.writes > MOST_WRITES and not by_channel(u):
         return f"serves up to {MOST_WRITES} writes per token, not {u.writes}"
     return _both_refuse(u)
 
@@ -62,25 +63,18 @@ def _both_refuse(u: Update) -> str | None:
     return None
 
 
-def _by_channel(u: Update) -> bool:
-    """Whether the kernels of a decay per key channel compute an update: those of a decay per head read the state only after
-    the decay and the writes of a token."""
-    return u.per_channel or u.read == "before" or (u.erases and u.erase_on == "undecayed")
-
-
 def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run the chunk kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`."""
+    if by_channel(u):
+        return run_channels(u, state, _erases_first(u))
     from prism.engine.kernels import memory
-    from prism.engine.kernels.channel_launch import BEFORE, UNDECAYED
 
     K, V, n = u.key_dim, u.value_dim, u.substeps
     columns = _kernel_inputs(u)
     keys, values = tile_widths(K, V, u.w.is_cuda)
     given = None if state is None else _pad(state.float(), keys - K, values - V)
-    before, undecayed = u.read == "before", u.erases and u.erase_on == "undecayed"
-    reads = before * BEFORE + undecayed * UNDECAYED
-    o, final, *_ = memory.memory(*columns, given, reads, wants_gradients(*columns, given))
-    return o[:, 0 if before else n - 1 :: n, :, :V], final[..., :K, :V]
+    o, final, *_ = memory.memory(*columns, given, wants_gradients(*columns, given))
+    return o[:, n - 1 :: n, :, :V], final[..., :K, :V]
 
 
 def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -99,18 +93,16 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _kernel_inputs(u: Update) -> tuple[Any, ...]:
-    """The fields of `launch.KernelInputs`: masked tokens set to zero, widths padded, heads repeated where the kernels need it."""
+    """The fields of `launch.KernelInputs`: masked tokens set to zero, heads repeated, widths padded."""
     n, H, dtype = u.substeps, u.heads, u.w.dtype
     per_row = repeat_mask(u.mask, n)
-    grouped = {z.shape[2] for z in (u.q, u.k, u.erase_key, u.erase_write) if z is not None}
-    G = grouped.pop() if _by_channel(u) and len(grouped) == 1 else H
 
-    def converted(z: Tensor | None, mask: Tensor | None, heads: int = G, dtype: torch.dtype = dtype) -> Any:
-        return None if z is None else repeat_heads(zero_padding(z.to(dtype), mask), heads)
+    def converted(z: Tensor | None, mask: Tensor | None, dtype: torch.dtype = dtype) -> Any:
+        return None if z is None else repeat_heads(zero_padding(z.to(dtype), mask), H)
 
-    q, g = converted(u.q, u.mask), converted(u.log_decay, u.mask, H, torch.float32)
-    x, w, b = converted(u.k, per_row), converted(u.w, per_row, H), None
-    strength = converted(u.erase_strength, per_row, H, torch.float32)
+    q, g = converted(u.q, u.mask), converted(u.log_decay, u.mask, torch.float32)
+    x, w, b = converted(u.k, per_row), converted(u.w, per_row), None
+    strength = converted(u.erase_strength, per_row, torch.float32)
     if u.erase_write_first:
         b = converted(u.erase_key, per_row)
     elif u.erases and not _erases_first(u):  # the erase gets a separate column, which writes nothing else
@@ -124,12 +116,8 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
     documents = None if reset is None else at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
     keys, values = tile_widths(u.key_dim, u.value_dim, u.w.is_cuda)
     keys, values = keys - u.key_dim, values - u.value_dim
-    if _by_channel(u):
-        if g is None:
-            g = q.new_zeros(*u.w.shape[:1], u.tokens, H, dtype=torch.float32)
-        g = _pad(g if u.per_channel else g.unsqueeze(-1).expand(*g.shape, u.key_dim), keys)
     return (
-        _pad(at_substep(q, n, 0 if u.read == "before" else n - 1), keys),
+        _pad(at_substep(q, n, n - 1), keys),
         _pad(x, keys),
         _pad(w, values),
         None if g is None else at_substep(g, n, 0),

@@ -1,0 +1,78 @@
+"""Serve an `Update` with the kernels of a decay per key channel.
+
+They also serve what the kernels of a decay per head do not: reading before a token's writes, and erasing the undecayed state.
+A decay per head, or none, is then given to every channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prism.engine.kernels.available import tile_widths
+from prism.engine.linear.steps import at_substep
+from prism.engine.padding import real_resets, repeat_heads, repeat_mask, zero_padding
+from prism.engine.update import Update, wants_gradients
+
+
+def by_channel(u: Update) -> bool:
+    """Whether the channel kernels compute an update, and not those of a decay per head."""
+    return u.per_channel or u.read == "before" or (u.erases and u.erase_on == "undecayed")
+
+
+def run_channels(u: Update, state: Tensor | None, along_first: bool) -> tuple[Tensor, Tensor]:
+    """Run the channel kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`. `along_first`: the erase goes
+    along the first key written."""
+    from prism.engine.kernels.channel_launch import BEFORE, UNDECAYED
+    from prism.engine.kernels.channel_memory import channel_memory
+
+    K, V, n, before = u.key_dim, u.value_dim, u.substeps, u.read == "before"
+    inputs = _inputs(u, along_first)
+    keys, values = tile_widths(K, V, u.w.is_cuda)
+    given = None if state is None else F.pad(state.float(), (0, values - V, 0, keys - K))
+    reads = before * BEFORE + (u.erases and u.erase_on == "undecayed") * UNDECAYED
+    o, final, *_ = channel_memory(*inputs, given, reads, wants_gradients(*inputs, given))
+    return o[:, 0 if before else n - 1 :: n, :, :V], final[..., :K, :V]
+
+
+def _inputs(u: Update, along_first: bool) -> tuple[Any, ...]:
+    """The fields of `channel_launch.ChannelInputs`: masked tokens set to zero, widths padded; heads repeated only if q, k and
+    the erase have different numbers of them. Sub-steps become tokens."""
+    n, H, before = u.substeps, u.heads, u.read == "before"
+    per_row = repeat_mask(u.mask, n)
+    counts = {z.shape[2] for z in (u.q, u.k, u.erase_key, u.erase_write) if z is not None}
+    G = counts.pop() if len(counts) == 1 else H
+
+    def converted(z: Tensor | None, mask: Tensor | None, heads: int = G, dtype: torch.dtype = u.w.dtype) -> Any:
+        return None if z is None else repeat_heads(zero_padding(z.to(dtype), mask), heads)
+
+    q, x, w = converted(u.q, u.mask), converted(u.k, per_row), converted(u.w, per_row, H)
+    g = converted(u.log_decay, u.mask, H, torch.float32)
+    if g is None:
+        g = q.new_zeros(u.batch, u.tokens, H, dtype=torch.float32)
+    if not u.per_channel:
+        g = g.unsqueeze(-1).expand(*g.shape, u.key_dim)
+    b, strength = converted(u.erase_key, per_row), converted(u.erase_strength, per_row, H, torch.float32)
+    if u.erases and not along_first and not u.erase_write_first:
+        # The erase gets a separate column, which writes nothing else.
+        a = b if u.erase_write is None else converted(u.erase_write, per_row)
+        x = torch.cat([a.unsqueeze(3), x], 3)
+        w = torch.cat([torch.zeros_like(w[..., :1, :]), w], 3)
+    if u.erase_write is None:  # what it looks up is then the key of column 0
+        b = None
+    reset = real_resets(u.reset, u.mask)
+    documents = None if reset is None else at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
+    keys, values = tile_widths(u.key_dim, u.value_dim, u.w.is_cuda)
+    keys, values = (0, keys - u.key_dim), (0, values - u.value_dim)
+    return (
+        F.pad(at_substep(q, n, 0 if before else n - 1), keys),
+        F.pad(x, keys),
+        F.pad(w, values),
+        F.pad(at_substep(g, n, 0), keys),
+        None if b is None else F.pad(b, keys),
+        strength,
+        documents,
+    )
