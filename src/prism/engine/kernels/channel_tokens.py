@@ -11,7 +11,7 @@ rows on the other side, gated from the middle, and then gated from the middle ag
 
 A gate multiplies rows of Q and B' by e^G and rows of X_j by e^-G, so dG = q ⊙ dq + b' ⊙ db' - Σ_j x_j ⊙ dx_j in every channel.
 Each h adds its own part, from the same rounded factors on both sides: a pair of rows then contributes equally to both, and
-cancels exactly in the sum over all gates that do not lie between the two. What has no gate (the diagonal) stays out.
+cancels exactly in the sum over all gates that do not lie between the two. Pairs without a gate between them stay out.
 
 No product's left factor is the transpose of another product's result: Triton 3.4 to 3.7.0 miscompiles that on Hopper.
 """
@@ -91,6 +91,15 @@ def looked_up(
         dx += same_token * asking
     d_seen = visible(d_seen, documents, b, t, T, C, DOCUMENTS).to(states.dtype)
     turned = visible(turned, documents, b, t, T, C, DOCUMENTS).to(states.dtype)
+    if EXCLUSIVE:  # the row before has no gate either
+        i = tl.arange(0, C)
+        lower, upper = i[:, None] == i[None, :] + 1, i[:, None] + 1 == i[None, :]
+        next_to = tl.where(lower, d_seen, tl.zeros_like(d_seen))
+        d_asking = tl.dot(next_to, key.to(states.dtype), d_asking, input_precision=PRECISION)
+        next_to = tl.where(upper, turned, tl.zeros_like(turned))
+        dx = tl.dot(next_to, asking.to(states.dtype), dx, input_precision=PRECISION)
+        d_seen = tl.where(lower, tl.zeros_like(d_seen), d_seen)
+        turned = tl.where(upper, tl.zeros_like(turned), turned)
     for l in tl.range(0, LEVELS, num_stages=1):  # unrolled, it would hold the gates of all levels in registers
         near = from_middle(G, own, l, C, K)
         gate = from_middle(E, own, l, C, K) if EXCLUSIVE else near
