@@ -54,4 +54,4 @@ def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> ChannelConfigur
     if key_dim > 128:  # registers and shared memory are scarce
         narrow = Tiling(min(value_dim, 32))
         return ChannelConfiguration(Tiling(keys), narrow, narrow, narrow, key_block=min(keys, 32))
-    return ChannelConfiguration(Tiling(keys), wide, wide, Tiling(min(value_dim, 64)), key_block=keys)
+    return ChannelConfiguration(Tiling(min(keys, 32), 2), wide, wide, Tiling(wide.block), key_block=keys)
