@@ -1,6 +1,6 @@
 """The kernels of a decay per key channel against the float64 recurrence, over drawn mixtures of their options.
 
-Shapes are tiny, because Triton's interpreter is slow; chunks have 16 tokens here, so a few dozen tokens are several chunks.
+Shapes are tiny, because Triton's interpreter is slow; chunks have 16 tokens here, so a few tokens are several chunks.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def errors(case: Channels, dtype: torch.dtype = torch.float32) -> dict[str, floa
 
 drawn = st.builds(
     Channels,
-    tokens=st.integers(1, 40),
+    tokens=st.integers(1, 20),
     writes=st.integers(1, 2),
     groups=st.integers(1, 2),
     erase=st.sampled_from(["none", "first", "own", "write", "write first"]),
@@ -123,10 +123,9 @@ drawn = st.builds(
 
 
 @given(case=drawn)
-@example(Channels(37, 2, 2, 1, "own", "undecayed", "before", 0.5, True))
-@example(Channels(37, 1, 4, 2, "write", "undecayed", "after", 60.0))
+@example(Channels(20, 2, 2, 1, "own", "undecayed", "before", 0.5, True))
+@example(Channels(33, 1, 1, 1, "write", "undecayed", "after", 60.0))
 @example(Channels(1, read="before", initial=False))
-@example(Channels(33, 3, erase="first"))
 @examples(5)
 def test_everything_agrees_with_the_recurrence(case: Channels) -> None:
     if case.substeps == 2:
@@ -138,7 +137,7 @@ def test_everything_agrees_with_the_recurrence(case: Channels) -> None:
 @pytest.mark.parametrize("erase", ["first", "write", "none"])
 def test_half_precision_errs_by_a_few_roundings(erase: str) -> None:
     """2^-11 is one. `benchmarks/accuracy.py` compares with torch, in longer sequences."""
-    found = errors(Channels(40, erase=erase, erase_on="undecayed" if erase == "write" else "decayed"), torch.float16)
+    found = errors(Channels(20, erase=erase, erase_on="undecayed" if erase == "write" else "decayed"), torch.float16)
     assert max(found.values()) <= 3 * 2**-11, found
 
 
