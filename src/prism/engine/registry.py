@@ -109,7 +109,11 @@ register(
 register(
     slots.Slots,
     Engine(
-        paths={("recurrent", "torch"): Path(slots.recurrent), ("chunkwise", "torch"): Path(slots.chunkwise)},
+        paths={
+            ("recurrent", "torch"): Path(slots.recurrent),
+            ("chunkwise", "triton"): Path(slots.chunkwise_by_kernel, slots.kernel_refuses, slots.on_gpu),
+            ("chunkwise", "torch"): Path(slots.chunkwise),
+        },
         choose=_recurrent_or("chunkwise"),
         check_state=slots.check_state,
     ),

@@ -106,6 +106,38 @@ def memory() -> None:
     decode.step(*token, None, None, None, None, gate[..., 0] > 1, gate[..., 0] > 1, None, 1)
 
 
+def channels() -> None:
+    """The chunk kernels of a decay per key channel."""
+    from prism.engine.kernels.channel_configurations import MEASURED, default
+    from prism.engine.kernels.channel_memory import channel_memory
+    from prism.engine.kernels.configurations import forced
+
+    T, single = 40, torch.float32
+
+    def one(
+        K: int,
+        J: int,
+        erase: str = "first",
+        G: int = 2,
+        reads: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        segments: int = 1,
+    ) -> None:
+        own = leaf(1, T, G, K, dtype=dtype) if erase == "own" else None
+        strength = leaf(1, T, 2, dtype=single) if erase == "first" else None
+        tokens = leaf(1, T, G, K, dtype=dtype), leaf(1, T, G, J, K, dtype=dtype), leaf(1, T, 2, J, K, dtype=dtype)
+        numbers = torch.zeros(1, T, dtype=torch.int32) if G == 1 else None
+        how = MEASURED.get((K, K, J, "sm90")) or default(K, K, dtype)
+        with forced(replace(how, segments=segments)):
+            decay = leaf(1, T, 2, K, dtype=single)
+            forward_and_backward(channel_memory(*tokens, decay, own, strength, numbers, None, reads, True)[:2])
+
+    one(128, 1)
+    one(64, 2, "own", 1, 3, segments=2)
+    one(64, 1, "none", dtype=torch.float16)
+    one(32, 1, dtype=single)
+
+
 def around_the_memory() -> None:
     """The kernels of `prism.engine.fused`."""
     from prism.engine.kernels.columns import columns
@@ -142,7 +174,7 @@ def networks() -> None:
     forward_and_backward(serial_mlp(*tokens, rate, *weights, None, None, None, None, True)[:3])
 
 
-GROUPS = {"memory": memory, "around": around_the_memory, "networks": networks}
+GROUPS = {"memory": memory, "channels": channels, "around": around_the_memory, "networks": networks}
 
 if __name__ == "__main__":
     compile_only()

@@ -20,6 +20,7 @@ from prism.engine import memory
 from prism.engine.dispatch import engine_of, path_taken
 from prism.engine.kernels.channel_configurations import ChannelConfiguration, default
 from prism.engine.kernels.configurations import Tiling, forced
+from prism.engine.memories.slots import Slots
 from prism.rules.parts import l2_normalize
 from prism.rules.rule import Span
 from tests.engine.kernels.problems import SMALLEST
@@ -165,7 +166,7 @@ def test_wide_memories_have_a_configuration() -> None:
         assert 256 % chosen.key_block == 0 and 256 % chosen.prepare.block == 0 and 512 % chosen.tokens.block == 0
 
 
-@pytest.mark.parametrize("name", ["kda", "gla", "rwkv6", "rwkv7", "hgrn2"])
+@pytest.mark.parametrize("name", ["kda", "gla", "rwkv6", "rwkv7", "hgrn2", "gsa"])
 def test_rules_with_a_decay_per_channel_run_on_these_kernels(name: str) -> None:
     with torch.no_grad():
         rule = rules.get(name).build(32, 2)
@@ -173,3 +174,19 @@ def test_rules_with_a_decay_per_channel_run_on_these_kernels(name: str) -> None:
     while hasattr(update, "update"):  # an update that only wraps another
         update = update.update
     assert path_taken(engine_of(type(update)), update, "chunkwise", "triton") == ("chunkwise", "triton")
+
+
+def test_slots_read_their_values_through_these_kernels() -> None:
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    q, k, v, write = (torch.randn(1, 18, 1, 16, generator=draw) for _ in range(4))
+    decay = -torch.rand(1, 18, 1, 16, generator=draw)
+
+    def results(dtype: torch.dtype, form: str, backend: str) -> list[Tensor]:
+        leaves = [z.to(dtype).requires_grad_() for z in (q, k, v, write.sigmoid(), decay)]
+        o, state = memory(Slots(*leaves), None, form, backend)
+        grads = torch.autograd.grad(o.square().sum() + state["values"].sum(), leaves)
+        return [z.detach().double() for z in (o, state["keys"], state["values"], *grads)]
+
+    exact = results(torch.float64, "recurrent", "torch")
+    for got, wanted in zip(results(torch.float32, "chunkwise", "triton"), exact, strict=True):
+        assert (got - wanted).norm() <= 2e-6 * wanted.norm()

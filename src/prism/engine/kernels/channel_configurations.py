@@ -47,9 +47,7 @@ def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> ChannelConfigur
     """A configuration small enough to compile and run for any sizes."""
     if dtype == torch.float32:  # no tensor cores: only small unrolled products compile
         small = Tiling(min(value_dim, 16))
-        return ChannelConfiguration(
-            Tiling(min(key_dim, 32)), small, small, small, chunk=16, key_block=min(key_dim, 32)
-        )
+        return ChannelConfiguration(Tiling(min(key_dim, 32)), small, small, small, chunk=16, key_block=min(key_dim, 32))
     wide, keys = Tiling(min(value_dim, 64), stages=2), min(key_dim, 64)
     if key_dim > 128:  # registers and shared memory are scarce
         narrow = Tiling(min(value_dim, 32))
