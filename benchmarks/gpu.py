@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import accuracy
+import accuracy_channels
 import speed
 import speed_channels
 from prism.engine.kernels.available import INTERPRETED
@@ -69,13 +70,24 @@ def check_all(device: str, tiny: bool, keep: Keep, part: int, parts: int) -> Non
     for dtype in (torch.float32,) if tiny else (torch.bfloat16, torch.float32) if part == 0 else ():
         for result in accuracy.around_the_memory(device, dtype):
             note(result, "", "", "", result["case"]["dtype"], result["case"]["what"])
+
+    def one_by_channel(case: accuracy_channels.ChannelCase, **options: Any) -> None:
+        result = accuracy_channels.check(case, device, **options)
+        torch.cuda.empty_cache()
+        width = f"{case.key_dim} × {case.value_dim}"
+        note(result, str(case.tokens), str(case.writes), width, case.dtype, f"per channel, {case.what}")
+
     if tiny:
+        one_by_channel(accuracy_channels.ChannelCase(20, key_dim=16, value_dim=16, dtype="float16", heads=1, groups=1))
         one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1))
         one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1, packed=True))
     else:
         for case in accuracy.cases():
             if mine(case.key_dim, case.value_dim, case.writes, case.dtype):
                 one(case)
+        for each in accuracy_channels.cases():
+            if mine("channels", each.key_dim, each.value_dim, each.writes, each.dtype):
+                one_by_channel(each)
         here = architecture(torch.device(device))
         for (K, V, writes, where), configuration in MEASURED.items():
             for dtype in ("bfloat16", "float16"):
