@@ -117,8 +117,9 @@ class ChannelLaunch:
         )
         self.start(
             channel_prepare_kernel, tiling, self.heads * N,
-            u.q, u.x, u.erase_key, u.log_decay, u.strength, u.documents, tables.cumulated, tables.asked, tables.lookups,
-            tables.keys, tables.carried, tables.grams, tables.inverse, *self.sizes,
+            rows(u.q, C, block), rows(u.x, C, block), rows(u.erase_key, C, block), u.log_decay, u.strength, u.documents,
+            tables.cumulated, tiles(tables.asked, C, block), tiles(tables.lookups, C, block), tiles(tables.keys, C, block),
+            tables.carried, tiles(tables.grams, C, C), tiles(tables.inverse, C, C), *self.sizes,
             BK=block, C=C, LEVELS=C.bit_length() - 1,
         )  # fmt: skip
         return tables
@@ -195,15 +196,18 @@ class ChannelLaunch:
         ends = self._ends(states, d_states, state, d_final)
         self.start(
             channel_tokens_kernel, tiling, blocks * self.chunks * self.B * self.G,
-            u.q, u.x, fed, u.w, u.erase_key, u.strength, tables.cumulated, u.documents, states, d_o, d_states, d_w, ends,
-            d_q, d_x, d_erase_key, d_strength, d_log_decay,
+            rows(u.q, C, BK), rows(u.x, C, BK), rows(fed, C, BV), rows(u.w, C, BV), rows(u.erase_key, C, BK), u.strength,
+            tables.cumulated, u.documents, tiles(states, BV, BK), rows(d_o, C, BV), tiles(d_states, BV, BK),
+            rows(d_w, C, BV), ends, rows(d_q, C, BK), rows(d_x, C, BK), rows(d_erase_key, C, BK), d_strength, d_log_decay,
             *self.sizes, V=V, BK=BK, BV=BV, C=C, LEVELS=C.bit_length() - 1, ENDS=ends is not None,
         )  # fmt: skip
         if d_strength is not None:
             d_strength = d_strength[0] if len(d_strength) == 1 else d_strength.sum(0)
         return ChannelGradients(d_q, d_x, d_log_decay, d_erase_key, d_strength)
 
-    def _ends(self, states: Tensor, d_states: Tensor, state: Tensor | None, d_final: Tensor | None) -> Tensor | None:
+    def _ends(
+        self, states: Tensor, d_states: Tensor, state: Tensor | None, d_final: Tensor | None
+    ) -> Tensor | None:
         """⟨S, dS'⟩ per channel of the first and the last chunk from the given state and gradient, which are not rounded as the
         saved ones are (`Launch._recompute_ends` says why), `[2, B, H, K]`; None if neither is given."""
         if state is None and d_final is None:

@@ -20,40 +20,7 @@ import triton
 import triton.language as tl
 
 from prism.engine.kernels.forward import invert_unit_lower
-
-
-@triton.jit
-def load_tokens(tensor, b, t, T, stride, first, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Tokens t … t + C of sequence b from channel `first` of `stride` on, `[C, WIDTH]`; zeros beyond T.
-
-    By pointers: outside of a pipelined loop, a kernel waits for each load through a descriptor before it starts the next."""
-    i = tl.arange(0, C)
-    place = tensor + (b.to(tl.int64) * T + t) * stride + first
-    return tl.load(place + i[:, None] * stride + tl.arange(0, WIDTH)[None, :], mask=(t + i < T)[:, None], other=0.0)
-
-
-@triton.jit
-def store_tokens(tensor, b, t, T, stride, first, tile, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Store `tile` `[C, WIDTH]` where `load_tokens` would load it."""
-    i = tl.arange(0, C)
-    place = tensor + (b.to(tl.int64) * T + t) * stride + first
-    place = place + i[:, None] * stride + tl.arange(0, WIDTH)[None, :]
-    tl.store(place, tile.to(tensor.dtype.element_ty), mask=(t + i < T)[:, None])
-
-
-@triton.jit
-def load_tile(tensor, row, first, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows `row` … of a matrix with COLUMNS columns, from column `first` on, `[ROWS, WIDTH]`."""
-    place = tensor + row.to(tl.int64) * COLUMNS + first
-    return tl.load(place + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, WIDTH)[None, :])
-
-
-@triton.jit
-def store_tile(tensor, row, first, tile, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Store `tile` where `load_tile` would load it."""
-    place = tensor + row.to(tl.int64) * COLUMNS + first
-    place = place + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, WIDTH)[None, :]
-    tl.store(place, tile.to(tensor.dtype.element_ty))
+from prism.engine.kernels.tiles import load_rows
 
 
 @triton.jit
@@ -160,7 +127,7 @@ def channel_prepare_kernel(
     chunks = padded // C
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h = bh // H, bh % H
-    group, groups = h // R, H // R
+    group = h // R
     chunk = bh * chunks + n
     t = n * C
     i = tl.arange(0, C)
@@ -175,16 +142,9 @@ def channel_prepare_kernel(
         for k in tl.range(0, K, BK, num_stages=1):  # pipelined, it would load sums before they are stored
             channels = k + tl.arange(0, BK)
             own = cumulated + (bh.to(tl.int64) * padded + t) * K + channels
-            key = load_tokens(x, b, t, T, groups * (J * K), (group * J + j) * K + k, C, BK).to(tl.float32)
-            query = load_tokens(q, b, t, T, groups * K, group * K + k, C, BK).to(tl.float32)
-            if ERASE:
-                if TIED:
-                    lookup = load_tokens(x, b, t, T, groups * (J * K), group * (J * K) + k, C, BK)
-                else:
-                    lookup = load_tokens(erase_key, b, t, T, groups * K, group * K + k, C, BK)
-                lookup = lookup.to(tl.float32) * scale[:, None]
             if j == 0:
-                g = load_tokens(log_decay, b, t, T, H * K, h * K + k, C, BK)
+                given = log_decay + ((b.to(tl.int64) * T + t + i) * H + h)[:, None] * K + channels[None, :]
+                g = tl.load(given, mask=(t + i < T)[:, None], other=0.0)
                 # As in `prepare_kernel`: a stronger decay would take all digits from the gates of nearby tokens.
                 g = tl.where(g < -128.0, -128.0, g).to(cumulated.dtype.element_ty)
                 tl.store(own[None, :] + i[:, None] * K, tl.cumsum(g, 0) * 1.4426950408889634)
@@ -192,31 +152,38 @@ def channel_prepare_kernel(
             G = tl.load(own[None, :] + i[:, None] * K)
             last = tl.load(own + (C - 1) * K)
             E = load_before(own, C, K) if BEFORE or UNDECAYED else G
+            key = load_rows(x, b, t, (group * J + j) * K + k, C, BK).to(tl.float32)
+            query = load_rows(q, b, t, group * K + k, C, BK).to(tl.float32)
             to_end = tl.exp2((last[None, :] - G).to(tl.float32)) * final[:, None]
-            store_tile(keys, (chunk * J + j) * C, k, key * to_end, K, C, BK)
+            keys.store([(chunk * J + j) * C, k], (key * to_end).to(keys.dtype))
+            if ERASE:
+                if TIED:
+                    lookup = load_rows(x, b, t, group * (J * K) + k, C, BK).to(tl.float32) * scale[:, None]
+                else:
+                    lookup = load_rows(erase_key, b, t, group * K + k, C, BK).to(tl.float32) * scale[:, None]
             if j == 0:
                 tl.store(carried + chunk.to(tl.int64) * K + channels, tl.exp2(last.to(tl.float32)) * whole)
                 start = tl.exp2((E if BEFORE else G).to(tl.float32)) * first[:, None]
-                store_tile(asked, chunk * C, k, query * start, K, C, BK)
+                asked.store([chunk * C, k], (query * start).to(asked.dtype))
                 if ERASE:
                     start = tl.exp2((E if UNDECAYED else G).to(tl.float32)) * first[:, None]
-                    store_tile(lookups, chunk * C, k, lookup * start, K, C, BK)
+                    lookups.store([chunk * C, k], (lookup * start).to(lookups.dtype))
             for l in tl.range(0, LEVELS, num_stages=1):
                 near = from_middle(G, own, l, C, K)
                 after = from_middle(E, own, l, C, K) if BEFORE or UNDECAYED else near
-                right = tl.trans((key * near).to(x.dtype.element_ty))
-                left = (query * (after if BEFORE else near)).to(x.dtype.element_ty)
+                right = tl.trans((key * near).to(x.dtype))
+                left = (query * (after if BEFORE else near)).to(x.dtype)
                 seen_q += in_corner(tl.dot(left, right, input_precision=PRECISION), l, C, False)
                 if ERASE:
-                    left = (lookup * (after if UNDECAYED else near)).to(x.dtype.element_ty)
+                    left = (lookup * (after if UNDECAYED else near)).to(x.dtype)
                     seen_b += in_corner(tl.dot(left, right, input_precision=PRECISION), l, C, False)
             if not BEFORE:
                 same_token += tl.sum(query * key, 1)
         seen_q = visible(seen_q, documents, b, t, T, C, DOCUMENTS)
         seen_q += tl.where(i[:, None] == i[None, :], same_token[:, None], 0.0)
-        store_tile(grams, (chunk * GRAMS + j) * C, 0, seen_q, C, C, C)
+        grams.store([(chunk * GRAMS + j) * C, 0], seen_q.to(grams.dtype))
         if ERASE:
             seen_b = visible(seen_b, documents, b, t, T, C, DOCUMENTS)
-            store_tile(grams, (chunk * GRAMS + J + j) * C, 0, seen_b, C, C, C)
+            grams.store([(chunk * GRAMS + J + j) * C, 0], seen_b.to(grams.dtype))
             if j == 0:
-                store_tile(inverse, chunk * C, 0, invert_unit_lower(-seen_b, C, PRECISION), C, C, C)
+                inverse.store([chunk * C, 0], invert_unit_lower(-seen_b, C, PRECISION).to(inverse.dtype))

@@ -27,12 +27,9 @@ from prism.engine.kernels.channel_prepare import (
     in_corner,
     load_before,
     load_strength,
-    load_tile,
-    load_tokens,
-    store_tokens,
     visible,
 )
-from prism.engine.kernels.tiles import diagonal
+from prism.engine.kernels.tiles import diagonal, load_rows, store_rows
 
 
 @triton.jit
@@ -40,10 +37,8 @@ def looked_up(
     asking,
     key,
     answers,
-    answer_stride,
     first_answer,
     values,
-    value_stride,
     first_value,
     states,
     matrix,
@@ -76,14 +71,12 @@ def looked_up(
     turned = tl.zeros((C, C), tl.float32)
     d_asking = tl.zeros((C, BK), tl.float32)
     for v in range(0, V, BV):
-        answered = load_tokens(answers, b, t, T, answer_stride, first_answer + v, C, BV)
-        written = load_tokens(values, b, t, T, value_stride, first_value + v, C, BV)
-        if STATE:
-            S = load_tile(states, matrix + v, k, K, BV, BK)
+        answered = load_rows(answers, b, t, first_answer + v, C, BV)
+        written = load_rows(values, b, t, first_value + v, C, BV)
         d_seen = tl.dot(answered, tl.trans(written), d_seen, input_precision=PRECISION)
         turned = tl.dot(written, tl.trans(answered), turned, input_precision=PRECISION)
         if STATE:
-            d_asking = tl.dot(answered, S, d_asking, input_precision=PRECISION)
+            d_asking = tl.dot(answered, states.load([matrix + v, k]), d_asking, input_precision=PRECISION)
     G = tl.load(own[None, :] + tl.arange(0, C)[:, None] * K)
     E = load_before(own, C, K) if EXCLUSIVE else G
     if STATE:
@@ -96,22 +89,22 @@ def looked_up(
         same_token = diagonal(d_seen, C)[:, None]
         d_asking += same_token * key
         dx += same_token * asking
-    d_seen = visible(d_seen, documents, b, t, T, C, DOCUMENTS).to(states.dtype.element_ty)
-    turned = visible(turned, documents, b, t, T, C, DOCUMENTS).to(states.dtype.element_ty)
+    d_seen = visible(d_seen, documents, b, t, T, C, DOCUMENTS).to(states.dtype)
+    turned = visible(turned, documents, b, t, T, C, DOCUMENTS).to(states.dtype)
     if EXCLUSIVE:  # the row before has no gate either
         i = tl.arange(0, C)
         lower, upper = i[:, None] == i[None, :] + 1, i[:, None] + 1 == i[None, :]
         next_to = tl.where(lower, d_seen, tl.zeros_like(d_seen))
-        d_asking = tl.dot(next_to, key.to(states.dtype.element_ty), d_asking, input_precision=PRECISION)
+        d_asking = tl.dot(next_to, key.to(states.dtype), d_asking, input_precision=PRECISION)
         next_to = tl.where(upper, turned, tl.zeros_like(turned))
-        dx = tl.dot(next_to, asking.to(states.dtype.element_ty), dx, input_precision=PRECISION)
+        dx = tl.dot(next_to, asking.to(states.dtype), dx, input_precision=PRECISION)
         d_seen = tl.where(lower, tl.zeros_like(d_seen), d_seen)
         turned = tl.where(upper, tl.zeros_like(turned), turned)
     for l in tl.range(0, LEVELS, num_stages=1):  # unrolled, it would hold the gates of all levels in registers
         near = from_middle(G, own, l, C, K)
         gate = from_middle(E, own, l, C, K) if EXCLUSIVE else near
-        gated = (key * near).to(states.dtype.element_ty)
-        gated_asking = (asking * gate).to(states.dtype.element_ty)
+        gated = (key * near).to(states.dtype)
+        gated_asking = (asking * gate).to(states.dtype)
         spread = tl.dot(in_corner(d_seen, l, C, False), gated, input_precision=PRECISION)
         d_asking += gate * spread
         if EXCLUSIVE:
@@ -181,18 +174,19 @@ def channel_tokens_kernel(
     i = tl.arange(0, C)
     channels = k + tl.arange(0, BK)
     first, final, carried = document_ends(documents, b, t, T, C, DOCUMENTS)
-    query = load_tokens(q, b, t, T, groups * K, group * K + k, C, BK).to(tl.float32)
+    query = load_rows(q, b, t, group * K + k, C, BK).to(tl.float32)
     dq = tl.zeros((C, BK), tl.float32)
     db = tl.zeros((C, BK), tl.float32)
-    if ERASE:
-        if TIED:
-            direction = load_tokens(x, b, t, T, groups * (J * K), group * (J * K) + k, C, BK).to(tl.float32)
-        else:
-            direction = load_tokens(erase_key, b, t, T, groups * K, group * K + k, C, BK).to(tl.float32)
 
     for back in tl.static_range(J):  # column 0 last: where B is X_0, the whole of dB is added to dX_0
-        at_key = (group * J + J - 1 - back) * K + k
-        key = load_tokens(x, b, t, T, groups * (J * K), at_key, C, BK).to(tl.float32)
+        key = load_rows(x, b, t, (group * J + J - 1 - back) * K + k, C, BK).to(tl.float32)
+        if ERASE:
+            if TIED and back == J - 1:
+                direction = key
+            elif TIED:
+                direction = load_rows(x, b, t, group * (J * K) + k, C, BK).to(tl.float32)
+            else:
+                direction = load_rows(erase_key, b, t, group * K + k, C, BK).to(tl.float32)
         dx = tl.zeros((C, BK), tl.float32)
         for r in range(R):
             h = group * R + r
@@ -203,17 +197,18 @@ def channel_tokens_kernel(
             earlier = tl.zeros((C, BK), tl.float32)  # dE, of rows that read before their own decay
             values = fed if ERASE and back == J - 1 else w
             value = h * V if ERASE and back == J - 1 else (h * J + J - 1 - back) * V
-            stride = H * V if ERASE and back == J - 1 else H * (J * V)
             d_asking, dx, rows, earlier = looked_up(
-                query, key, d_o, H * V, h * V, values, stride, value, states, matrix, own, first, documents, dx, rows, earlier,
+                query, key, d_o, h * V, values, value, states, matrix, own, first, documents, dx, rows, earlier,
                 b, t, k, T, K, V, BK, BV, C, LEVELS, back == 0, BEFORE, BEFORE, DOCUMENTS, PRECISION,
             )  # fmt: skip
             dq += d_asking
+            if R == 1 and back == J - 1:  # stored before the erase needs the registers
+                store_rows(d_q, b, t, group * K + k, dq, C, BK)
             if ERASE:
                 scale = load_strength(strength, b, t, h, T, H, C, STRENGTH)
                 d_lookup, dx, rows, earlier = looked_up(
-                    direction * scale[:, None], key, d_w, H * (J * V), h * (J * V), values, stride, value, states, matrix,
-                    own, first, documents, dx, rows, earlier,
+                    direction * scale[:, None], key, d_w, h * (J * V), values, value, states, matrix, own, first,
+                    documents, dx, rows, earlier,
                     b, t, k, T, K, V, BK, BV, C, LEVELS, back == 0, UNDECAYED, True, DOCUMENTS, PRECISION,
                 )  # fmt: skip
                 db += d_lookup * scale[:, None]
@@ -226,12 +221,10 @@ def channel_tokens_kernel(
             outgoing = tl.zeros((C, BK), tl.float32)
             touched = tl.zeros((BK,), tl.float32)
             for v in range(0, V, BV):
-                d_state = load_tile(d_states, matrix + v, k, K, BV, BK)
-                written = load_tokens(values, b, t, T, stride, value + v, C, BV)
-                outgoing = tl.dot(written, d_state, outgoing, input_precision=PRECISION)
+                d_state = d_states.load([matrix + v, k])
+                outgoing = tl.dot(load_rows(values, b, t, value + v, C, BV), d_state, outgoing, input_precision=PRECISION)
                 if back == 0:
-                    S = load_tile(states, matrix + v, k, K, BV, BK)
-                    touched += tl.sum(S.to(tl.float32) * d_state.to(tl.float32), 0)
+                    touched += tl.sum(states.load([matrix + v, k]).to(tl.float32) * d_state.to(tl.float32), 0)
             last = tl.load(own + (C - 1) * K)
             G = tl.load(own[None, :] + i[:, None] * K)
             outgoing *= tl.exp2((last[None, :] - G).to(tl.float32)) * final[:, None]
@@ -255,7 +248,8 @@ def channel_tokens_kernel(
 
         if TIED and ERASE and back == J - 1:
             dx += db
-        store_tokens(d_x, b, t, T, groups * (J * K), at_key, dx, C, BK)
-    store_tokens(d_q, b, t, T, groups * K, group * K + k, dq, C, BK)
+        store_rows(d_x, b, t, (group * J + J - 1 - back) * K + k, dx, C, BK)
+    if R > 1:
+        store_rows(d_q, b, t, group * K + k, dq, C, BK)
     if ERASE and not TIED:
-        store_tokens(d_erase_key, b, t, T, groups * K, group * K + k, db, C, BK)
+        store_rows(d_erase_key, b, t, group * K + k, db, C, BK)
