@@ -133,9 +133,7 @@ def channels() -> None:
             forward_and_backward(channel_memory(*tokens, decay, own, strength, numbers, None, reads, True)[:2])
 
     one(128, 1)
-    one(64, 2, "own", 1, 3, segments=2)
-    one(64, 1, "none", dtype=torch.float16)
-    one(32, 1, dtype=single)
+    one(32, 1, "own", 1, 3, segments=2)
 
 
 def around_the_memory() -> None:
