@@ -205,9 +205,7 @@ class ChannelLaunch:
             d_strength = d_strength[0] if len(d_strength) == 1 else d_strength.sum(0)
         return ChannelGradients(d_q, d_x, d_log_decay, d_erase_key, d_strength)
 
-    def _ends(
-        self, states: Tensor, d_states: Tensor, state: Tensor | None, d_final: Tensor | None
-    ) -> Tensor | None:
+    def _ends(self, states: Tensor, d_states: Tensor, state: Tensor | None, d_final: Tensor | None) -> Tensor | None:
         """⟨S, dS'⟩ per channel of the first and the last chunk from the given state and gradient, which are not rounded as the
         saved ones are (`Launch._recompute_ends` says why), `[2, B, H, K]`; None if neither is given."""
         if state is None and d_final is None:

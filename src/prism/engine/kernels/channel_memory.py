@@ -56,7 +56,7 @@ def _forward(run: Any, state: Tensor | None, save: bool, segments: int) -> Forwa
 
 def _backward(
     run: Any,
-    tables: ChannelTables,
+    tables: Any,
     state: Tensor | None,
     states: Tensor,
     fed: Tensor | None,
@@ -146,10 +146,10 @@ def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Any) -> tuple[T
     with device_guard(u.w):
         # Saved tensors too: a saved-tensor hook may return them with other strides.
         d_o, d_final, state, *kept, maps = all_contiguous_aligned(d_o, d_final, *tensors[INPUT_COUNT:])
-        states, fed, *tables = [z if z.numel() else None for z in kept]
+        present: list[Any] = [z if z.numel() else None for z in kept]
+        states, fed, *tables = present
         run: Any = ChannelLaunch(u, reads)
-        chunks = ChannelTables(*tables, maps)
-        grads = _backward(run, chunks, state, states, fed, d_o, d_final, segment_count(run))
+        grads = _backward(run, ChannelTables(*tables, maps=maps), state, states, fed, d_o, d_final, segment_count(run))
     return all_present(grads, u.w)
 
 

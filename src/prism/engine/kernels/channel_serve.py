@@ -32,7 +32,7 @@ def run_channels(u: Update, state: Tensor | None, along_first: bool) -> tuple[Te
     K, V, n, before = u.key_dim, u.value_dim, u.substeps, u.read == "before"
     inputs = _inputs(u, along_first)
     keys, values = tile_widths(K, V, u.w.is_cuda)
-    given = None if state is None else F.pad(state.float(), (0, values - V, 0, keys - K))
+    given = None if state is None else _pad(state.float(), 0, values - V, 0, keys - K)
     reads = before * BEFORE + (u.erases and u.erase_on == "undecayed") * UNDECAYED
     o, final, *_ = channel_memory(*inputs, given, reads, wants_gradients(*inputs, given))
     return o[:, 0 if before else n - 1 :: n, :, :V], final[..., :K, :V]
@@ -66,13 +66,18 @@ def _inputs(u: Update, along_first: bool) -> tuple[Any, ...]:
     reset = real_resets(u.reset, u.mask)
     documents = None if reset is None else at_substep(reset, n, 0).cumsum(1, dtype=torch.int32)
     keys, values = tile_widths(u.key_dim, u.value_dim, u.w.is_cuda)
-    keys, values = (0, keys - u.key_dim), (0, values - u.value_dim)
+    keys, values = keys - u.key_dim, values - u.value_dim
     return (
-        F.pad(at_substep(q, n, 0 if before else n - 1), keys),
-        F.pad(x, keys),
-        F.pad(w, values),
-        F.pad(at_substep(g, n, 0), keys),
-        None if b is None else F.pad(b, keys),
+        _pad(at_substep(q, n, 0 if before else n - 1), 0, keys),
+        _pad(x, 0, keys),
+        _pad(w, 0, values),
+        _pad(at_substep(g, n, 0), 0, keys),
+        None if b is None else _pad(b, 0, keys),
         strength,
         documents,
     )
+
+
+def _pad(z: Tensor, *padding: int) -> Tensor:
+    """`F.pad` with zeros, which copies even where there is nothing to append."""
+    return F.pad(z, padding) if any(padding) else z

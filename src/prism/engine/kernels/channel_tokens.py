@@ -222,7 +222,9 @@ def channel_tokens_kernel(
             touched = tl.zeros((BK,), tl.float32)
             for v in range(0, V, BV):
                 d_state = d_states.load([matrix + v, k])
-                outgoing = tl.dot(load_rows(values, b, t, value + v, C, BV), d_state, outgoing, input_precision=PRECISION)
+                outgoing = tl.dot(
+                    load_rows(values, b, t, value + v, C, BV), d_state, outgoing, input_precision=PRECISION
+                )
                 if back == 0:
                     touched += tl.sum(states.load([matrix + v, k]).to(tl.float32) * d_state.to(tl.float32), 0)
             last = tl.load(own + (C - 1) * K)
