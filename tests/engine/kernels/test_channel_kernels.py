@@ -160,6 +160,29 @@ def test_a_gate_that_forgets_everything_does_not_affect_its_neighbours() -> None
         assert (got[name] - wanted).norm() <= 2e-3 * wanted.norm(), name
 
 
+def test_torch_compile_without_graph_breaks() -> None:
+    """Which also runs the operator on fake tensors: their shapes must be the real ones."""
+    from prism.engine.kernels.channel_memory import channel_memory
+
+    case = Channels(20, heads=2, groups=1, erase="write first")
+    x = {name: z.requires_grad_() for name, z in case.leaves().items()}
+
+    def call(q: Tensor, k: Tensor, w: Tensor, g: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return memory(prism.Update(q, k, w, g, erase_key=b, erase_write_first=True), state, "chunkwise", "triton")
+
+    tensors = list(x.values())
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors)
+    eager = call(*tensors)
+    gradients = [torch.autograd.grad(o.sum() + end.sum(), tensors) for o, end in (compiled, eager)]
+    for got, wanted in zip((*compiled, *gradients[0]), (*eager, *gradients[1]), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    inputs = (x["q"], x["k"], x["w"], x["log_decay"], x["erase_key"], None, None, None)
+    real = channel_memory(*inputs, 0, True)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = channel_memory(*[None if z is None else mode.from_tensor(z) for z in inputs], 0, True)
+    assert [(z.shape, z.dtype) for z in fake] == [(z.shape, z.dtype) for z in real]
+
+
 def test_wide_memories_have_a_configuration() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         chosen = default(256, 512, dtype)
