@@ -111,11 +111,11 @@ def check(case: Case, device: str, configuration: Configuration | None = None, s
     chosen = configuration
     if case.segments is not None:
         chosen = replace(configuration or _default(case, dtype, device), segments=case.segments)
-    with _unwritten_memory_is_nan(), nullcontext() if chosen is None else forced(chosen):
+    with unwritten_memory_is_nan(), nullcontext() if chosen is None else forced(chosen):
         ours = differentiate(case, _kernel, tensors, flags, dtype)
     errors = {}
     for name, reference in exact.items():
-        errors[name] = {"kernel": _error(ours[name], reference), "torch": _error(theirs[name], reference)}
+        errors[name] = {"kernel": error(ours[name], reference), "torch": error(theirs[name], reference)}
     good = all(e["kernel"] <= max(2 * e["torch"], FLOOR) for e in errors.values())
     return {"case": asdict(case), "errors": errors, "good": good}
 
@@ -127,13 +127,13 @@ def reference(device: str) -> dict[str, Any]:
     exact, chunks = (
         differentiate(case, _in_torch(form), tensors, flags, torch.float64) for form in ("recurrent", "chunkwise")
     )
-    errors = {name: {"kernel": _error(chunks[name], z), "torch": EXACT} for name, z in exact.items()}
+    errors = {name: {"kernel": error(chunks[name], z), "torch": EXACT} for name, z in exact.items()}
     good = all(e["kernel"] <= EXACT for e in errors.values())
     return {"case": {"what": "float64 chunks, recurrence", "dtype": "float64"}, "errors": errors, "good": good}
 
 
 @contextmanager
-def _unwritten_memory_is_nan() -> Iterator[None]:
+def unwritten_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # `empty` is then filled with NaN
     try:
         yield
@@ -141,7 +141,7 @@ def _unwritten_memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _error(got: Tensor, exact: Tensor) -> float:
+def error(got: Tensor, exact: Tensor) -> float:
     return ((got.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
 
 
@@ -306,10 +306,10 @@ def _compare(
         return [y.detach(), *torch.autograd.grad(y, given, d_y.to(dtype))]
 
     exact, theirs = (everything(plain, dtype) for dtype in (torch.float64, d_y.dtype))
-    with _unwritten_memory_is_nan():
+    with unwritten_memory_is_nan():
         ours = everything(kernel, d_y.dtype)
     errors = {
-        "y" if i == 0 else f"d_{i}": {"kernel": _error(ours[i], z), "torch": _error(theirs[i], z)}
+        "y" if i == 0 else f"d_{i}": {"kernel": error(ours[i], z), "torch": error(theirs[i], z)}
         for i, z in enumerate(exact)
     }
     good = all(e["kernel"] <= max(2 * e["torch"], FLOOR) for e in errors.values())

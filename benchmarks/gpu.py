@@ -23,8 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 import accuracy
+import accuracy_channels
 import accuracy_steps
 import speed
+import speed_channels
 from prism.engine.kernels.available import INTERPRETED
 from prism.engine.kernels.configurations import MEASURED, architecture
 from prism.reports.results import write_results
@@ -71,13 +73,24 @@ def check_all(device: str, tiny: bool, keep: Keep, part: int, parts: int) -> Non
     for dtype in (torch.float32,) if tiny else (torch.bfloat16, torch.float32) if part == 0 else ():
         for result in (*accuracy.around_the_memory(device, dtype), *accuracy_steps.layers(device, dtype, tiny)):
             note(result, "", "", "", result["case"]["dtype"], result["case"]["what"])
+
+    def one_by_channel(case: accuracy_channels.ChannelCase, **options: Any) -> None:
+        result = accuracy_channels.check(case, device, **options)
+        torch.cuda.empty_cache()
+        width = f"{case.key_dim} × {case.value_dim}"
+        note(result, str(case.tokens), str(case.writes), width, case.dtype, f"per channel, {case.what}")
+
     if tiny:
+        one_by_channel(accuracy_channels.ChannelCase(20, key_dim=16, value_dim=16, dtype="float16", heads=1, groups=1))
         one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1))
         one(accuracy.Case(40, key_dim=16, value_dim=16, dtype="float32", heads=1, packed=True))
     else:
         for case in accuracy.cases():
             if mine(case.key_dim, case.value_dim, case.writes, case.dtype):
                 one(case)
+        for each in accuracy_channels.cases():
+            if mine("channels", each.key_dim, each.value_dim, each.writes, each.dtype):
+                one_by_channel(each)
         here = architecture(torch.device(device))
         for (K, V, writes, where), configuration in MEASURED.items():
             for dtype in ("bfloat16", "float16"):
@@ -113,6 +126,9 @@ def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
     one(first, "Gated DeltaProduct n=2", speed.ours(first, 1, substeps=2), None)
     for shape in grouped:
         one(shape, f"PRISM L=1, {first.heads} groups", speed.ours(shape, 1, groups=first.heads), None)
+    for shape in speed_channels.SHAPES:
+        for rule in speed_channels.RULES:
+            one(shape, rule, speed_channels.ours(shape, rule), None)
     if peers:  # every new width is autotuned, for minutes
         for shape in speed.SHAPES:
             one(shape, "fla Gated DeltaNet", speed.flash_linear_attention(shape, "gated_delta", 1), None)
@@ -124,6 +140,9 @@ def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
         for shape in grouped:
             times = speed.flash_linear_attention(shape, "gated_delta", 1, first.heads)
             one(shape, f"fla Gated DeltaNet, {first.heads} groups", times, None)
+        for shape in speed_channels.SHAPES:
+            for rule in speed_channels.RULES:
+                one(shape, f"fla {rule}", speed_channels.flash_linear_attention(shape, rule), None)
         for shape in wide[:1]:
             one(shape, "PRISM L=2 through fla's Comba", speed.flash_linear_attention(shape, "comba", 2), None)
     Console().print(table)

@@ -27,7 +27,7 @@ WIDTH, HEADS, TOKENS = 1024, 16, 128
 
 def table() -> str:
     """The table and the links of its papers, as Markdown."""
-    lines = ["| rule | paper | objective | CPU | own kernel | fla |", "|---|---|---|---|---|---|"]
+    lines = ["| rule | paper | objective | CPU | own kernel |", "|---|---|---|---|---|"]
     links = []
     for number, name in enumerate(rules.names(), 1):
         kind = rules.get(name)
@@ -35,9 +35,8 @@ def table() -> str:
         if kind.paper is not None:
             links.append(f"[{number}]: {kind.paper.url}")
         cpu, _ = path_taken(*_engine_and_update(name))
-        own, fla = _own_kernel(name), "yes" if _gpu_backend(name) == "fla" else ""
         objective = kind.objective.text.replace("|", "\\|")
-        lines.append(f"| `{name}` | {paper} | {objective} | {cpu} | {own} | {fla} |")
+        lines.append(f"| `{name}` | {paper} | {objective} | {cpu} | {_own_kernel(name)} |")
     return "\n".join([*lines, "", *links])
 
 

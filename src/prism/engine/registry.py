@@ -61,10 +61,10 @@ register(
     Update,
     Engine(
         paths={
-            ("recurrent", "triton"): Path(serve.run_step, serve.step_refuses, serve.on_gpu),
+            ("recurrent", "triton"): Path(serve.run_step, serve.refuses, serve.on_gpu),
             ("recurrent", "torch"): Path(recurrent),
             ("parallel", "torch"): Path(parallel),
-            ("chunkwise", "triton"): Path(serve.run_chunks, serve.chunks_refuse, serve.on_gpu),
+            ("chunkwise", "triton"): Path(serve.run_chunks, serve.refuses, serve.on_gpu),
             ("chunkwise", "fla"): Path(fla.run, fla.refuses, serve.on_gpu),
             ("chunkwise", "torch"): Path(chunkwise),
             ("scan", "torch"): Path(scan),
@@ -113,7 +113,11 @@ register(
 register(
     slots.Slots,
     Engine(
-        paths={("recurrent", "torch"): Path(slots.recurrent), ("chunkwise", "torch"): Path(slots.chunkwise)},
+        paths={
+            ("recurrent", "torch"): Path(slots.recurrent),
+            ("chunkwise", "triton"): Path(slots.chunkwise_by_kernel, slots.kernel_refuses, slots.on_gpu),
+            ("chunkwise", "torch"): Path(slots.chunkwise),
+        },
         choose=_recurrent_or("chunkwise"),
         check_state=slots.check_state,
         cut=Cut(cut.slots),

@@ -115,6 +115,36 @@ def memory() -> None:
     decode.step(*token, token[0].float(), token[0], None, token[1][..., 0, :], None, None, half, 1, True, True)
 
 
+def channels() -> None:
+    """The chunk kernels of a decay per key channel."""
+    from prism.engine.kernels.channel_configurations import MEASURED, default
+    from prism.engine.kernels.channel_memory import channel_memory
+    from prism.engine.kernels.configurations import forced
+
+    T, single = 40, torch.float32
+
+    def one(
+        K: int,
+        J: int,
+        erase: str = "first",
+        G: int = 2,
+        reads: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        segments: int = 1,
+    ) -> None:
+        own = leaf(1, T, G, K, dtype=dtype) if erase == "own" else None
+        strength = leaf(1, T, 2, dtype=single) if erase == "first" else None
+        tokens = leaf(1, T, G, K, dtype=dtype), leaf(1, T, G, J, K, dtype=dtype), leaf(1, T, 2, J, K, dtype=dtype)
+        numbers = torch.zeros(1, T, dtype=torch.int32) if G == 1 else None
+        how = MEASURED.get((K, K, J, "sm90")) or default(K, K, dtype)
+        with forced(replace(how, segments=segments)):
+            decay = leaf(1, T, 2, K, dtype=single)
+            forward_and_backward(channel_memory(*tokens, decay, own, strength, numbers, None, reads, True)[:2])
+
+    one(128, 1)
+    one(32, 1, "own", 1, 3, segments=2)
+
+
 def around_the_memory() -> None:
     """The kernels of `prism.engine.fused`."""
     from prism.engine.kernels.columns import columns
@@ -198,6 +228,7 @@ def layer_step() -> None:
 
 GROUPS = {
     "memory": memory,
+    "channels": channels,
     "around": around_the_memory,
     "pieces": pieces_of_a_layer,
     "networks": networks,

@@ -136,18 +136,6 @@ def _update(leaves: dict[str, Tensor]) -> prism.Update:
     return prism.Update(**leaves, erase_key=leaves["k"][..., 0, :])
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [({"read": "before"}, "read"), ({"erase_on": "undecayed"}, "erase_on")],
-)
-def test_an_update_that_the_kernels_cannot_serve_is_refused(change: dict[str, str], reason: str) -> None:
-    leaves, _ = problem(4)
-    leaves.pop("state")
-    update = prism.Update(**leaves, erase_key=leaves["k"][..., 0, :], **change)
-    with pytest.raises(ValueError, match=reason):
-        prism.memory(update, form="chunkwise", backend="triton")
-
-
 @pytest.mark.parametrize("T", [1, 70])
 def test_the_state_is_not_rounded_for_the_gates_gradient(T: int) -> None:
     """In half precision. ⟨gradient, state⟩ is nearly all of the gradient of the decay here."""

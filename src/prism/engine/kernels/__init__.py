@@ -1,4 +1,4 @@
-"""Triton kernels: the linear memory with one decay per head, and the operations around it.
+"""Triton kernels: the linear memory with a decay per head or per key channel, and the operations around it.
 
 **The chunk form** that all kernels of the memory share. A token has J *columns*: keys X_j, written with values Y_j. With an
 erase, column 0 is special. It looks up B (X_0 itself, unless the update has `erase_write`) and writes the remainder:
@@ -30,6 +30,8 @@ configurations; nothing is tuned at run time. The first call of a kind compiles 
 | launch.py | `KernelInputs`, scratch memory and grids of each pass |
 | forward.py, backward_scan.py, backward_queries.py, backward_writes.py | the kernels of these passes |
 | tiles.py | device functions that these kernels share |
+| channel_serve.py, channel_memory.py, channel_launch.py, channel_configurations.py | the same for a decay per key channel |
+| channel_prepare.py, channel_scan.py, channel_tokens.py | its kernels |
 | segments.py | how a sequence is cut into segments, and the kernel that links them |
 | decode.py | one token at a time: kernel, launch and operator |
 | token_maps.py, token_memory.py | one token through a whole layer (engine/layer_step.py): its maps, its memory |
@@ -38,7 +40,7 @@ configurations; nothing is tuned at run time. The first call of a kind compiles 
 | configurations.py | measured tile sizes per shape and GPU |
 | runtime.py | compiling and starting kernels; `Operator`, the shortest path from torch to them |
 | compat.py | private Triton calls, each with a fallback |
-| fla.py | decays per key channel, through flash-linear-attention |
+| fla.py | decays per key channel through flash-linear-attention, if it is named |
 
 Modules with kernels import Triton. Others import them inside functions, because `import prism` must not import Triton.
 """

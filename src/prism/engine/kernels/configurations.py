@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any, TypeVar
 
 import torch
 
@@ -81,15 +82,16 @@ K and V are padded widths (`available.tile_widths`). Columns are the writes of a
 key than its first. The architecture is `architecture(device)`. Float32 has no rows: it always uses `default`.
 """
 
-_forced: list[Configuration] = []
+_forced: list[Any] = []
 
 
 def configuration(
     key_dim: int, value_dim: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> Configuration:
     """The measured configuration for these sizes, or the default one."""
-    if _forced:
-        return _forced[-1]
+    forced = latest_forced(Configuration)
+    if forced is not None:
+        return forced
     K, V, J = int(key_dim), int(value_dim), int(columns)  # widths are constants even where shapes are symbolic
     found = None if dtype == torch.float32 else MEASURED.get((K, V, J, architecture(device)))
     return found or default(K, V, dtype)
@@ -114,9 +116,17 @@ def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
     return Configuration(wide, wide, wide, wide, key_block=min(key_dim, 128))
 
 
+Kind = TypeVar("Kind")
+
+
+def latest_forced(kind: type[Kind]) -> Kind | None:
+    """The configuration of this kind that `forced` set last; None if there is none."""
+    return next((choice for choice in reversed(_forced) if isinstance(choice, kind)), None)
+
+
 @contextmanager
-def forced(choice: Configuration) -> Iterator[None]:
-    """Use `choice` for every kernel inside: for tuning and for tests."""
+def forced(choice: Any) -> Iterator[None]:
+    """Use `choice`, a configuration, for every kernel inside that takes its kind: for tuning and for tests."""
     _forced.append(choice)
     try:
         yield

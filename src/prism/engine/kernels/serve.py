@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prism.engine.kernels import available
 from prism.engine.kernels.available import device_refuses, tile_widths
-from prism.engine.linear.recurrent import recurrent
+from prism.engine.kernels.channel_serve import by_channel, run_channels
 from prism.engine.padding import real_resets, repeat_heads, repeat_mask, zero_padding
 from prism.engine.update import Update, wants_gradients
 
@@ -27,8 +27,8 @@ def on_gpu(u: Update) -> bool:
     return u.w.is_cuda
 
 
-def step_refuses(u: Update) -> str | None:
-    """Why the decode kernel cannot serve an update, in one clause; None if it can."""
+def refuses(u: Update) -> str | None:
+    """Why the kernels cannot serve an update, in one clause; None if they can. It is the same for all of them."""
     if (problem := device_refuses(u.w)) is not None:
         return problem
     if not u.w.is_cuda and u.w.dtype == torch.bfloat16:
@@ -37,29 +37,13 @@ def step_refuses(u: Update) -> str | None:
         return "has no float64"
     if u.key_dim > WIDEST_KEY or u.value_dim > WIDEST_VALUE:
         return f"serves keys up to {WIDEST_KEY} and values up to {WIDEST_VALUE} wide, not {u.key_dim} and {u.value_dim}"
-    if wants_gradients(*u.tensors):  # which the chunk kernels compute
-        return _chunks_lack(u)
-    return None
-
-
-def chunks_refuse(u: Update) -> str | None:
-    """Why the chunk kernels cannot serve an update, in one clause; None if they can."""
-    return step_refuses(u) or _chunks_lack(u)
-
-
-def _chunks_lack(u: Update) -> str | None:
-    """What an update needs that the chunk kernels do not have, in one clause; None if they have it all."""
-    if u.per_channel:
-        return "has no decay per key channel"
-    if u.read != "after":
-        return f"has no read={u.read!r}"
-    if u.erases and u.erase_on != "decayed":
-        return f"has no erase_on={u.erase_on!r}"
     return None
 
 
 def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run the chunk kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`."""
+    if by_channel(u):
+        return run_channels(u, state, _erases_first(u))
     from prism.engine.kernels import memory
 
     K, V = u.key_dim, u.value_dim
@@ -76,9 +60,7 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     The decode kernel has no gradient: where one is wanted, the chunk kernels compute the update.
     """
     if wants_gradients(*u.tensors, state):
-        # `step_refuses` does not see the state. If only the state wants a gradient, of an update that the chunk kernels do not
-        # serve, the recurrence in torch computes it.
-        return run_chunks(u, state) if chunks_refuse(u) is None else recurrent(u, state)
+        return run_chunks(u, state)
     from prism.engine.kernels import decode
 
     given = None if state is None else state.float()
@@ -103,7 +85,9 @@ def _kernel_inputs(u: Update) -> tuple[Any, ...]:
     q, x = repeat_heads(converted(u.q, u.mask), groups), repeat_heads(converted(u.k, per_row), groups)
     w, g, b = converted(u.w, per_row), converted(u.log_decay, u.mask, torch.float32), None
     strength = converted(u.erase_strength, per_row, torch.float32)
-    if apart:
+    if u.erase_write_first:
+        b = repeat_heads(converted(u.erase_key, per_row), groups)
+    elif apart:
         b = repeat_heads(converted(u.erase_key, per_row), groups)
         a = b if u.erase_write is None else repeat_heads(converted(u.erase_write, per_row), groups)
         x = torch.cat([a.unsqueeze(3), x], 3)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.checks import describe
+from prism.engine.kernels import serve
 from prism.engine.linear.block import from_blocks, incoming_states, to_blocks
 from prism.engine.linear.chunkwise import chunkwise as linear_chunkwise
 from prism.engine.linear.decay import ChannelDecay
@@ -82,8 +83,13 @@ def recurrent(update: Slots, state: Memories | None = None) -> tuple[Tensor, Mem
     return _values(update, torch.stack(scores, 1), keys, state, linear_recurrent)
 
 
-def chunkwise(update: Slots, state: Memories | None = None, chunk: int = CHUNK) -> tuple[Tensor, Memories]:
-    """Both memories in chunks of `chunk` tokens, in matrix products."""
+def chunkwise(
+    update: Slots,
+    state: Memories | None = None,
+    chunk: int = CHUNK,
+    values: Callable[..., tuple[Tensor, Tensor]] = linear_chunkwise,
+) -> tuple[Tensor, Memories]:
+    """Both memories in chunks of `chunk` tokens, in matrix products. `values` computes Ṽ."""
     steps, keys = _keys(update, state)
     rows = to_blocks(steps, min(chunk, steps.rows))
     incoming, keys = incoming_states(rows, keys)
@@ -91,7 +97,23 @@ def chunkwise(update: Slots, state: Memories | None = None, chunk: int = CHUNK) 
     assert isinstance(decay, ChannelDecay)
     attention = rows.q @ rows.w.squeeze(-3).transpose(-1, -2)  # q kᵀ, [B, H, N, C, C]
     scores = decay.spread(attention, rows.k.squeeze(-3)) + decay.from_start(rows.q @ incoming.mT, before=False)
-    return _values(update, from_blocks(scores, steps.rows), keys, state, linear_chunkwise)
+    return _values(update, from_blocks(scores, steps.rows), keys, state, values)
+
+
+def chunkwise_by_kernel(update: Slots, state: Memories | None = None) -> tuple[Tensor, Memories]:
+    """`chunkwise` with Ṽ in the GPU kernels. K̃, which decays along what is read, stays in torch: the kernels' memories
+    decay along what is looked up."""
+    return chunkwise(update, state, values=serve.run_chunks)
+
+
+def kernel_refuses(update: Slots) -> str | None:
+    """Why the kernels cannot compute Ṽ, in one clause; None if they can."""
+    return serve.refuses(update.written(update.v))
+
+
+def on_gpu(update: Slots) -> bool:
+    """Whether `backend="auto"` tries the kernels."""
+    return serve.on_gpu(update.written(update.v))
 
 
 def check_state(update: Slots, state: Memories | None) -> None:
