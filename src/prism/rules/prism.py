@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import SOLVERS, Corrections, solved_writes
+from prism.engine.pieces import plain_linear
 from prism.engine.step_plan import DeltaPlan, LowRankPlan, WritesPlan
 from prism.rules.delta import GatedDelta
 from prism.rules.parts import (
@@ -36,7 +37,6 @@ from prism.rules.parts import (
     LowRank,
     ShortConv,
     fused_linears,
-    is_plain,
     is_plain_conv,
     l2_normalize,
     map_plan,
@@ -208,7 +208,7 @@ class ResidualWrites(nn.Module):
         """As `Rule.step_plan`, for these writes."""
         maps = [m for m in (self.key, self.gain, self.expected) if m is not None]
         plans = {m: plan for m in maps if isinstance(plan := map_plan(m), LowRankPlan)}
-        if len(plans) < len(maps) or not is_plain(self.beta) or not is_plain_conv(self.conv):
+        if len(plans) < len(maps) or not plain_linear(self.beta) or not is_plain_conv(self.conv):
             return None
         key, gain, expected = (None if m is None else plans[m] for m in (self.key, self.gain, self.expected))
         given = (self.conv.weight, key, gain, expected, self.beta.weight, self.scale)

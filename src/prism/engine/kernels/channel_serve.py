@@ -79,7 +79,7 @@ def _inputs(u: Update, along_first: bool) -> tuple[Any, ...]:
 
 
 def _tile_widths(key_dim: int, value_dim: int, on_gpu: bool) -> tuple[int, int]:
-    """K and V as padded for the channel kernels. On a GPU, only sizes that were checked on one: both 32, or both at least 64."""
+    """K and V as padded for the channel kernels. On a GPU, only sizes checked on one: both 32, or both at least 64."""
     K, V = tile_width(key_dim), tile_width(value_dim)
     least = 16 if not on_gpu else 32 if max(K, V) <= 32 else 64
     return max(K, least), max(V, least)

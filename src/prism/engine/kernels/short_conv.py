@@ -204,7 +204,7 @@ def short_conv_backward_kernel(
             if documents is not None:
                 now = places[u]
             z = convolved(values[u], now, before, numbers, factors, added, W)
-            dz = answers[u]
+            dz = answers[u]  # type: ignore[var-annotated]  # a tensor
             if SILU:
                 s = tl.sigmoid(z)
                 dz *= s * (1.0 + z * (1.0 - s))
