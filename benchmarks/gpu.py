@@ -133,18 +133,18 @@ def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
         for shape in speed.SHAPES:
             one(shape, "fla Gated DeltaNet", speed.flash_linear_attention(shape, "gated_delta", 1), None)
         wide = [shape for shape in speed.SHAPES if shape.width == 128]
+        for shape in speed_channels.SHAPES:
+            for rule in speed_channels.RULES:
+                one(shape, f"fla {rule}", speed_channels.flash_linear_attention(shape, rule), None)
         for n, shapes in ((2, wide), (4, wide[:1])):
             for shape in shapes:
                 times = speed.flash_linear_attention(shape, "delta_product", n)
                 one(shape, f"fla Gated DeltaProduct n={n}", times, None)
+        for shape in wide[:1]:
+            one(shape, "PRISM L=2 through fla's Comba", speed.flash_linear_attention(shape, "comba", 2), None)
         for shape in grouped:
             times = speed.flash_linear_attention(shape, "gated_delta", 1, first.heads)
             one(shape, f"fla Gated DeltaNet, {first.heads} groups", times, None)
-        for shape in speed_channels.SHAPES:
-            for rule in speed_channels.RULES:
-                one(shape, f"fla {rule}", speed_channels.flash_linear_attention(shape, rule), None)
-        for shape in wide[:1]:
-            one(shape, "PRISM L=2 through fla's Comba", speed.flash_linear_attention(shape, "comba", 2), None)
     Console().print(table)
 
 
