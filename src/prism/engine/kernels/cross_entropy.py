@@ -14,7 +14,7 @@ from torch import Tensor
 
 from prism.engine.kernels.available import device_guard
 
-BLOCK, WARPS = 4096, 8
+BLOCK, WARPS = 8192, 16
 
 
 @triton.jit(do_not_specialize=["ignore_index"])

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from prism.engine.kernels.available import device_guard
 
-ELEMENTS = 4096
+ELEMENTS = 2048
 """Numbers per tile of a norm."""
-PROGRAMS = 1056
-"""Programs of a norm's backward: 8 per multiprocessor of an H200."""
+PROGRAMS = 4224
+"""Programs of a norm's backward at most: 32 per multiprocessor of an H200."""
 WARPS = 4
 """Warps per program of a norm."""
 BLOCK = 1024

@@ -230,9 +230,9 @@ class Grid(NamedTuple):
     programs: int
 
 
-def token_grid(tokens: int, heads: int, block: int) -> Grid:
-    """The grid for `tokens` × `heads` rows of `block` channels."""
-    per_program = max(1, ELEMENTS // block)
+def token_grid(tokens: int, heads: int, block: int, elements: int = ELEMENTS) -> Grid:
+    """The grid for `tokens` × `heads` rows of `block` channels, with `elements` numbers per program."""
+    per_program = max(1, elements // block)
     count = -(-tokens // per_program)
     return Grid(per_program, count, count * heads)
 
