@@ -83,7 +83,8 @@ def main() -> None:
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128], help="K = V")
     parser.add_argument("--writes", nargs="+", type=int, default=[1, 2, 4], help="writes per token: columns")
     parser.add_argument("--blocks", nargs="+", type=int, default=[64, 128], help="value channels per tile")
-    # Not eight warps: Triton 3.6 compiles the forward scan with 4 columns into an illegal access; elsewhere they were slower.
+    # Eight warps are best in some scans over 128 values (--blocks 128 --warps 8). They are not a default because Triton 3.6
+    # compiled other tilings of the forward scan with 4 columns into an illegal access, which ends the process.
     parser.add_argument("--warps", nargs="+", type=int, default=[4], help="warps per program")
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 2, 3], help="loads prefetched")
     parser.add_argument(

@@ -102,10 +102,8 @@ def memory() -> None:
     one(64, 64, 2, erase="own", documents=True)
     one(64, 64, 1, gates=False, erase="none", dtype=torch.float16)
     one(32, 32, 1, dtype=single)
-    one(128, 128, 2, groups=1, documents=True)
-    one(128, 128, 1, substeps=2, documents=True)
-    one(64, 64, 8)
-    one(32, 64, 2)
+    one(32, 64, 1, groups=1, substeps=2, documents=True)
+    one(32, 32, 6)
     token = [leaf(B, 1, H, *more).detach() for more in ((128,), (2, 128), (2, 128))]
     gate = leaf(B, 1, H, dtype=single).detach()
     decode.step(*token, gate, token[0], gate, None, None, None, torch.zeros(B, H, 128, 128), 1)
