@@ -149,7 +149,9 @@ def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Any) -> tuple[T
         present: list[Any] = [z if z.numel() else None for z in kept]
         states, fed, *tables = present
         run: Any = ChannelLaunch(u, reads)
-        grads = _backward(run, ChannelTables(*tables)._replace(maps=maps), state, states, fed, d_o, d_final, segment_count(run))
+        grads = _backward(
+            run, ChannelTables(*tables)._replace(maps=maps), state, states, fed, d_o, d_final, segment_count(run)
+        )
     return all_present(grads, u.w)
 
 
