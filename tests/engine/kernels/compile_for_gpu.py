@@ -139,8 +139,7 @@ def channels() -> None:
             decay = leaf(1, T, 2, K, dtype=single)
             forward_and_backward(channel_memory(*tokens, decay, own, strength, numbers, None, reads, True)[:2])
 
-    one(128, 1)
-    one(32, 1, "own", 1, 3, segments=2)
+    one(128, 1, "own", 1, 3, segments=2)
 
 
 def around_the_memory() -> None:
