@@ -90,8 +90,9 @@ def _serves(x: Tensor) -> bool:
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype on x's device if autocast is on, otherwise x's own. The meta device has no autocast."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.get_autocast_dtype(device) if not x.is_meta and torch.is_autocast_enabled(device) else x.dtype
 
 
 def _refuse_second_derivatives() -> None:
