@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accuracy import FLOOR, _error, _unwritten_memory_is_nan
+from accuracy import FLOOR, error, unwritten_memory_is_nan
 from prism.engine import using
 from prism.nn.block import Block
 from prism.nn.state import State
@@ -46,10 +46,10 @@ def _check(
         start = layer(prompt)[1]
         reference = _steps(exact, tokens.double(), start.map(Tensor.double))
         theirs = _steps(layer, tokens, start)
-    with using(backend="triton"), _unwritten_memory_is_nan():
+    with using(backend="triton"), unwritten_memory_is_nan():
         ours = _steps(layer, tokens, start)
     errors = {
-        part: {"kernel": _error(ours[part], z), "torch": _error(theirs[part], z)} for part, z in reference.items()
+        part: {"kernel": error(ours[part], z), "torch": error(theirs[part], z)} for part, z in reference.items()
     }
     good = all(e["kernel"] <= max(2 * e["torch"], FLOOR) for e in errors.values())
     case = {"what": f"decode step, {name}", "dtype": str(dtype).removeprefix("torch.")}
