@@ -33,7 +33,7 @@ def test_a_tensor_with_a_tangent_uses_torch(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_recurrent_form_has_gradients_on_the_kernels_too() -> None:
     """The decode kernel has none, so the chunk kernels compute them."""
-    x = leaves(1, dtype=torch.float32)
+    x = leaves(3, dtype=torch.float32)
     got, wanted = (
         torch.autograd.grad(prism.memory(update(x, read="before"), x["state"], "recurrent", backend)[0].sum(), x["k"])
         for backend in ("triton", "torch")
