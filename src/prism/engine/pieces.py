@@ -91,7 +91,9 @@ def _serves(x: Tensor) -> bool:
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if x.is_meta or not torch.is_autocast_enabled(device):  # autocast does not know the meta device
+        return x.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def _refuse_second_derivatives() -> None:
