@@ -87,7 +87,8 @@ class Block(nn.Module):
             stepped = self._step(x, state, form, backend)
             if stepped is not None:
                 return stepped if keep_state else (stepped[0], State())
-        with recomputing(self.recompute):
+        # What is recomputed contains the convolution, which would exchange its window again in the backward.
+        with recomputing(self.recompute and context is None):
             x, y = residual_norm(x, None, self.mixer_norm)
             mixed, state = self.mixer(y, state, mask, reset, form, backend, shared, context)
             mixed = self.dropout(mixed)
