@@ -186,4 +186,4 @@ def channel_prepare_kernel(
             seen_b = visible(seen_b, documents, b, t, T, C, DOCUMENTS)
             grams.store([(chunk * GRAMS + J + j) * C, 0], seen_b.to(grams.dtype))
             if j == 0:
-                inverse.store([chunk * C, 0], invert_unit_lower(-seen_b, C, PRECISION).to(inverse.dtype))
+                inverse.store([chunk * C, 0], invert_unit_lower(tl.trans(-seen_b), C, PRECISION).to(inverse.dtype))
