@@ -48,9 +48,7 @@ def _check(
         theirs = _steps(layer, tokens, start)
     with using(backend="triton"), unwritten_memory_is_nan():
         ours = _steps(layer, tokens, start)
-    errors = {
-        part: {"kernel": error(ours[part], z), "torch": error(theirs[part], z)} for part, z in reference.items()
-    }
+    errors = {part: {"kernel": error(ours[part], z), "torch": error(theirs[part], z)} for part, z in reference.items()}
     good = all(e["kernel"] <= max(2 * e["torch"], FLOOR) for e in errors.values())
     case = {"what": f"decode step, {name}", "dtype": str(dtype).removeprefix("torch.")}
     return {"case": case, "errors": errors, "good": good}

@@ -37,10 +37,13 @@ def memory(row: dict[str, Any]) -> str:
 
 def operators(results: dict[str, Any]) -> None:
     speed = results.get("speed", [])
-    peers = {str(r["shape"]): r["both"] for r in speed if r["what"] == "fla Gated DeltaNet"}
+    times = {(str(r["shape"]), r["what"]): r for r in speed}
 
     def cell(r: dict[str, Any]) -> str:
-        ratio = f" ({r['both'] / peers[str(r['shape'])]:.2f}×)" if str(r["shape"]) in peers else ""
+        """Milliseconds, and ratios to the same memory of flash-linear-attention, or else to its rank 1."""
+        names = (f"fla {r['what']}", r["what"].replace("PRISM L=1,", "fla Gated DeltaNet,"), "fla Gated DeltaNet")
+        peer = next((times[place] for name in names if (place := (str(r["shape"]), name)) in times), None)
+        ratio = "" if peer is None else f" ({r['forward'] / peer['forward']:.2f}× / {r['both'] / peer['both']:.2f}×)"
         return f"{r['forward']:.2f} / {r['both']:.2f}{ratio}"
 
     print(by(speed, "what", "shape", cell), end="\n\n")
