@@ -50,6 +50,11 @@ class _Region:
 _active: ContextVar[_Region | None] = ContextVar("prism_recomputing", default=None)
 
 
+def _region() -> _Region | None:
+    """The block around this call; None if there is none, or nothing is recorded. Compiled code cannot read the variable."""
+    return None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _active.get()
+
+
 @contextmanager
 def recomputing(wanted: bool = True) -> Iterator[None]:
     """Inside the block, results of `cheap` are computed again in the backward pass instead of being kept."""
@@ -70,8 +75,8 @@ def recomputing(wanted: bool = True) -> Iterator[None]:
 
 def cheap(function: Function[Rest], *inputs: Tensor | None) -> tuple[tuple[Tensor, ...], Rest]:
     """function(*inputs): a tuple of tensors, which the block need not keep, and anything else, which is not recomputed."""
-    region = _active.get()
-    if region is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    region = _region()
+    if region is None:
         return function(*inputs)
     recipe = _Recipe(function, inputs, region)
     results, rest = recipe.first(inputs, region)
@@ -81,8 +86,8 @@ def cheap(function: Function[Rest], *inputs: Tensor | None) -> tuple[tuple[Tenso
 
 def replaceable(result: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """`result`, which the block need not keep: it equals function(*inputs), whatever computed it."""
-    region = _active.get()
-    if region is not None and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+    region = _region()
+    if region is not None:
         region.note(_Recipe(lambda *given: ((function(*given),), None), inputs, region, records=False), (result,))
     return result
 
