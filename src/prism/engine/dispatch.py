@@ -7,8 +7,7 @@ are registered in registry.py; a type of update from outside the package is adde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,10 +61,11 @@ class Engine:
     """For an update that only wraps others: calls `memory` on them with the requested form and backend."""
     cut: Cut | None = None
     """How it runs over a sequence that is cut over processes; None: it cannot be cut."""
+    forms: tuple[str, ...] = field(init=False)
+    """Those of its paths. Computed once, and not on demand: compiled code cannot enter a cached property's lock."""
 
-    @cached_property
-    def forms(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(form for form, _ in self.paths))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forms", tuple(dict.fromkeys(form for form, _ in self.paths)))
 
 
 _engines: dict[type, Engine] = {}
