@@ -104,8 +104,8 @@ def default(key_dim: int, value_dim: int, dtype: torch.dtype) -> Configuration:
         return Configuration(small, small, small, small, step=16, chunk=32, key_block=min(key_dim, 32))
     wide = Tiling(min(value_dim, 64), stages=2)
     if min(key_dim, value_dim) < 64:
-        # Where a loop over the values has one iteration, Triton unrolls it. The loads of the passes over tokens are then in no
-        # loop, each with a barrier whose memory a later load reuses: on an H200, Triton 3.6 made illegal accesses of it in
+        # Where a loop over the values has one iteration, Triton unrolls it, and the loads of the passes over tokens are not
+        # pipelined. On an H200, Triton 3.6 made illegal accesses of it in
         # `backward_queries_kernel` (32 or 16 keys, 64 values in one tile) and in `backward_writes_kernel` (128 keys, 32
         # values, two columns). With half as many values in a tile the loads are pipelined, and all widths are right.
         tokens = Tiling(max(16, min(value_dim // 2, 64)), stages=2)
