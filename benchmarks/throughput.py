@@ -352,11 +352,14 @@ def main() -> None:
                 name, tuple(c for c in arguments.contexts if c <= 32768), arguments.decode_batch, arguments
             ):
                 decoding.append(row)
+                more = ""
+                if "bfloat16_states_milliseconds" in row:
+                    more += f", {row['bfloat16_states_milliseconds']:.2f} with bfloat16 states"
+                if "kernels_a_layer" in row:
+                    more += f", {row['kernels_a_layer']:.1f} kernels a layer"
                 print(
                     f"decode {name:14} context {row['context']:>6} batch {row['batch']}  "
-                    f"{row['milliseconds']:.2f} ms per token, {row['called_milliseconds']:.2f} called from Python, "
-                    f"{row.get('bfloat16_states_milliseconds', float('nan')):.2f} with bfloat16 states  "
-                    f"{row.get('kernels_a_layer', float('nan')):.1f} kernels a layer  "
+                    f"{row['milliseconds']:.2f} ms per token, {row['called_milliseconds']:.2f} called from Python{more}, "
                     f"{row['state_bytes_a_row'] / 2**20:.2f} MiB per row",
                     flush=True,
                 )
