@@ -109,6 +109,11 @@ def history(x: Tensor, window: Tensor | None, size: int) -> Tensor:
     return torch.cat([window.to(x.dtype), x], 1)
 
 
+def columns_by_kernel(mixed: Tensor, substeps: int) -> bool:
+    """Whether one kernel computes `delta_columns`. It saves its inputs only."""
+    return substeps == 1 and use_kernel(mixed)
+
+
 def delta_columns(
     mixed: Tensor, beta: Tensor, key_dim: int, substeps: int = 1, corrections: Corrections | None = None
 ) -> Columns:
@@ -121,7 +126,7 @@ def delta_columns(
         substeps: n.
         corrections: PRISM's later writes; None: no later writes.
     """
-    if substeps == 1 and use_kernel(mixed):
+    if columns_by_kernel(mixed, substeps):
         return _columns_by_kernel(mixed, beta, key_dim, corrections)
     heads = beta.shape[-1]
     keys = heads * key_dim

@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.engine.fused import Columns, Corrections, delta_columns
+from prism.engine.fused import Columns, Corrections, columns_by_kernel, delta_columns
 from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan, Norm
 from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, map_plan
@@ -85,14 +85,8 @@ class DeltaFamily(Rule):
         return None, {}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
-        def columns(x: Tensor, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
-            mixed, conv_state = self.conv(projected, carry.get("conv"), span)
-            corrections, carried = self.corrections(x, carry, span)
-            found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
-            return found, {"conv": conv_state, **carried}
-
         beta, log_decay = self.beta_and_decay(x)
-        found, carried = cheap(columns, x, self.qkv(x), beta)
+        found, carried = self._columns(x, self.qkv(x), beta, carry, span)
         q, k, w = found
         update = Update(
             q,
@@ -106,6 +100,34 @@ class DeltaFamily(Rule):
             substeps=self.substeps,
         )
         return update, carried, None
+
+    def _columns(
+        self, x: Tensor, projected: Tensor, beta: Tensor, carry: Carry, span: Span
+    ) -> tuple[Columns, dict[str, Tensor]]:
+        """The columns, and what the next call needs. What is cheap to compute again is not kept for the backward pass."""
+
+        def convolved(projected: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+            mixed, conv_state = self.conv(projected, carry.get("conv"), span)
+            return (mixed,), conv_state
+
+        def later(x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Corrections | None, dict[str, Tensor]]]:
+            corrections, carried = self.corrections(x, carry, span)
+            found = () if corrections is None else corrections[:4]
+            return tuple(z for z in found if z is not None), (corrections, carried)
+
+        def columns(x: Tensor, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
+            (mixed,), conv_state = convolved(projected)
+            _, (corrections, carried) = later(x)
+            found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
+            return found, {"conv": conv_state, **carried}
+
+        if not columns_by_kernel(projected, self.substeps):
+            return cheap(columns, x, projected, beta)
+        # One kernel computes q, k and w and saves nothing else. To keep them is faster than to compute them again.
+        (mixed,), conv_state = cheap(convolved, projected)
+        _, (corrections, carried) = cheap(later, x)
+        found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
+        return found, {"conv": conv_state, **carried}
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o)) if self.gate is None else gated_output(self.norm, o, self.gate(x), self.out)
