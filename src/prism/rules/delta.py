@@ -104,7 +104,7 @@ class DeltaFamily(Rule):
 
     def _columns(
         self, x: Tensor, projected: Tensor, beta: Tensor, carry: Carry, span: Span
-    ) -> tuple[Columns, dict[str, Tensor]]:
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """The columns, and what the next call needs. What is cheap to compute again is not kept for the backward pass."""
 
         window = carry.get("conv")
