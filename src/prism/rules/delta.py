@@ -106,7 +106,6 @@ class DeltaFamily(Rule):
         self, x: Tensor, projected: Tensor, beta: Tensor, carry: Carry, span: Span
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """The columns, and what the next call needs. What is cheap to compute again is not kept for the backward pass."""
-
         window = carry.get("conv")
 
         def later(x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Corrections | None, dict[str, Tensor]]]:
