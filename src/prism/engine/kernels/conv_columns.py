@@ -33,7 +33,7 @@ from prism.engine.kernels.strips import (
 
 # One warp walks along STRIP tokens and loads UNROLL of them at a time.
 TILE: dict[str, int] = {"STRIP": 32, "UNROLL": 4, "num_warps": 1}
-BACKWARD_TILE: dict[str, int] = {"STRIP": 64, "UNROLL": 2, "num_warps": 1}
+BACKWARD_TILE: dict[str, int] = {"STRIP": 128, "UNROLL": 2, "num_warps": 1}
 
 
 class Inputs(NamedTuple):
