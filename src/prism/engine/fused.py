@@ -2,6 +2,7 @@
 
     short_conv      y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}), per channel
     delta_columns   q = K^-½ · unit(q̃),   k_1 = unit(k̃),   w_1 = β v;   PRISM's later writes   k_l = unit(k̃_l),   w_l
+    conv_columns    short_conv, then delta_columns
     solved_writes   w_l = γ_l β_l δ_l, PRISM's solver, which reduces a residual r_1 = v - u in L steps:
 
         gelu     δ_l = GELU(p_l ⊙ r_l),   r_{l+1} = r_l - δ_l
@@ -10,8 +11,8 @@
     token_losses    -log softmax(logits)[target] of each row, and its gradient
 
 Rules call these functions and import no kernel. On a GPU one kernel computes each of them, with the same results up to
-rounding: engine/kernels/short_conv.py, columns.py and solver.py. They are imported when they first run, so that
-`import prism` does not import Triton.
+rounding: engine/kernels/short_conv.py, columns.py, conv_columns.py and solver.py. They are imported when they first run, so
+that `import prism` does not import Triton.
 """
 
 from __future__ import annotations
@@ -144,9 +145,50 @@ def delta_columns(
 def _columns_by_kernel(mixed: Tensor, beta: Tensor, key_dim: int, c: Corrections | None) -> Columns:
     from prism.engine.kernels import columns as kernel
 
-    given = (None,) * 5 if c is None else (c.keys, c.expected, c.gains, c.beta, c.scale)
-    gelu, nonlinear = (False, False) if c is None else (c.solver == "gelu", c.nonlinearity)
-    return Columns(*kernel.columns(mixed, beta, *given, key_dim, key_dim**-0.5, UNIT_EPS, gelu, nonlinear))
+    later, options = _for_kernel(c, key_dim)
+    return Columns(*kernel.columns(mixed, beta, *later, *options))
+
+
+def _for_kernel(c: Corrections | None, key_dim: int) -> tuple[tuple[Tensor | None, ...], tuple[float, ...]]:
+    """The later writes and the options of a kernel."""
+    scaled = key_dim, key_dim**-0.5, UNIT_EPS
+    if c is None:
+        return (None,) * 5, (*scaled, False, False)
+    return (c.keys, c.expected, c.gains, c.beta, c.scale), (*scaled, c.solver == "gelu", c.nonlinearity)
+
+
+def one_operator_serves(
+    projected: Tensor, window: Tensor | None, conv_size: int, key_dim: int, value_dim: int, writes: int
+) -> bool:
+    """Whether one operator computes `conv_columns` and saves nothing but its inputs."""
+    if not 2 <= conv_size <= 4 or writes > 4 or {key_dim, value_dim} - {16, 32, 64, 128, 256}:
+        return False
+    wanted = (
+        window is not None and window.requires_grad and torch.is_grad_enabled()
+    )  # it has no gradient for the conv state
+    return not wanted and use_kernel(projected)
+
+
+def conv_columns(
+    projected: Tensor,
+    weight: Tensor,
+    window: Tensor | None,
+    documents: Tensor | None,
+    beta: Tensor,
+    key_dim: int,
+    corrections: Corrections | None = None,
+) -> Columns:
+    """`short_conv` with SiLU and without a bias, then `delta_columns`, in one operator where `one_operator_serves`."""
+    value_dim = projected.shape[-1] // beta.shape[-1] - 2 * key_dim
+    c, writes = corrections, 1 if corrections is None else 1 + corrections.beta.shape[-1]
+    if not one_operator_serves(projected, window, weight.shape[0], key_dim, value_dim, writes):
+        return delta_columns(short_conv(projected, weight, None, window, documents), beta, key_dim, 1, c)
+    from prism.engine.kernels.conv_columns import conv_columns as kernel
+
+    before = None if window is None else window.to(projected.dtype)
+    numbers = None if documents is None else documents.int()
+    later, options = _for_kernel(c, key_dim)
+    return Columns(*kernel(projected, weight, before, numbers, beta, *later, *options))
 
 
 def l2_normalize(x: Tensor, eps: float = UNIT_EPS) -> Tensor:

@@ -16,7 +16,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.engine.fused import Columns, Corrections, delta_columns
+from prism.engine.compat import is_unmodified
+from prism.engine.fused import Columns, Corrections, conv_columns, delta_columns, one_operator_serves
 from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan, Norm
 from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, map_plan
@@ -85,14 +86,8 @@ class DeltaFamily(Rule):
         return None, {}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
-        def columns(x: Tensor, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
-            mixed, conv_state = self.conv(projected, carry.get("conv"), span)
-            corrections, carried = self.corrections(x, carry, span)
-            found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
-            return found, {"conv": conv_state, **carried}
-
         beta, log_decay = self.beta_and_decay(x)
-        found, carried = cheap(columns, x, self.qkv(x), beta)
+        found, carried = self._columns(x, self.qkv(x), beta, carry, span)
         q, k, w = found
         update = Update(
             q,
@@ -106,6 +101,37 @@ class DeltaFamily(Rule):
             substeps=self.substeps,
         )
         return update, carried, None
+
+    def _columns(
+        self, x: Tensor, projected: Tensor, beta: Tensor, carry: Carry, span: Span
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """The columns, and what the next call needs. What is cheap to compute again is not kept for the backward pass."""
+        window = carry.get("conv")
+
+        def later(x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Corrections | None, dict[str, Tensor]]]:
+            corrections, carried = self.corrections(x, carry, span)
+            found = () if corrections is None else corrections[:4]
+            return tuple(z for z in found if z is not None), (corrections, carried)
+
+        def columns(x: Tensor, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
+            mixed, conv_state = self.conv(projected, window, span)
+            corrections, carried = self.corrections(x, carry, span)
+            found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
+            return found, {"conv": conv_state, **carried}
+
+        taps = self._taps_of_one_operator(projected, window, span)
+        if taps is None:
+            return cheap(columns, x, projected, beta)
+        # The operator saves its inputs only. To keep q, k and w is faster than to compute them again.
+        _, (corrections, carried) = cheap(later, x)
+        found = conv_columns(projected, taps, window, span.documents, beta, self.key_dim, corrections)
+        return found, {"conv": self.conv.next_state(projected, window, span), **carried}
+
+    def _taps_of_one_operator(self, projected: Tensor, window: Tensor | None, span: Span) -> Tensor | None:
+        """The convolution's weights if one operator computes the columns, convolution included."""
+        plain = self.substeps == 1 and span.context is None and is_plain_conv(self.conv) and is_unmodified(self.conv)
+        sizes = self.conv.size, self.key_dim, self.value_dim, self.write_rank
+        return self.conv.weight if plain and one_operator_serves(projected, window, *sizes) else None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return self.out(self.norm(o)) if self.gate is None else gated_output(self.norm, o, self.gate(x), self.out)

@@ -145,6 +145,7 @@ def channels() -> None:
 def around_the_memory() -> None:
     """The kernels of `prism.engine.fused`."""
     from prism.engine.kernels.columns import columns
+    from prism.engine.kernels.conv_columns import conv_columns
     from prism.engine.kernels.cross_entropy import token_losses
     from prism.engine.kernels.short_conv import short_conv
     from prism.engine.kernels.solver import solve
@@ -162,6 +163,12 @@ def around_the_memory() -> None:
     documents, window = torch.zeros(B, T, dtype=torch.int32), torch.zeros(B, 3, 48, dtype=torch.bfloat16)
     forward_and_backward([short_conv(x, weight, None, None, None, True)])
     forward_and_backward([short_conv(x, weight, bias, window, documents, False)])
+    projected, taps, numbers = leaf(B, T, H * 4 * K), leaf(3, H * 4 * K, dtype=torch.float32), documents
+    before, options = torch.zeros(B, 2, H * 4 * K, dtype=torch.bfloat16), (K, 0.1, 1e-6)
+    u, p, scale = leaf(B, T, H, 2 * K), leaf(B, T, H, N, 2 * K), leaf(N, H, 2 * K, dtype=torch.float32)
+    forward_and_backward(conv_columns(projected, taps, before, numbers, beta, *[None] * 5, *options, False, False))
+    for later, gelu in (((keys, u, p, betas, scale), False), ((None, None, None, betas, scale), True)):
+        forward_and_backward(conv_columns(projected, taps, None, None, beta, *later, *options, gelu, True))
     for dtype in (torch.bfloat16, None):
         token_losses(torch.zeros(3, 320), torch.zeros(3, dtype=torch.int64), -100, 0.0, dtype)
 

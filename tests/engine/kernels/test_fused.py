@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import prism
 from prism.engine import fused
 from prism.engine.fused import Columns, Corrections, delta_columns, solve, solved_writes
+from prism.nn.block import Block
 from prism.rules.parts import UNIT_EPS, ShortConv
 from prism.rules.rule import Span
 from tests.engine.kernels.where import CAN_START, needs_kernels
@@ -222,6 +223,21 @@ def test_a_layer_on_these_kernels_equals_the_layer_in_torch(
     for again in (False, True):
         for got, wanted in zip(gradients(again), expected, strict=True):
             assert_close("layer", got, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("rule", ["prism", "gated_delta", "delta_product"])
+def test_a_recomputing_layer_on_these_kernels_has_the_same_gradients_to_the_bit(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "use_kernel", lambda x: True)
+    layer, x, reset = Block(rule, 32, 2, 64).train(), torch.randn(1, 19, 32), torch.rand(1, 19) < 0.1
+    results = []
+    for layer.recompute in (False, True):
+        leaf = x.clone().requires_grad_()
+        y, _ = layer(leaf, reset=reset)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("outputs", [1, 40, 5000])

@@ -104,6 +104,24 @@ def convolved(value, now, before, numbers, factors, added, W: tl.constexpr):
 
 
 @triton.jit
+def weight_sums(sums, dz, value, now, before, numbers, W: tl.constexpr):
+    """The sums of the weights' gradients with one more token, from dz, the gradient before the SiLU."""
+    more = (sums[0] + dz * value,)
+    for back in tl.static_range(1, W):
+        more = joined(more, (sums[back] + dz * tl.where(numbers[back - 1] == now, before[back - 1], 0.0),))
+    return more
+
+
+@triton.jit
+def input_gradient(dz, now, gradients, numbers, factors, W: tl.constexpr):
+    """dx of the token W - 1 before this one, which has now met all tokens that saw it; `gradients` are the earlier dz."""
+    dx = factors[W - 1] * tl.where(numbers[W - 2] == now, dz, 0.0)
+    for ahead in tl.static_range(W - 1):
+        dx += factors[ahead] * tl.where(numbers[W - 2] == numbers[W - 2 - ahead], gradients[W - 2 - ahead], 0.0)
+    return dx
+
+
+@triton.jit
 def bias_of(bias, c, D, COLUMNS: tl.constexpr):
     """The bias `[COLUMNS]`, zero where there is none."""
     added = tl.zeros((COLUMNS,), tl.float32)
@@ -209,16 +227,9 @@ def short_conv_backward_kernel(
                 s = tl.sigmoid(z)
                 dz *= s * (1.0 + z * (1.0 - s))
             own = tl.where(t < end, dz, 0.0)  # later tokens belong to the next strip
-            more = (sums[0] + own * values[u],)
-            for back in tl.static_range(1, W):
-                seen = tl.where(numbers[back - 1] == now, before[back - 1], 0.0)
-                more = joined(more, (sums[back] + own * seen,))
-            sums = joined(more, (sums[W] + own,))
-            # Token t - W + 1 has now met all tokens that saw it.
+            sums = joined(weight_sums(sums, own, values[u], now, before, numbers, W), (sums[W] + own,))
             done = t - (W - 1)
-            dx = factors[W - 1] * tl.where(numbers[W - 2] == now, dz, 0.0)
-            for ahead in tl.static_range(W - 1):
-                dx += factors[ahead] * tl.where(numbers[W - 2] == numbers[W - 2 - ahead], gradients[W - 2 - ahead], 0.0)
+            dx = input_gradient(dz, now, gradients, numbers, factors, W)
             width = tl.where((done >= first) & (done < end), D, 0)
             tl.store(d_x + (b * T + done) * D + c, dx.to(d_x.dtype.element_ty), mask=c < width)
             before = pushed(values[u], before, W - 1)

@@ -86,7 +86,7 @@ class ShortConv(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, conv_state: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
-        following = self._next_state(x, conv_state, span)
+        following = self.next_state(x, conv_state, span)
         if self.weight is None:
             y = x if self.bias is None else x + self.bias.to(x.dtype)
             y = F.silu(y) if self.activation else y
@@ -100,7 +100,7 @@ class ShortConv(nn.Module):
             y = short_conv(x, self.weight, self.bias, conv_state, span.documents, self.activation)
         return y, following
 
-    def _next_state(self, x: Tensor, conv_state: Tensor | None, span: Span) -> Tensor:
+    def next_state(self, x: Tensor, conv_state: Tensor | None, span: Span) -> Tensor:
         """The last `size - 1` real tokens of the current document, zeros before it."""
         count, T, documents = self.size - 1, x.shape[1], span.documents
         if span.mask is None and count <= T:  # without a copy of all tokens
