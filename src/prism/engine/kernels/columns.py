@@ -242,6 +242,7 @@ def _layout(
     eps: float,
     gelu: bool,
     nonlinear: bool,
+    *,
     elements: int = ELEMENTS,
 ) -> tuple[Grid, tuple[float, float, int, int], dict[str, Any]]:
     """The grid, the numbers and the constants of a launch."""

@@ -341,7 +341,7 @@ def write_strip_backward_kernel(
             z = convolved(values[j], now, before, numbers, factors, 0.0, W)
             s = tl.sigmoid(z)
             residual = z * s
-            d_value = firsts[j] * answers[j * (1 + N)]
+            d_value = firsts[j] * answers[j * (1 + N)]  # type: ignore[var-annotated]  # a tensor
             store_head(d_beta, tl.sum(answers[j * (1 + N)] * residual, 0), b * T + t, h, 0, t < end, 0, H, 1, 1)
             if N > 0:
                 if u is not None:
@@ -355,7 +355,7 @@ def write_strip_backward_kernel(
                     by_gain = joined(by_gain, (gain_slope,))
                 d_residual, more = tl.zeros((V,), tl.float32), ()
                 for l in tl.static_range(N - 1, -1, -1):
-                    d_written = answers[j * (1 + N) + 1 + l]
+                    d_written = answers[j * (1 + N) + 1 + l]  # type: ignore[var-annotated]  # a tensor
                     own = tl.where(t < end, d_written, 0.0) * steps[j * N + l]
                     more = joined((scaled[l] + own * deltas[l],), more)
                     d_written *= sizes[l]
