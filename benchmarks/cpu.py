@@ -160,20 +160,27 @@ def channel_rows() -> list[dict[str, Any]]:
         for tokens in CHANNEL_TOKENS:
             others = tokens == CHANNEL_TOKENS[0]
             seconds = fastest(channel_rules.candidates(rule, tokens, others), CHANNEL_REPEATS)
-            best = min((value for name, value in seconds.items() if name != "prism"), default=float("nan"))
-            rounded = {name: round(value, 4) for name, value in seconds.items()}
-            print(f"{rule:>6}  T={tokens:<6}", rounded, f"ratio {seconds['prism'] / best:.3f}")
-            rows.append(
-                {"rule": rule, "tokens": tokens, "seconds": seconds, "over_fastest_peer": seconds["prism"] / best}
-            )
+            peers = [value for name, value in seconds.items() if name != "prism"]
+            ratio = seconds["prism"] / min(peers) if peers else None
+            print(f"{rule:>6}  T={tokens:<6}", _rounded(seconds), _ratio(ratio))
+            rows.append({"rule": rule, "tokens": tokens, "seconds": seconds, "over_fastest_peer": ratio})
     return rows
 
 
 def row(label: str, tokens: int, seconds: dict[str, float], condition: str) -> dict[str, Any]:
-    ratio = seconds["prism_rank2"] / seconds.get("transformers_rank1", float("nan"))
-    rounded = {name: round(value, 4) for name, value in seconds.items()}
-    print(f"{label:>6} decay  T={tokens:<6} {condition:<13}", rounded, f"ratio {ratio:.3f}")
+    peer = seconds.get("transformers_rank1")
+    ratio = None if peer is None else seconds["prism_rank2"] / peer
+    print(f"{label:>6} decay  T={tokens:<6} {condition:<13}", _rounded(seconds), _ratio(ratio))
     return {"decay": label, "tokens": tokens, "seconds": seconds, "rank2_over_peer_rank1": ratio}
+
+
+def _rounded(seconds: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in seconds.items()}
+
+
+def _ratio(ratio: float | None) -> str:
+    """For a line of the table; empty where no peer was timed, which takes it minutes."""
+    return "" if ratio is None else f"ratio {ratio:.3f}"
 
 
 def main() -> None:
