@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+from prism.language.task import loss_sum
+from prism.language.tokens import Batch
 from prism.models.cross_entropy import linear_cross_entropy
 from tests.helpers import examples
+from tests.models.stacks import model, tokens
 
 few = examples(25)
 
@@ -146,3 +149,23 @@ def test_bad_input_is_refused(change: dict[str, Any], message: str) -> None:
     given = {"hidden": torch.zeros(3, 2), "weight": torch.zeros(4, 2), "targets": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**{**given, **change})
+
+
+def test_a_z_loss_that_would_be_ignored_is_refused() -> None:
+    lm = model("prism")
+    ids = tokens(1, 5)
+    lm.lm_head.register_forward_hook(lambda *given: None)
+    with pytest.raises(ValueError, match="unmodified lm_head"):
+        lm(ids, labels=ids, z_loss=0.1)
+
+
+def test_a_wrapped_model_trains_with_its_balance_loss_too() -> None:
+    lm = model("mom", torch.float32).train()
+    ids = tokens(2, 6)
+    batch = Batch(ids[:, :-1], ids[:, 1:], None)
+
+    class Wrapped(nn.Module):
+        def forward(self, **given: Any) -> Any:
+            return lm(**given)
+
+    torch.testing.assert_close(loss_sum(Wrapped().train(), batch), loss_sum(lm, batch))

@@ -115,6 +115,7 @@ register(
     Engine(
         paths={
             ("recurrent", "torch"): Path(slots.recurrent),
+            ("recurrent", "triton"): Path(slots.chunkwise_by_kernel, slots.kernel_refuses, lambda update: False),
             ("chunkwise", "triton"): Path(slots.chunkwise_by_kernel, slots.kernel_refuses, slots.on_gpu),
             ("chunkwise", "torch"): Path(slots.chunkwise),
         },

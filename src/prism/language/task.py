@@ -45,8 +45,12 @@ def loss_sum(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
         given |= {"z_loss": z_loss} if z_loss else {}
         mean: Tensor = model(batch.inputs, reset=batch.reset, use_cache=False, **given).loss
         return mean * batch.targets.numel()
-    logits = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False, **part).logits.float().flatten(0, 1)
+    out = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False, **part)
+    logits = out.logits.float().flatten(0, 1)
     nats = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
+    balance = getattr(out, "balance_loss", None)
+    if model.training and balance is not None:
+        nats = nats + batch.targets.numel() * balance
     return nats + z_loss * logits.logsumexp(-1).square().sum() if z_loss else nats
 
 

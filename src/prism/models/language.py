@@ -312,6 +312,8 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         """The loss of the next tokens. A loss function set by the user, or a head that was replaced, gets all logits."""
         if self.loss_function is ForCausalLMLoss and type(self.lm_head) is nn.Linear and is_unmodified(self.lm_head):
             return next_token_loss(hidden, self.lm_head, labels, shift_labels, **kwargs)
+        if kwargs.get("z_loss"):
+            raise ValueError(f"z_loss {kwargs['z_loss']} needs the model's own loss and an unmodified lm_head: omit it")
         given = {"labels": labels, "vocab_size": self.config.vocab_size, "shift_labels": shift_labels}
         loss: Tensor = self.loss_function(logits=self.lm_head(hidden), **given, **kwargs)
         return loss

@@ -109,10 +109,14 @@ class Block(nn.Module):
         before = layer_step.DeltaState.of(row, plan, state.memory, state.carry)
         if before is None or not layer_step.uniform(row, *weights):
             return None
-        row, after = layer_step.delta_step(row, norm, plan, before, state.overwrite)
+        if not all(p.is_contiguous() and p.device == x.device for p in self.parameters()):
+            return None
+        # A state that is not contiguous was copied, and the copy would be overwritten.
+        overwrite = state.overwrite and all(z.is_contiguous() for z in state.tensors().values())
+        row, after = layer_step.delta_step(row, norm, plan, before, overwrite)
         if glu is not None:
             row = layer_step.glu_step(row, glu)
-        if state.overwrite:
+        if overwrite:
             return row.unsqueeze(1), State(state.memory, dict(state.carry))
         return row.unsqueeze(1), State(after.memory, after.carry)
 

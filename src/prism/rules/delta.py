@@ -139,10 +139,12 @@ class DeltaFamily(Rule):
     def step_plan(self) -> DeltaPlan | None:
         maps = {name: map_plan(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}
         missing = any(plan is None and getattr(self, name) is not None for name, plan in maps.items())
-        norm = self.norm.norm
-        if missing or not is_plain_conv(self.conv) or norm.weight is None or norm.eps is None:
+        if missing or not is_plain_conv(self.conv) or type(self.norm) is not HeadNorm:
             return None
-        decay = None if self.decay is None else self.decay.step_plan()
+        norm = self.norm.norm
+        if type(norm) is not nn.RMSNorm or norm.weight is None or norm.eps is None:
+            return None
+        decay = self.decay.step_plan() if isinstance(self.decay, SoftplusDecay) else None
         if (decay is None) != (self.decay is None):
             return None
         return DeltaPlan(

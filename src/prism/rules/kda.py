@@ -35,7 +35,8 @@ class BoundedDecay(SoftplusDecay):
         return self.bound * torch.sigmoid(self.A_log.exp().unsqueeze(-1) * z)
 
     def step_plan(self) -> DecayPlan | None:
-        return DecayPlan(self.A_log, self.dt_bias, self.bound)
+        same = type(self).forward is BoundedDecay.forward
+        return DecayPlan(self.A_log, self.dt_bias, self.bound) if same else None
 
 
 class Kda(DeltaFamily):

@@ -114,3 +114,12 @@ def test_every_thread_that_starts_kernels_gets_a_context(monkeypatch: pytest.Mon
     available.device_guard(SimpleNamespace(is_cuda=False, device=torch.device("cpu")))
     assert [device for _, device in begun] == [there.device] * 2
     assert begun[0][0] == threading.get_ident() != begun[1][0]
+
+
+def test_slots_decode_on_the_kernels_too() -> None:
+    torch.manual_seed(0)
+    mixer, x = prism.Mixer("gsa", 32, 2).to(DEVICE), torch.randn(1, 6, 32, device=DEVICE)
+    with torch.no_grad():
+        state = mixer(x[:, :5], backend="triton")[1]
+        got, wanted = mixer(x[:, 5:], state, backend="triton")[0], mixer(x)[0][:, 5:]
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)

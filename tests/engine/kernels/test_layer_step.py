@@ -139,6 +139,17 @@ def test_states_are_overwritten_on_request() -> None:
     assert all(z.data_ptr() == in_place[key].data_ptr() for key, z in state.tensors().items())
 
 
+def test_a_state_of_other_strides_is_not_lost() -> None:
+    """It is copied for the kernels, so it cannot be overwritten."""
+    layer, _ = block("prism", torch.float32)
+    x = torch.randn(2, 5, 24)
+    with torch.no_grad(), using(backend="torch"):
+        state = layer(x)[1].map(lambda z: z.mT.contiguous().mT)
+    assert not all(z.is_contiguous() for z in state.tensors().values())
+    got = run(layer, x[:, :1], state, "triton", overwrite=True)
+    assert_all_close("state", got, run(layer, x[:, :1], state, "torch"), 1e-5, {})
+
+
 @given(st.integers(1, 20), st.integers(1, 40), st.integers(1, 40), st.integers(5, 40), st.sampled_from([0, 9, 70]))
 @examples(2)
 def test_any_sizes(rows: int, key_dim: int, value_dim: int, width: int, hidden: int) -> None:
@@ -200,10 +211,19 @@ def _replaced(layer: Block) -> None:
     layer.mixer.rule.qkv = nn.Sequential(layer.mixer.rule.qkv)
 
 
+def _turned(layer: Block) -> None:
+    taps = layer.mixer.rule.conv.weight
+    taps.data = taps.data.t().contiguous().t()
+
+
 CHANGES: dict[str, Callable[[Block], Any]] = {
     "nothing": lambda layer: None,
     "a hook": _hooked,
     "a replaced map": _replaced,
+    "another norm of the output": lambda layer: setattr(
+        layer.mixer.rule.norm, "norm", nn.LayerNorm(layer.mixer.rule.value_dim).requires_grad_(False).to(DEVICE)
+    ),
+    "taps of other strides": _turned,
     "training": Block.train,
     "another norm": lambda layer: setattr(layer, "mlp_norm", nn.LayerNorm(24).requires_grad_(False).to(DEVICE)),
 }
