@@ -133,7 +133,7 @@ class RunSettings:
     compile: bool = False
     """Compile the layers with torch.compile."""
     recompute: Literal["auto", "none", "cheap"] = "auto"
-    """Activations that are cheap to compute again are not kept for the backward pass: a third less memory, a few per cent more
+    """Activations that are cheap to compute again are not kept for the backward pass: about a fifth less memory, a little more
     time, the same numbers. auto: cheap on cuda. (--model.gradient-checkpointing recomputes whole layers instead.)"""
     graph: bool = False
     """Replay forward and backward as a CUDA graph: faster where the GPU waits for Python, as with small models. Needs one
