@@ -52,7 +52,7 @@ class Task(ABC):
 
     @abstractmethod
     def sample(self, count: int, generator: torch.Generator) -> Batch:
-        """Draw `count` sequences of any split."""
+        """Draw `count` sequences of any split, on the generator's device."""
 
     def tests(self) -> dict[str, Task]:
         """The tasks to test a trained model with, by label; the first is the main one. Same vocabulary and answers."""
@@ -96,20 +96,25 @@ def draw(task: Task, count: int, split: str, generator: torch.Generator) -> Batc
     return Batch(torch.cat([b.inputs for b in found]), torch.cat([b.targets for b in found]))
 
 
-def stream(split: str, seed: int, name: str = "") -> torch.Generator:
-    """A generator of its own for every split, seed and name."""
+def stream(split: str, seed: int, name: str = "", device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator of its own for every split, seed and name. Its device is where the samples are drawn."""
     digest = hashlib.sha256(f"{split} {seed} {name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def hash_rows(inputs: Tensor) -> Tensor:
-    """A hash ≥ 0 of every row `[B]`, of all its values and their places."""
+    """A hash ≥ 0 of every row `[B]`, of all its values and their places; zeros do not count.
+
+    So a sequence and the same sequence with zeros after it belong to the same split.
+    """
     rows = inputs.flatten(1)
     if rows.is_floating_point():
-        rows = rows.double().view(torch.int64)
-    places = torch.arange(1, rows.shape[1] + 1, dtype=torch.int64)
-    mixed = (rows + 0x632BE59B) * (2 * places * 0x5851F42D4C957F2D + 1)  # wraps; odd factors, one per place
-    mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
+        rows = (rows.float() + 0.0).view(torch.int32).long()  # -0 is 0
+    places = torch.arange(1, rows.shape[1] + 1, dtype=torch.int64, device=rows.device)
+    mixed = rows * (2 * places * 0x5851F42D4C957F2D + 1)  # wraps; odd factors, one per place
+    mixed ^= mixed >> 29
+    mixed *= 0x2545F4914F6CDD1D
+    mixed ^= mixed >> 32
     total = mixed.sum(1)
     for factor in (0x1B873593CC9E2D51, 0x369DEA0F31A53F85):
         total = (total ^ (total >> 32)) * factor
