@@ -16,9 +16,8 @@ def distinct(rows: int, count: int, pool: int, generator: torch.Generator) -> Te
     if not 0 <= count <= pool:
         raise ValueError(f"count must be between 0 and pool = {pool}, got {count}")
     device = generator.device
-    if pool <= 16 * count:
-        order = torch.rand(rows, pool, generator=generator, device=device).argsort(1)
-        return order[:, :count].contiguous()
+    if count and pool <= max(16 * count, 256):
+        return torch.multinomial(torch.ones(rows, pool, device=device), count, replacement=False, generator=generator)
     drawn = torch.empty(rows, 0, dtype=torch.long, device=device)
     while True:
         more = torch.randint(pool, (rows, count + count // 8 + 4), generator=generator, device=device)
