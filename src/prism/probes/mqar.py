@@ -1,4 +1,4 @@
-"""The recall probe: multi-query associative recall (Arora et al., Zoology 2023), and a small model trained on it.
+"""The recall probe: multi-query associative recall (Arora et al., Zoology 2023).
 
 A sequence shows n key-value pairs, then asks for each key once, in random order and at random gaps:
 
@@ -8,37 +8,26 @@ Keys and values come from disjoint halves of the vocabulary, each without replac
 (near questions are likelier). Unused places hold 0, or with `filler="noise"` tokens that are *not* live in this sequence:
 the published generator draws noise from the whole vocabulary, which with a small vocabulary makes answers ambiguous.
 
-Design choices of the model and its training
-- Layers of norm → short convolution (4, the same for every rule) → mixer, no MLP: the memory is what is measured. With
-  the convolution one layer is enough, and finds the solution in hundreds of steps where two layers need thousands.
-- The state size is set: every rule gets the same key and value width per head, so accuracy can be compared by state size.
-- Data are drawn at every step from a generator with the run's seed; test sequences from another one, never seen before.
-- Logits are computed only where something is asked.
+With a convolution in front of the mixer one layer is enough, and finds the solution in hundreds of steps where two layers
+without one need thousands.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from prism import rules
-from prism.nn import Mixer
-from prism.rules.parts import ShortConv
-from prism.rules.rule import Span, check_options
-
-IGNORE = -100
-_TEST_SEED = 1 << 40
+from prism.probes.task import IGNORE, Batch, Task
 
 
 @dataclass(frozen=True)
-class Recall:
+class Recall(Task):
     """One setting of the task: its sequences and answers."""
+
+    name: ClassVar[str] = "mqar"
 
     pairs: int = 16
     """Key-value pairs in a sequence."""
@@ -62,7 +51,7 @@ class Recall:
         if self.filler not in ("zeros", "noise"):
             raise ValueError(f"filler must be 'zeros' or 'noise', got {self.filler!r}")
 
-    def sample(self, batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def sample(self, batch: int, generator: torch.Generator) -> Batch:
         """Draw tokens `[B, N]` and answers `[B, N]` (IGNORE where nothing is asked)."""
         n, half = self.pairs, self.vocabulary // 2
         keys = _draw(torch.ones(batch, half - 1), n, generator) + 1
@@ -80,126 +69,12 @@ class Recall:
         order = torch.rand(batch, n, generator=generator).argsort(1)
         tokens.scatter_(1, asked, keys.gather(1, order))
         answers = torch.full_like(tokens, IGNORE).scatter_(1, asked, values.gather(1, order))
-        return tokens, answers
+        return Batch(tokens, answers)
 
-
-@dataclass(frozen=True)
-class RecallRun:
-    """One model to train: a rule, its sizes and its budget."""
-
-    rule: str
-    task: Recall = field(default_factory=Recall)
-    options: dict[str, Any] = field(default_factory=dict)
-    """Options of the rule (`steps`, `preset`, …)."""
-    label: str = ""
-    layers: int = 1
-    width: int = 64
-    heads: int = 1
-    key_dim: int = 8
-    value_dim: int | None = None
-    """Value width of a head. None: `width / heads`."""
-    steps: int = 900
-    batch: int = 32
-    learning_rate: float = 1e-2
-    seed: int = 0
-    test_sequences: int = 1024
-    test_pairs: tuple[int, ...] = ()
-    """Numbers of pairs to test with. Empty: those of the task."""
-
-    @property
-    def name(self) -> str:
-        return self.label or self.rule
-
-
-class RecallModel(nn.Module):
-    """Tokens `[B, N]` → logits at the positions that are asked."""
-
-    def __init__(self, run: RecallRun) -> None:
-        super().__init__()
-        width = run.width
-        value_dim = width // run.heads if run.value_dim is None else run.value_dim
-        # Every mixer has the same convolution in front, so rules with a built-in one go without it (conv_size 1). Rules
-        # whose state is not K × V have other sizes, which the results give.
-        sizes = {"key_dim": run.key_dim, "value_dim": value_dim, "conv_size": 1}
-        check_options(rules.get(run.rule), run.options)  # Mixer would take an option such as `width` as its argument
-        taken = rules.get(run.rule).option_names()
-        options = {name: value for name, value in sizes.items() if name in taken} | run.options
-        self.embedding = nn.Embedding(run.task.vocabulary, width)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # a larger one drowns the output of the mixers
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(run.layers))
-        self.convolutions = nn.ModuleList(ShortConv(width) for _ in range(run.layers))
-        self.mixers = nn.ModuleList(Mixer(run.rule, width, run.heads, **options) for _ in range(run.layers))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, run.task.vocabulary, bias=False)
-
-    @property
-    def state_size(self) -> int:
-        """Number of values in all memories of one sequence."""
-        return sum(mixer.state_size for mixer in self.mixers)  # type: ignore[misc]  # a ModuleList forgets what it holds
-
-    def forward(self, tokens: Tensor, asked: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for norm, convolution, mixer in zip(self.norms, self.convolutions, self.mixers, strict=True):
-            x = x + mixer(convolution(norm(x), None, Span())[0])[0]
-        return self.head(self.norm(x[asked]))
-
-
-def train_recall(run: RecallRun, report: Callable[[int, float], None] = lambda step, loss: None) -> dict[str, Any]:
-    """Train and test one model; calls `report(step, loss)` every 10 steps. Returns the run and its accuracy."""
-    torch.manual_seed(run.seed)
-    model = RecallModel(run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _schedule(step, run.steps))
-    data = torch.Generator().manual_seed(run.seed)
-    for step in range(run.steps):
-        tokens, answers = run.task.sample(run.batch, data)
-        asked = answers != IGNORE
-        loss = F.cross_entropy(model(tokens, asked), answers[asked])
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if step % 10 == 9 or step == run.steps - 1:
-            report(step + 1, loss.item())
-    pairs = run.test_pairs or (run.task.pairs,)
-    accuracy = {n: count_right(model, _with_pairs(run.task, n), run.test_sequences, run.seed) for n in pairs}
-    return {
-        **asdict(run),
-        "name": run.name,
-        "accuracy": accuracy[run.task.pairs] if run.task.pairs in accuracy else max(accuracy.values()),
-        "accuracy_by_pairs": accuracy,
-        "state_size": model.state_size,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "final_loss": loss.item(),
-    }
-
-
-@torch.no_grad()
-def count_right(model: nn.Module, task: Recall, sequences: int, seed: int, batch: int = 256) -> float:
-    """The fraction of right answers (every sequence asks equally many questions)."""
-    generator = torch.Generator().manual_seed(_TEST_SEED + seed)
-    right = total = 0
-    for start in range(0, sequences, batch):
-        tokens, answers = task.sample(min(batch, sequences - start), generator)
-        asked = answers != IGNORE
-        right += int((model(tokens, asked).argmax(-1) == answers[asked]).sum())
-        total += int(asked.sum())
-    return right / total
+    def baseline(self) -> float:
+        return 1 / (self.vocabulary - self.vocabulary // 2)
 
 
 def _draw(weights: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Draw `count` indices of each row without replacement."""
     return torch.multinomial(weights, count, replacement=False, generator=generator)
-
-
-def _with_pairs(task: Recall, pairs: int) -> Recall:
-    return Recall(pairs, max(task.length, 4 * pairs), task.vocabulary, task.filler, task.power)
-
-
-def _schedule(step: int, steps: int, warmup: float = 0.05, floor: float = 0.05) -> float:
-    rise = max(1, int(warmup * steps))
-    if step < rise:
-        return (step + 1) / rise
-    progress = (step - rise) / max(1, steps - rise)
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
