@@ -86,7 +86,9 @@ class Records:
                 record = json.loads(line)
                 self.lines[record["key"]] = record
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"line {number} of {self.path} is damaged: remove it, its run is computed again") from error
+                raise ValueError(
+                    f"line {number} of {self.path} is damaged: remove it, its run is computed again"
+                ) from error
         self.length = len(whole)
 
     @contextmanager
@@ -97,7 +99,9 @@ class Records:
         try:
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise ValueError(f"another process is writing {self.path}: wait for it, or choose another folder") from error
+            raise ValueError(
+                f"another process is writing {self.path}: wait for it, or choose another folder"
+            ) from error
         try:
             if self.path.exists():
                 self._read()  # it may have changed before the lock was taken
@@ -150,7 +154,11 @@ def best_rate(entry: Searched, records: Records) -> float | None:
     means: dict[float, float] = {}
     for rate in values:
         found = [records.result(training) for training in search if training.about["learning_rate"] == rate]
-        scores = [r["validation"] if r["better"] == "higher" else -r["validation"] for r in found if r and r["validation"] is not None]
+        scores = [
+            r["validation"] if r["better"] == "higher" else -r["validation"]
+            for r in found
+            if r and r["validation"] is not None
+        ]
         if len(scores) == len(found):  # a rate at which a run failed is not safe
             means[rate] = estimate(scores).mean
     return max(means, key=lambda rate: means[rate]) if means else None
@@ -248,9 +256,13 @@ def summary(record: Mapping[str, Any]) -> str:
     if record["status"] != "done":
         return f"{record['status']}, {record['error']}"
     result = record["result"]
-    scores = "; ".join(f"{label} {value:.3f}".strip() for label, value in result.get("scores", {}).items() if value is not None)
+    scores = "; ".join(
+        f"{label} {value:.3f}".strip() for label, value in result.get("scores", {}).items() if value is not None
+    )
     judged = result.get("validation")
-    return f"{scores or (f'validation {judged:.4g}' if judged is not None else 'done')} ({result.get('seconds', 0):.0f} s)"
+    return (
+        f"{scores or (f'validation {judged:.4g}' if judged is not None else 'done')} ({result.get('seconds', 0):.0f} s)"
+    )
 
 
 def finite(value: Any) -> Any:

@@ -129,6 +129,8 @@ class Entry:
     state_size: int
     grows: bool = False
     """Whether the state grows with the sequence; `state_size` is then that of one token."""
+    size: int = 0
+    """Place in the budget's list of key widths: rules are compared at the same place."""
 
     @property
     def name(self) -> str:
@@ -255,7 +257,9 @@ def _rules(values: Any, where: str) -> dict[str, tuple[str, dict[str, Any]]]:
         elif isinstance(value, dict) and isinstance(value.get("rule"), str):
             found[label] = (value["rule"], {key: item for key, item in value.items() if key != "rule"})
         else:
-            raise ValueError(f'{where}: rules.{label} must be a text such as "prism:steps=2", or {{ rule = "prism", … }}')
+            raise ValueError(
+                f'{where}: rules.{label} must be a text such as "prism:steps=2", or {{ rule = "prism", … }}'
+            )
         try:
             registry.get(found[label][0])
         except ValueError as error:
@@ -281,8 +285,12 @@ def _check(settings: _File, where: str) -> None:
     for name, number in least.items():
         if number is not None and number < 1:
             raise ValueError(f"{where}: {name} must be at least 1, got {number}")
-    for name, found in {"seeds": settings.seeds, "learning_rate.seeds": rates.seeds, "learning_rate.values": rates.values,
-                        "budget.key_dim": budget.key_dim}.items():
+    for name, found in {
+        "seeds": settings.seeds,
+        "learning_rate.seeds": rates.seeds,
+        "learning_rate.values": rates.values,
+        "budget.key_dim": budget.key_dim,
+    }.items():
         if not found or len(set(found)) < len(found):
             raise ValueError(f"{where}: {name} must be a list of one or more different numbers, got {list(found)}")
     if len(rates.values) > 1 and set(settings.seeds) & set(rates.seeds):
@@ -320,7 +328,7 @@ def _task_entries(
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {prefix.rstrip('.')}: {error}") from error
     task = base.build_task()
-    for key_dim in budget.key_dim:
+    for size, key_dim in enumerate(budget.key_dim):
         target: tuple[int, int] | None = None
         for label in sorted(named, key=lambda label: label != reference):
             try:
@@ -328,7 +336,7 @@ def _task_entries(
             except ValueError as error:
                 raise ValueError(f"{where}: rule {label!r}: {error}") from error
             target = target or sizes(task, ModelSettings(**entry.settings["model"]))
-            yield entry
+            yield replace(entry, size=size)
 
 
 def _probe(table: Mapping[str, Any], settings: _File) -> ProbeRun:
@@ -355,7 +363,15 @@ def _probe(table: Mapping[str, Any], settings: _File) -> ProbeRun:
         precision=settings.precision,
         **{
             name: getattr(budget, name)
-            for name in ("warmup", "weight_decay", "clip", "evaluations", "validation_sequences", "test_sequences", "stop_at")
+            for name in (
+                "warmup",
+                "weight_decay",
+                "clip",
+                "evaluations",
+                "validation_sequences",
+                "test_sequences",
+                "stop_at",
+            )
         },
     )
     run.build_tests()
@@ -393,5 +409,14 @@ def _entry(
     run = asdict(replace(base, model=model))
     plain = {key: value for key, value in run.items() if key not in ("seed", "learning_rate", "test", "steps")}
     return Entry(
-        task_label, label, PROBE, plain, base.steps, settings.seeds, settings.learning_rate, parameters, state_size, grows
+        task_label,
+        label,
+        PROBE,
+        plain,
+        base.steps,
+        settings.seeds,
+        settings.learning_rate,
+        parameters,
+        state_size,
+        grows,
     )

@@ -64,9 +64,13 @@ class Curriculum:
         known = {field.name for field in fields(task)}
         full = getattr(task, self.option) if self.option in known else None
         if not isinstance(full, int):
-            raise ValueError(f"curriculum.option must be a whole-number option of task {task.name!r}, got {self.option!r}")
+            raise ValueError(
+                f"curriculum.option must be a whole-number option of task {task.name!r}, got {self.option!r}"
+            )
         if not 1 <= self.start < full:
-            raise ValueError(f"curriculum.start must be from 1 to {full - 1} ({self.option} is {full}), got {self.start}")
+            raise ValueError(
+                f"curriculum.start must be from 1 to {full - 1} ({self.option} is {full}), got {self.start}"
+            )
         if not 0 < self.share < 1:
             raise ValueError(f"curriculum.share must be between 0 and 1, got {self.share}")
         values = [self.start]

@@ -57,9 +57,7 @@ class ModelSettings:
         sizes = {"key_dim": self.key_dim, "value_dim": value_dim, "conv_size": 1}
         taken = rules.get(self.rule).option_names()
         options = {name: value for name, value in sizes.items() if name in taken} | self.options
-        return Mixer(
-            self.rule, self.width, self.heads, **{**place_options(self.rule, index, self.layers), **options}
-        )
+        return Mixer(self.rule, self.width, self.heads, **{**place_options(self.rule, index, self.layers), **options})
 
 
 class Inputs(nn.Module):
@@ -109,7 +107,9 @@ class ProbeModel(nn.Module):
         self.inputs = Inputs(task, width, settings.positions)
         self.head = nn.Linear(width, task.answers, bias=False)
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in layers)
-        self.convolutions = nn.ModuleList(ShortConv(width, settings.conv_size) for _ in layers) if settings.conv_size > 1 else None
+        self.convolutions = (
+            nn.ModuleList(ShortConv(width, settings.conv_size) for _ in layers) if settings.conv_size > 1 else None
+        )
         self.mixers = nn.ModuleList(settings.mixer(index) for index in layers)
         self.mlp_norms = nn.ModuleList(nn.RMSNorm(width) for _ in layers) if settings.hidden else None
         self.mlps = nn.ModuleList(SwiGLU(width, settings.hidden) for _ in layers) if settings.hidden else None

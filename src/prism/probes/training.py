@@ -279,4 +279,3 @@ def schedule(step: int, steps: int, warmup: float, floor: float = 0.05) -> float
         return (step + 1) / rise
     progress = (step - rise) / max(1, steps - rise)
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
-
