@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,13 +39,13 @@ def compare(
         only: Regular expression; only runs whose name it finds, and those of the reference.
         dry_run: Show the runs with their parameters and state sizes, and train nothing.
     """
+    out = check_target(Path("runs") / file.stem if out is None else out, folder=True, name="out")
     plan = read_plan(file)
     if only is not None:
         try:
             plan = plan.only(re.compile(only))
         except re.error as error:
             raise ValueError(f"--only must be a regular expression, got {only!r}: {error}") from error
-    out = Path("runs") / file.stem if out is None else out
     return run_plan(plan, out, jobs, retry, dry_run)
 
 
@@ -52,8 +53,7 @@ def run_plan(plan: Plan, out: Path, jobs: int | None = None, retry: bool = False
     """Compute what is missing of a plan, print tables, and write the report."""
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
-    check_target(out, folder=True, name="out")
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=160)  # a log has room for whole tables
     records = Records(out / RESULTS)
     if dry_run:
         console.print(_plan_table(plan, records))

@@ -19,6 +19,7 @@ from prism.cli.compare import run_plan
 from prism.compare.plan import make_plan, parse_rule
 from prism.files import check_target
 from prism.overrides import read_toml_value
+from prism.probes.catalogue import task_class
 from prism.probes.jobs import run_jobs
 from prism.probes.model import ModelSettings, ProbeModel
 from prism.probes.training import ProbeRun, train_probe
@@ -102,6 +103,8 @@ def probe(
         raise ValueError(f"rules is empty: name one or more of {', '.join(registry.names())}")
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
+    output = check_target(Path("runs") / f"probe-{task}" if output is None else output, folder=True)
+    task_class(task)
     budget = {
         "steps": steps,
         "batch": batch,
@@ -127,9 +130,9 @@ def probe(
             "learning_rate": {"values": list(learning_rates), **sections["learning_rate"]},
             "tasks": [{"task": task, "options": sections["task"]}],
         },
-        "prism probe",
+        "flags",
     )
-    return run_plan(plan, Path("runs") / f"probe-{task}" if output is None else output, jobs, retry, dry_run)
+    return run_plan(plan, output, jobs, retry, dry_run)
 
 
 def mqar(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from prism.compare.entries import Entry
 from prism.compare.grid import Records, best_rate
-from prism.compare.plan import Entry, Plan
+from prism.compare.plan import Plan
 from prism.compare.statistics import Estimate, estimate, paired
 
 

@@ -74,6 +74,8 @@ class Records:
         self.path = path
         self.lines: dict[str, dict[str, Any]] = {}
         """By key, the last line of each training."""
+        self.length = 0
+        """Bytes of the whole lines in the file."""
         self.file: IO[bytes] | None = None
         if path.exists():
             self._read()
@@ -82,13 +84,10 @@ class Records:
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                record = json.loads(line)
-                self.lines[record["key"]] = record
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"line {number} of {self.path} is damaged: remove it, its run is computed again"
-                ) from error
+            record = parse_line(line)
+            if record is None:
+                raise ValueError(f"line {number} of {self.path} is damaged: remove it, its run is computed again")
+            self.lines[record["key"]] = record
         self.length = len(whole)
 
     @contextmanager
@@ -141,6 +140,15 @@ class Records:
         """What a finished training returned; None for any other."""
         record = self.lines.get(training.key)
         return record["result"] if record is not None and record["status"] == "done" else None
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """A line of a results file; None for anything else."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"key", "status"} <= set(record) else None
 
 
 def best_rate(entry: Searched, records: Records) -> float | None:

@@ -7,39 +7,11 @@ changed, while heads, key width and value width stay. Either way the state keeps
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-
-import torch
-
-from prism.probes.model import ModelSettings, ProbeModel
-from prism.probes.task import Task
 
 TOLERANCE = 0.01
 """Largest relative difference between the numbers of parameters."""
-_STEPS = (16, 8, 4, 2, 1)
+_STEPS = (64, 16, 8, 4, 2, 1)
 """Widths are multiples of the first of these that comes close enough: round widths are fast."""
-
-
-def sizes(task: Task, settings: ModelSettings) -> tuple[int, int]:
-    """The number of parameters of a model, and its state size."""
-    with torch.device("meta"):
-        model = ProbeModel(task, settings)
-    return model.parameter_count, model.state_size
-
-
-def matched(task: Task, settings: ModelSettings, target: int) -> ModelSettings:
-    """The settings with another width of the SwiGLU, or of the model, so that there are about `target` parameters."""
-    name = "hidden" if settings.hidden else "width"
-    if settings.value_dim is None:  # the state must not follow the width
-        settings = replace(settings, value_dim=max(1, settings.width // settings.heads))
-    try:
-        found = closest(lambda value: sizes(task, replace(settings, **{name: value}))[0], target)
-    except ValueError as error:
-        raise ValueError(
-            f"rule {settings.rule!r} cannot have {target:,} parameters ± {TOLERANCE:.0%} by changing {name}: {error}; "
-            'omit the rule, give it other options, or set budget.match = "none"'
-        ) from error
-    return replace(settings, **{name: found})
 
 
 def closest(count: Callable[[int], int], target: int) -> int:
@@ -52,9 +24,8 @@ def closest(count: Callable[[int], int], target: int) -> int:
         low, high = (middle, high) if count(middle) < target else (low, middle)
     best = min((low, high), key=lambda value: abs(count(value) - target))
     for step in _STEPS:
-        around = {step * max(1, best // step), step * (best // step + 1), step * max(1, round(best / step))}
-        fit = {value: abs(count(value) - target) for value in around}
+        fit = {value: abs(count(value) - target) for value in (step * max(1, best // step), step * (best // step + 1))}
         found = min(fit, key=lambda value: fit[value])
         if fit[found] <= TOLERANCE * target:
             return found
-    raise ValueError(f"the closest is {count(best):,}")
+    raise ValueError(f"the closest to {target:,} is {count(best):,}")

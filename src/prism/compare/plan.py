@@ -24,140 +24,21 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from prism import rules as registry
-from prism.compare.grid import Training
-from prism.compare.matching import TOLERANCE, matched, sizes
+from prism.compare.entries import Entry, PlanSettings
+from prism.compare.kinds import Kind, kind_of
+from prism.compare.matching import TOLERANCE, closest
 from prism.messages import did_you_mean
 from prism.overrides import override, read_toml
-from prism.probes.batches import Curriculum
-from prism.probes.catalogue import build_task
-from prism.probes.model import ModelSettings
-from prism.probes.training import ProbeRun
 
-PROBE = "prism.probes.training:probe_job"
 _TASK_KEYS = ("task", "label", "options", "tests", "curriculum", "budget", "learning_rate")
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What every rule may spend."""
-
-    steps: int | None = None
-    """Training steps; or `tokens`."""
-    tokens: int | None = None
-    """Tokens to train on, from which the steps follow; or `steps`."""
-    batch: int = 32
-    """Sequences in a step."""
-    layers: int = 1
-    width: int = 64
-    heads: int = 1
-    key_dim: tuple[int, ...] = (16,)
-    """Key widths of a head, a number or a list: the state size is heads · key width · value width · layers."""
-    value_dim: int | None = None
-    """Value width of a head. By default width / heads."""
-    conv: int = 4
-    """Tokens that the convolution in front of every mixer spans; 1 means none."""
-    hidden: int = 0
-    """Width of the SwiGLU after every mixer; 0 means none."""
-    positions: int = 0
-    """Number of learned absolute positions; 0 means none."""
-    match: Literal["none", "parameters"] = "none"
-    """`parameters`: every rule gets the reference's number of parameters within 1 %, by the width of the SwiGLU, or without
-    one, of the model."""
-    equal_state: bool = True
-    """Whether a rule is refused if its state size differs from the reference's. Caches, which grow, are exempt."""
-    warmup: float = 0.05
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    evaluations: int = 10
-    """Times that a model is judged on the split validation."""
-    validation_sequences: int = 512
-    test_sequences: int = 1024
-    stop_at: float | None = None
-    """Stop a run when its score on validation reaches this."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The search for a learning rate."""
-
-    values: tuple[float, ...] = (1e-2,)
-    """Peak learning rates to try; a single one is not searched."""
-    seeds: tuple[int, ...] = (1000,)
-    """Seeds of the search. None of them may be a final seed."""
-    steps: int | None = None
-    """Steps of a run of the search. By default those of the budget."""
-
-
-@dataclass(frozen=True)
-class _File:
-    """The keys of a plan, apart from `rules` and `tasks`."""
-
-    title: str = "Comparison of rules"
-    reference: str | None = None
-    """The rule that others are compared with. By default the first."""
-    seeds: tuple[int, ...] = (0,)
-    device: str = "auto"
-    precision: Literal["float32", "bfloat16"] = "float32"
-    jobs: int | None = None
-    """Trainings side by side. By default one per core, or four on a GPU."""
-    budget: Budget = field(default_factory=Budget)
-    learning_rate: Rates = field(default_factory=Rates)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One task, one rule and one size: searched for a learning rate, then trained with every seed."""
-
-    task: str
-    rule: str
-    """Their labels."""
-    function: str
-    settings: dict[str, Any]
-    """Settings of a training, without `seed`, `learning_rate` and `test`."""
-    steps: int
-    seeds: tuple[int, ...]
-    rates: Rates
-    parameters: int
-    state_size: int
-    grows: bool = False
-    """Whether the state grows with the sequence; `state_size` is then that of one token."""
-    size: int = 0
-    """Place in the budget's list of key widths: rules are compared at the same place."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.task}, {self.rule}, state {self.state_size:,}"
-
-    def search(self) -> list[Training]:
-        """The trainings that choose the learning rate; none if there is only one."""
-        if len(self.rates.values) < 2:
-            return []
-        return [self._training("search", rate, seed) for rate in self.rates.values for seed in self.rates.seeds]
-
-    def final(self, rate: float) -> list[Training]:
-        """The trainings with the chosen learning rate."""
-        return [self._training("final", rate, seed) for seed in self.seeds]
-
-    def _training(self, phase: str, rate: float, seed: int) -> Training:
-        steps = self.rates.steps if phase == "search" and self.rates.steps is not None else self.steps
-        settings = {
-            **self.settings,
-            "steps": steps,
-            "learning_rate": rate,
-            "seed": seed,
-            "test": phase == "final",
-        }
-        about = {"task": self.task, "rule": self.rule, "state_size": self.state_size, "phase": phase}
-        name = f"{self.name}, rate {rate:g}, seed {seed}"
-        return Training(self.function, settings, {**about, "seed": seed, "learning_rate": rate}, name, steps)
 
 
 @dataclass(frozen=True)
@@ -204,7 +85,7 @@ def make_plan(values: Mapping[str, Any], where: str) -> Plan:
     """
     values = dict(values)
     rule_values, tasks = values.pop("rules", None), values.pop("tasks", None)
-    settings = override(_File(), _with_lists(values), where)
+    settings = override(PlanSettings(), _with_lists(values), where)
     named = _rules(rule_values, where)
     if not isinstance(tasks, list) or not tasks or not all(isinstance(task, dict) for task in tasks):
         raise ValueError(f"{where}: tasks must be one or more tables [[tasks]]")
@@ -275,7 +156,7 @@ def _with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def _check(settings: _File, where: str) -> None:
+def _check(settings: PlanSettings, where: str) -> None:
     """Refuse values that make no comparison."""
     budget, rates = settings.budget, settings.learning_rate
     if (budget.steps is None) == (budget.tokens is None):
@@ -305,7 +186,7 @@ def _check(settings: _File, where: str) -> None:
 def _task_entries(
     table: dict[str, Any],
     prefix: str,
-    settings: _File,
+    settings: PlanSettings,
     named: dict[str, tuple[str, dict[str, Any]]],
     reference: str,
     where: str,
@@ -324,99 +205,50 @@ def _task_entries(
     settings = replace(settings, budget=budget, learning_rate=rates)
     _check(settings, f"{where}: {prefix.rstrip('.')}")
     try:
-        base = _probe(table, settings)
-    except (ValueError, TypeError) as error:
+        kind = kind_of(table, settings)
+    except (ValueError, TypeError, OSError) as error:
         raise ValueError(f"{where}: {prefix.rstrip('.')}: {error}") from error
-    task = base.build_task()
     for size, key_dim in enumerate(budget.key_dim):
         target: tuple[int, int] | None = None
         for label in sorted(named, key=lambda label: label != reference):
             try:
-                entry = _entry(base, label, named[label], key_dim, settings, target, table.get("label", table["task"]))
+                entry = _entry(kind, label, named[label], key_dim, settings, target)
             except ValueError as error:
-                raise ValueError(f"{where}: rule {label!r}: {error}") from error
-            target = target or sizes(task, ModelSettings(**entry.settings["model"]))
-            yield replace(entry, size=size)
-
-
-def _probe(table: Mapping[str, Any], settings: _File) -> ProbeRun:
-    """A training of the task without its rule."""
-    budget, curriculum = settings.budget, table.get("curriculum")
-    task = build_task(table["task"], table.get("options", {}))
-    run = ProbeRun(
-        task=table["task"],
-        task_options=dict(table.get("options", {})),
-        tests=dict(table.get("tests", {})),
-        model=ModelSettings(
-            layers=budget.layers,
-            width=budget.width,
-            heads=budget.heads,
-            value_dim=budget.value_dim,
-            conv_size=budget.conv,
-            hidden=budget.hidden,
-            positions=budget.positions,
-        ),
-        steps=budget.steps or _steps(task.sample(1, torch.Generator().manual_seed(0)).inputs.shape[1], budget),
-        batch=budget.batch,
-        curriculum=None if curriculum is None else Curriculum(**curriculum),
-        device=settings.device,
-        precision=settings.precision,
-        **{
-            name: getattr(budget, name)
-            for name in (
-                "warmup",
-                "weight_decay",
-                "clip",
-                "evaluations",
-                "validation_sequences",
-                "test_sequences",
-                "stop_at",
-            )
-        },
-    )
-    run.build_tests()
-    run.stages()
-    return run
-
-
-def _steps(length: int, budget: Budget) -> int:
-    assert budget.tokens is not None
-    return max(1, round(budget.tokens / (length * budget.batch)))
+                raise ValueError(f"{where}: {prefix.rstrip('.')}, rule {label!r}: {error}") from error
+            target = target or (entry.parameters, entry.state_size)
+            yield replace(entry, task=table.get("label", table["task"]), size=size)
 
 
 def _entry(
-    base: ProbeRun,
+    kind: Kind,
     label: str,
     rule: tuple[str, dict[str, Any]],
     key_dim: int,
-    settings: _File,
+    settings: PlanSettings,
     target: tuple[int, int] | None,
-    task_label: str,
 ) -> Entry:
     """The entry of a rule. `target` has the reference's parameters and state size; None: this is the reference."""
     budget, (name, options) = settings.budget, rule
-    model = replace(base.model, rule=name, options=options, key_dim=key_dim)
-    task = base.build_task()
+    changed: dict[str, int] = {}
     if budget.match == "parameters" and target is not None:
-        model = matched(task, model, target[0])
-    parameters, state_size = sizes(task, model)
+        what = "hidden" if budget.hidden else "width"
+        try:
+            found = closest(lambda n: kind.sizes(kind.settings(name, options, key_dim, **{what: n}))[0], target[0])
+        except ValueError as error:
+            raise ValueError(
+                f"its number of parameters cannot be matched by another {what}: {error}; omit the rule, give it other "
+                'options, or set budget.match = "none"'
+            ) from error
+        changed = {what: found}
+    made = kind.settings(name, options, key_dim, **changed)
+    parameters, state_size = kind.sizes(made)
     grows = not registry.get(name).constant_state
     if target is not None and budget.equal_state and not grows and abs(state_size - target[1]) > TOLERANCE * target[1]:
         raise ValueError(
-            f"its state size is {state_size:,}, the reference's {target[1]:,}: give it options that make them equal, or set "
-            "budget.equal_state = false"
+            f"its state size is {state_size:,}, the reference's {target[1]:,}: give it options that make them equal, or "
+            "set budget.equal_state = false"
         )
-    run = asdict(replace(base, model=model))
-    plain = {key: value for key, value in run.items() if key not in ("seed", "learning_rate", "test", "steps")}
+    own = {key: value for key, value in made.items() if key not in ("seed", "learning_rate", "test", "steps")}
     return Entry(
-        task_label,
-        label,
-        PROBE,
-        plain,
-        base.steps,
-        settings.seeds,
-        settings.learning_rate,
-        parameters,
-        state_size,
-        grows,
+        "", label, kind.function, own, kind.steps, settings.seeds, settings.learning_rate, parameters, state_size, grows
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
@@ -118,22 +119,27 @@ def _fill(
     batches: Iterator[Questions], ready: queue.Queue[Questions | BaseException | None], over: threading.Event
 ) -> None:
     """Draw batches into a queue until there are no more, or they are no longer wanted; None ends them."""
-
-    def put(item: Questions | BaseException | None) -> None:
-        while not over.is_set():
-            try:
-                return ready.put(item, timeout=0.2)
-            except queue.Full:
-                continue
-
+    last: BaseException | None = None
     try:
         for item in batches:
-            if over.is_set():
+            if not _put(item.pin(), ready, over):
                 return
-            put(item.pin())
-        put(None)
     except BaseException as error:  # for the thread that trains
-        put(error)
+        last = error
+    _put(last, ready, over)
+
+
+def _put(
+    item: Questions | BaseException | None,
+    ready: queue.Queue[Questions | BaseException | None],
+    over: threading.Event,
+) -> bool:
+    """Wait for room in a queue; False if nothing is wanted any more."""
+    while not over.is_set():
+        with suppress(queue.Full):
+            ready.put(item, timeout=0.2)
+            return True
+    return False
 
 
 def held_out(task: Task, count: int, split: str, seed: int, name: str = "") -> list[Batch]:
