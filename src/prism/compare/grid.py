@@ -262,7 +262,7 @@ def call(what: tuple[str, Mapping[str, Any]], report: Callable[[int, float], Non
 def summary(record: Mapping[str, Any]) -> str:
     """One phrase on how a training ended."""
     if record["status"] != "done":
-        return f"{record['status']}, {record['error']}"
+        return f"{record['status']}, {record['error'].splitlines()[0]}"
     result = record["result"]
     scores = "; ".join(
         f"{label} {value:.3f}".strip() for label, value in result.get("scores", {}).items() if value is not None

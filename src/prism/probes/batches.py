@@ -1,7 +1,7 @@
 """Batches of a synthetic task for training and testing: drawn by split, with the places that are asked, ahead of time.
 
-What is drawn depends on the task, the seed and the batch size alone: at one seed every rule sees the same sequences in the
-same order. For a GPU a thread draws ahead, so that it does not wait.
+What is drawn depends on the task, the seed, the batch size and the device: at one seed every rule sees the same sequences in
+the same order. Batches for a GPU are drawn there; those of tasks that draw on the CPU only, by a thread, ahead of time.
 """
 
 from __future__ import annotations
@@ -25,30 +25,42 @@ _VALUES = 1 << 18
 
 
 class Questions(NamedTuple):
-    """A batch with the M places at which something is asked, padded so that few different M occur."""
+    """A batch with A places in every sequence that include all at which something is asked, M = B · A in all."""
 
     inputs: Tensor
     """`[B, T, …]`"""
     asked: Tensor
-    """`[M]`, rows of `[B · T]`; 0 in the padding."""
+    """`[M]`, rows of `[B · T]`."""
     targets: Tensor
-    """`[M]` or `[M, E]`; IGNORE or NaN in the padding."""
+    """`[M]` or `[M, E]`; IGNORE or NaN where nothing is asked after all."""
 
     def to(self, device: torch.device) -> Questions:
-        return self if device.type == "cpu" else Questions(*(x.to(device, non_blocking=True) for x in self))
+        return Questions(*(x.to(device, non_blocking=True) for x in self))
 
     def pin(self) -> Questions:
         return Questions(*(x.pin_memory() for x in self))
 
 
-def questions(batch: Batch) -> Questions:
-    """Find the places that are asked. Their number is padded to a multiple of the batch size."""
-    flat = batch.targets.flatten(0, 1)
-    found = (~flat.isnan().any(-1) if flat.is_floating_point() else flat != IGNORE).nonzero().squeeze(1)
-    spare = -len(found) % len(batch.inputs)
-    empty = torch.nan if flat.is_floating_point() else IGNORE
-    targets = torch.cat([flat[found], flat.new_full((spare, *flat.shape[1:]), empty)])
-    return Questions(batch.inputs, torch.cat([found, found.new_zeros(spare)]), targets)
+def is_asked(targets: Tensor) -> Tensor:
+    """Where something is asked: `[…]` of integers, `[…, E]` of numbers → `[…]` bool."""
+    return ~targets.isnan().any(-1) if targets.is_floating_point() else targets != IGNORE
+
+
+def questions(batch: Batch, count: int = 1) -> list[Questions]:
+    """Split sequences into `count` equal batches and find the places that are asked.
+
+    Every sequence gets as many places as the one that asks most, so that shapes are the same from batch to batch.
+    """
+    asked = is_asked(batch.targets)
+    rows, length = asked.shape
+    most = max(1, int(asked.sum(1).max()))
+    places = (~asked).byte().argsort(dim=1, stable=True)[:, :most]
+    every = torch.arange(rows, device=places.device).unsqueeze(1)
+    targets = batch.targets[every, places].flatten(0, 1)
+    size = rows // count
+    flat = ((every % size) * length + places).flatten()
+    parts = zip(batch.inputs.split(size), flat.split(size * most), targets.split(size * most), strict=True)
+    return [Questions(*part) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -82,25 +94,42 @@ class Curriculum:
         return [*early, (max(1, steps - each * len(values)), task)]
 
 
-def training_batches(stages: Sequence[tuple[int, Task]], batch: int, seed: int) -> Iterator[Questions]:
-    """Batches of the split `train`, on the CPU."""
-    generator = stream("train", seed, stages[-1][1].name)
+def training_batches(
+    stages: Sequence[tuple[int, Task]], batch: int, seed: int, device: torch.device
+) -> Iterator[Questions]:
+    """Batches of the split `train` on a device."""
+    if all(draws_on(task, device) for _, task in stages):
+        yield from _drawn(stages, batch, seed, device)
+    else:
+        yield from ahead(_drawn(stages, batch, seed, torch.device("cpu")), device)
+
+
+def draws_on(task: Task, device: torch.device) -> bool:
+    """Whether a task can draw on a device."""
+    if device.type == "cpu":
+        return True
+    try:
+        return draw(task, 1, "train", _generator("train", 0, "", device)).inputs.device.type == device.type
+    except RuntimeError:  # tensors on two devices
+        return False
+
+
+def _generator(split: str, seed: int, name: str, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(stream(split, seed, name).initial_seed())
+
+
+def _drawn(stages: Sequence[tuple[int, Task]], batch: int, seed: int, device: torch.device) -> Iterator[Questions]:
+    generator = _generator("train", seed, stages[-1][1].name, device)
     for steps, task in stages:
         values = task.sample(batch, torch.Generator().manual_seed(0)).inputs.numel()
         at_once = max(1, min(16, _VALUES // values))
         for start in range(0, steps, at_once):
             count = min(at_once, steps - start)
-            inputs, targets = draw(task, batch * count, "train", generator)
-            for part in range(count):
-                rows = slice(part * batch, (part + 1) * batch)
-                yield questions(Batch(inputs[rows], targets[rows]))
+            yield from questions(draw(task, batch * count, "train", generator), count)
 
 
 def ahead(batches: Iterator[Questions], device: torch.device) -> Iterator[Questions]:
-    """The same batches on a device; for a GPU they are drawn by a thread, in advance."""
-    if device.type == "cpu":
-        yield from batches
-        return
+    """Batches from the CPU on a GPU, drawn by a thread."""
     ready: queue.Queue[Questions | BaseException | None] = queue.Queue(AHEAD)
     over = threading.Event()
     thread = threading.Thread(target=_fill, args=(batches, ready, over), daemon=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from prism.device import pick_device
 from prism.nn import no_weight_decay
-from prism.probes.batches import Curriculum, Questions, ahead, held_out, questions, training_batches
+from prism.probes.batches import Curriculum, Questions, held_out, is_asked, questions, training_batches
 from prism.probes.catalogue import build_task
 from prism.probes.model import ModelSettings, ProbeModel
 from prism.probes.task import Batch, Task
@@ -29,6 +29,8 @@ from prism.probes.task import Batch, Task
 Report = Callable[[int, float], None]
 POINTS = 40
 """Points of the training curve."""
+SHAPES = 16
+"""Different shapes of batches up to which steps are captured as graphs."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def train_probe(run: ProbeRun, report: Report = lambda step, loss: None) -> dict
     step = tokens = counted = 0
     spent, total, score = 0.0, torch.zeros((), device=device), math.nan
     since = time.perf_counter()
-    for batch in ahead(training_batches(run.stages(), run.batch, run.seed), device):
+    for batch in training_batches(run.stages(), run.batch, run.seed, device):
         total += trainer.step(batch, run.learning_rate * schedule(step, run.steps, run.warmup))
         step, tokens, counted = step + 1, tokens + batch.inputs.shape[0] * batch.inputs.shape[1], counted + 1
         if step not in noted:
@@ -202,7 +204,7 @@ class Trainer:
         graph = self.graphs.get(shapes)
         if graph is not None:
             return graph.replay(batch)
-        if self.captures and shapes in self.graphs:
+        if self.captures and shapes in self.graphs and len(self.graphs) <= SHAPES:
             try:
                 self.graphs[shapes] = graph = _Graph(self, batch)
             except RuntimeError:  # the rule waits for the device within a step
@@ -259,13 +261,11 @@ def evaluate(model: nn.Module, task: Task, data: list[Batch], autocast: Callable
     device = next(model.parameters()).device
     scores = []
     for batch in data:
-        asked = questions(batch)
-        inputs, places = asked.inputs.to(device), asked.asked.to(device)
+        (asked,) = questions(batch)
         with autocast():
-            outputs = model(inputs, places).float()
-        numbers = asked.targets.is_floating_point()
-        found = (outputs if numbers else outputs.argmax(-1)).cpu()
-        real = ~asked.targets.isnan().any(-1) if numbers else asked.targets >= 0
+            outputs = model(asked.inputs.to(device), asked.asked.to(device)).float()
+        found = (outputs if asked.targets.is_floating_point() else outputs.argmax(-1)).cpu()
+        real = is_asked(asked.targets)
         predictions = torch.zeros_like(batch.targets).flatten(0, 1)
         predictions[asked.asked[real]] = found[real].to(predictions.dtype)
         scores.append(task.score(predictions.view_as(batch.targets), batch.targets).double())
