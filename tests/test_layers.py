@@ -33,7 +33,8 @@ ALLOWED = {
     "recommend.events": {"files"},
     "recommend": {*_PRODUCT, "recommend.events"},
     "probes": {*_PRODUCT, "language", "recommend", "recommend.events"},
-    "cli": {*_PRODUCT, "language", "recommend", "recommend.events", "probes"},
+    "compare": {*_PRODUCT, "language", "recommend", "recommend.events", "probes"},
+    "cli": {*_PRODUCT, "language", "recommend", "recommend.events", "probes", "compare"},
 }
 """Package (or module) → the others it may import. A subpackage with its own row does not belong to its package's row."""
 SERVING = ("prism.recommend",)

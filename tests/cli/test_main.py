@@ -119,6 +119,7 @@ def test_one_unknown_rule_and_a_page_of_one_rule_are_refused(
     "words",
     [
         ["probe", "mqar", "--output", "FILE"],
+        ["compare", "nowhere.toml", "--out", "FILE"],
         ["demo", "--output", "FILE"],
         ["evaluate", "rec", "nowhere", "--output", "FILE"],
         ["evaluate", "lm", "nowhere", "FILE", "--output", "FOLDER"],
@@ -148,6 +149,8 @@ def test_a_wrong_output_is_told_before_the_work(
         ["evaluate", "lm", "nowhere", "nowhere.txt", "--output", "PLACE"],
         ["evaluate", "rec", "nowhere", "--output", "PLACE"],
         ["probe", "mqar", "--output", "PLACE"],
+        ["probe", "mqar2", "--output", "PLACE"],
+        ["compare", "nowhere.toml", "--out", "PLACE"],
         ["demo", "--output", "PLACE"],
         ["rules", "--output", "PLACE"],
     ],
@@ -188,8 +191,8 @@ def test_a_missing_library_is_told_with_its_extra(
     ("words", "message"),
     [
         (["rulez"], "rules"),
-        (["probe"], "mqar"),
-        (["probe", "nothing"], "mqar"),
+        (["probe"], "parity"),
+        (["train", "nothing"], "lm, rec"),
     ],
 )
 def test_unknown_commands_are_answered_with_known_ones(

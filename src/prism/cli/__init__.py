@@ -41,6 +41,8 @@ COMMANDS = {
     "rules": Command("prism.cli.rules:rules", "list all rules, or show the options of one", extra="cli"),
     "demo": Command("prism.cli.demo:demo", "train three small models and write a report"),
     "probe mqar": Command("prism.cli.probe:mqar", "compare rules on associative recall"),
+    "probe": Command("prism.cli.probe:probe", "compare rules on another synthetic task"),
+    "compare": Command("prism.cli.compare:compare", "compare rules under one budget, as a TOML file says"),
 }
 
 

@@ -1,22 +1,165 @@
-"""Run many small training jobs in parallel on one machine, with a progress bar for each."""
+"""Run many small training jobs side by side on one machine, in processes that stay alive from job to job.
+
+A worker imports torch and loads kernels once. A job that fails, or kills its worker, costs no other job. Workers end
+themselves when the process that started them is gone.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from prism.messages import progress_bars
 
-_channel: Any = None
-"""In a worker: queue for progress reports."""
-_over: Any = None
-"""In a worker: set when the results are no longer wanted."""
+
+@dataclass(frozen=True)
+class Job:
+    """A call `function(argument, report)`; `report(step, loss)` moves its bar."""
+
+    function: Callable[..., Any]
+    argument: Any
+    name: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended."""
+
+    result: Any = None
+    error: BaseException | None = None
+    details: str = ""
+    """The traceback of the error."""
+
+
+class _Worker:
+    """A process that computes one job after the other."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        self.process.start()
+        theirs.close()  # the worker's death closes the connection
+        self.job: Job | None = None
+        self.bar: TaskID | None = None
+
+    def start(self, job: Job, bar: TaskID) -> None:
+        self.job, self.bar = job, bar
+        self.connection.send((job.function, job.argument))
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.terminate()
+        self.process.join()
+
+
+class Workers:
+    """At most `count` processes, started when first needed, and the progress bars of their jobs."""
+
+    def __init__(self, count: int, progress: Progress) -> None:
+        self.count, self.progress = count, progress
+        self.workers: list[_Worker] = []
+
+    def run(
+        self, waiting: deque[Job], steps: int, started: Callable[[Job], Any] = lambda job: None
+    ) -> Iterator[tuple[Job, Outcome]]:
+        """Compute the jobs of a queue; yields each with its outcome as it ends. Meanwhile more may be added to the queue.
+
+        Args:
+            steps: steps of all jobs, also those that are added later, for the bar of the whole.
+            started: called when a job is given to a worker.
+        """
+        everything = self.progress.add_task("all", total=steps, loss="") if len(waiting) > 1 else None
+        done = 0.0
+        while waiting or self.running():
+            self._give(waiting, started)
+            for worker in self._ready():
+                outcome = self._receive(worker)
+                if everything is not None:
+                    moving = sum(self._bar(w).completed for w in self.workers if w.bar is not None)
+                    self.progress.update(everything, completed=done + moving)
+                if outcome is None:
+                    continue
+                job = worker.job
+                assert job is not None and worker.bar is not None
+                self.progress.remove_task(worker.bar)
+                worker.job = worker.bar = None
+                done += job.steps
+                yield job, outcome
+        if everything is not None:
+            self.progress.update(everything, completed=steps)
+
+    def running(self) -> list[Job]:
+        return [worker.job for worker in self.workers if worker.job is not None]
+
+    def end(self) -> None:
+        for worker in self.workers:
+            worker.end()
+
+    def _give(self, waiting: deque[Job], started: Callable[[Job], None]) -> None:
+        """Give jobs to idle workers, and to new ones as long as there may be more."""
+        for worker in [w for w in self.workers if w.job is None]:
+            if not worker.process.is_alive():
+                worker.end()
+                self.workers.remove(worker)
+        while waiting:
+            worker = next((w for w in self.workers if w.job is None), None)
+            if worker is None:
+                if len(self.workers) >= self.count:
+                    return
+                worker = _Worker()
+                self.workers.append(worker)
+            job = waiting.popleft()
+            started(job)
+            worker.start(job, self.progress.add_task(job.name, total=job.steps, loss=""))
+
+    def _ready(self) -> list[_Worker]:
+        """Workers that have something to say."""
+        busy = {worker.connection: worker for worker in self.workers if worker.job is not None}
+        return [busy[connection] for connection in wait(list(busy), timeout=0.5) if isinstance(connection, Connection)]
+
+    def _receive(self, worker: _Worker) -> Outcome | None:
+        """Read one message; returns the outcome of a job that has ended."""
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            worker.process.join()
+            code = worker.process.exitcode
+            return Outcome(error=RuntimeError(f"the process of this job ended with exit code {code}"))
+        if isinstance(message, Outcome):
+            return message
+        step, loss = message
+        assert worker.bar is not None
+        self.progress.update(worker.bar, completed=step, loss=f"loss {loss:.3f}")
+        return None
+
+    def _bar(self, worker: _Worker) -> Any:
+        return next(task for task in self.progress.tasks if task.id == worker.bar)
+
+
+@contextmanager
+def workers(count: int) -> Iterator[Workers]:
+    """Workers with progress bars; they are ended with the block."""
+    with progress_bars(MofNCompleteColumn(), TextColumn("{task.fields[loss]}")) as progress:
+        pool = Workers(count, progress)
+        try:
+            yield pool
+        finally:
+            pool.end()
 
 
 def run_jobs(
@@ -34,63 +177,48 @@ def run_jobs(
         keep: called after every run with all results so far (None for runs that have not finished), so that an interrupt
             loses only the runs in progress.
     """
-    jobs = min(len(runs), jobs or os.cpu_count() or 1)
-    context = multiprocessing.get_context("spawn")
-    with (
-        context.Manager() as manager,
-        progress_bars(MofNCompleteColumn(), TextColumn("{task.fields[loss]}")) as progress,
-    ):
-        # An interrupt may break the connection to the manager, so `over` is a plain event of the context.
-        channel, over = manager.Queue(), context.Event()
-        bars = [
-            progress.add_task(name, total=total, loss="", start=False) for name, total in zip(names, steps, strict=True)
-        ]
-        everything = progress.add_task("all", total=sum(steps), loss="") if len(runs) > 1 else None
-        with ProcessPoolExecutor(jobs, context, _start, (channel, over)) as pool:
-            futures: list[Future[Any]] = [pool.submit(_work, i, function, run) for i, run in enumerate(runs)]
-            known = 0
-            try:
-                while known < len(futures) or not channel.empty():
-                    _drain(channel, progress, bars)
-                    if everything is not None:
-                        done_steps = sum(progress.tasks[place].completed for place in range(len(bars)))
-                        progress.update(everything, completed=done_steps)
-                    done = [future.done() for future in futures]
-                    if sum(done) > known:
-                        known = sum(done)
-                        ended = [future if there else None for future, there in zip(futures, done, strict=True)]
-                        keep([None if f is None or f.exception() is not None else f.result() for f in ended])
-                        for future in filter(None, ended):
-                            future.result()  # raise the exception of a failed job
-                return [future.result() for future in futures]
-            except BaseException:
-                over.set()
-                for future in futures:
-                    future.cancel()
-                raise
+    queue = [Job(function, *one) for one in zip(runs, names, steps, strict=True)]
+    places = {id(job): place for place, job in enumerate(queue)}
+    results: list[Any] = [None] * len(queue)
+    with workers(min(len(queue), jobs or os.cpu_count() or 1)) as pool:
+        for job, outcome in pool.run(deque(queue), sum(steps)):
+            results[places[id(job)]] = outcome.result
+            keep(list(results))
+            if outcome.error is not None:
+                raise outcome.error
+    return results
 
 
-def _start(channel: Any, over: Any) -> None:
-    """Set up a worker."""
-    global _channel, _over
+def _serve(connection: Connection, parent: int) -> None:
+    """What a worker does: compute jobs until the connection closes."""
     import torch
 
     torch.set_num_threads(1)  # one run per core is faster than one run on all cores
-    _channel, _over = channel, over
-
-
-def _work(index: int, function: Callable[..., Any], argument: Any) -> Any:
-    if _over.is_set():  # a pool queues one job more than it has workers, which cannot be cancelled
-        raise KeyboardInterrupt
-    return function(argument, lambda step, loss: _channel.put((index, step, loss)))
-
-
-def _drain(channel: Any, progress: Progress, bars: list[Any]) -> None:
-    """Show one progress report, if there is one."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        index, step, loss = channel.get(timeout=0.2)
-    except queue.Empty:
-        return
-    if not progress.tasks[index].started:
-        progress.start_task(bars[index])
-    progress.update(bars[index], completed=step, loss=f"loss {loss:.3f}")
+        while True:
+            function, argument = connection.recv()
+            connection.send(_compute(function, argument, lambda step, loss: connection.send((step, loss))))
+    except (EOFError, OSError, KeyboardInterrupt):
+        os._exit(0)  # nothing is left to say, and a thread may still be at work
+
+
+def _compute(function: Callable[..., Any], argument: Any, report: Callable[[int, float], None]) -> Outcome:
+    try:
+        return Outcome(function(argument, report))
+    except BrokenPipeError:  # there is no reader for reports
+        raise
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # its class cannot be rebuilt from a message
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return Outcome(error=error, details=traceback.format_exc())
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

@@ -1,0 +1,140 @@
+"""`prism compare`: train the rules of a plan under one budget and report on them. Shared with `prism probe`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional, arg
+
+from prism.compare.findings import Finding, Findings, findings
+from prism.compare.grid import RESULTS, Records, run_grid
+from prism.compare.plan import Plan, read_plan
+from prism.compare.report import write_report
+from prism.files import check_target
+from prism.reports.results import pyplot
+
+
+def compare(
+    file: Annotated[Positional[Path], arg(metavar="FILE.toml")],
+    out: Path | None = None,
+    jobs: int | None = None,
+    retry: bool = False,
+    only: str | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Compare rules under one budget: the same parameters, state, data and number of learning rates, several seeds.
+
+    Start the same command again after an interrupt or a kill: finished runs are kept, none is repeated.
+
+    Args:
+        file: The plan. docs/howto/compare.md explains its keys.
+        out: Folder for results.jsonl, report.html and pictures. None: runs/ and the file's name.
+        jobs: Trainings side by side. None: the plan's number.
+        retry: Repeat runs that failed.
+        only: Regular expression; only runs whose name it finds, and those of the reference.
+        dry_run: Show the runs with their parameters and state sizes, and train nothing.
+    """
+    out = check_target(Path("runs") / file.stem if out is None else out, folder=True, name="out")
+    plan = read_plan(file)
+    if only is not None:
+        try:
+            plan = plan.only(re.compile(only))
+        except re.error as error:
+            raise ValueError(f"--only must be a regular expression, got {only!r}: {error}") from error
+    return run_plan(plan, out, jobs, retry, dry_run)
+
+
+def run_plan(plan: Plan, out: Path, jobs: int | None = None, retry: bool = False, dry_run: bool = False) -> int:
+    """Compute what is missing of a plan, print tables, and write the report."""
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    console = Console() if sys.stdout.isatty() else Console(width=160)  # a log has room for whole tables
+    records = Records(out / RESULTS)
+    if dry_run:
+        console.print(_plan_table(plan, records))
+        print(f"{plan.runs} runs, {jobs or plan.jobs} side by side; results in {out / RESULTS}")
+        return 0
+    pyplot()  # fail now, not after the training, if matplotlib is missing
+    try:
+        run_grid(plan.entries, records, jobs or plan.jobs, retry)
+    finally:
+        found = findings(plan, records)
+        if any(finding.runs for finding in found.found):
+            report = write_report(found, out)
+            for task in plan.tasks:
+                console.print(_task_table(found, task))
+            for sentence in found.sentences():
+                print(sentence)
+            print(f"results: {out / RESULTS}\nreport: {report.resolve()}")
+    failures = [line for finding in found.found for line in finding.failures]
+    if failures:
+        print(f"{len(failures)} runs failed, the first with {failures[0]['error'].splitlines()[0]}; --retry repeats them")
+    return 1 if failures else 0
+
+
+def _plan_table(plan: Plan, records: Records) -> Table:
+    table = Table(title=plan.title, header_style="bold")
+    for column in ("task", "rule"):
+        table.add_column(column)
+    for column in ("parameters", "state size", "steps", "learning rates", "seeds", "runs", "finished"):
+        table.add_column(column, justify="right")
+    for entry in plan.entries:
+        searched, rate = entry.search(), entry.rates.values[0]
+        known = [
+            *searched,
+            *(entry.final(rate) if not searched else [t for r in entry.rates.values for t in entry.final(r)]),
+        ]
+        table.add_row(
+            entry.task,
+            entry.rule,
+            f"{entry.parameters:,}",
+            f"{entry.state_size:,}{' a token' if entry.grows else ''}",
+            f"{entry.steps:,}",
+            " ".join(f"{value:g}" for value in entry.rates.values),
+            str(len(entry.seeds)),
+            str(len(searched) + len(entry.seeds)),
+            str(sum(records.status(training) == "done" for training in known)),
+        )
+    return table
+
+
+def _task_table(found: Findings, task: str) -> Table:
+    rows = found.task(task)
+    metric = next((finding.first("metric", "score") for finding in rows), "score")
+    labels = list(dict.fromkeys(label for finding in rows for label in finding.labels))
+    table = Table(title=f"{task}: {metric}, mean ± standard error", header_style="bold")
+    table.add_column("rule")
+    columns = ["parameters", "state size", "learning rate", *(label or metric for label in labels)]
+    for column in (*columns, f"difference to {found.plan.reference}", "seeds"):
+        table.add_column(column, justify="right")
+    for finding in rows:
+        table.add_row(*_task_row(found, finding, labels))
+    ceiling = {label: finding.first("ceiling", {}).get(label) for finding in rows for label in labels}
+    baseline = {label: finding.first("baseline", {}).get(label) for finding in rows for label in labels}
+    for name, values in (("oracle", ceiling), ("baseline", baseline)):
+        if any(value is not None for value in values.values()):
+            shown = ["" if values[label] is None else f"{values[label]:.3f}" for label in labels]
+            table.add_row(name, "", "", "", *shown, "", "", style="dim")
+    return table
+
+
+def _task_row(found: Findings, finding: Finding, labels: list[str]) -> list[Any]:
+    reference = found.reference(finding)
+    difference = "" if reference is None else finding.difference(reference, labels[0])
+    shown = (
+        "" if isinstance(difference, str) else f"{difference.text(sign=True)}{' *' if difference.significant else ''}"
+    )
+    return [
+        finding.entry.rule,
+        f"{finding.entry.parameters:,}",
+        f"{finding.entry.state_size:,}{' a token' if finding.entry.grows else ''}",
+        "" if finding.rate is None else f"{finding.rate:g}",
+        *(finding.score(label).text() for label in labels),
+        shown,
+        str(len(finding.runs)),
+    ]

@@ -1,0 +1,12 @@
+"""Fair comparisons of rules: a plan in a TOML file, a grid of trainings that survives a kill, statistics, a report.
+
+plan.py reads the file, matching.py gives every rule the same number of parameters, grid.py trains, statistics.py has means
+and paired differences, report.py writes pages and pictures.
+
+A training is a function `function(settings, report) -> results` of plain values, named "module:function".
+
+- settings: among others `seed`, `learning_rate` and `test` (False while a learning rate is searched).
+- results: `scores` (by test label, the first is the main one), `validation`, `better` ("higher" or "lower"), `metric`,
+  `curve` (a list of step, tokens, seconds, loss), `parameters`, `state_size`, `tokens`, `seconds`; optionally `ceiling`
+  and `baseline` by label.
+"""

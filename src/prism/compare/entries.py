@@ -1,0 +1,127 @@
+"""The parts of a plan: the budget, the search for a learning rate, and entries, each of which is a set of trainings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from prism.compare.grid import Training
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What every rule may spend."""
+
+    steps: int | None = None
+    """Training steps; or `tokens`."""
+    tokens: int | None = None
+    """Tokens to train on, from which the steps follow; or `steps`."""
+    batch: int = 32
+    """Sequences in a step."""
+    layers: int = 1
+    width: int = 64
+    heads: int = 1
+    key_dim: tuple[int, ...] = (16,)
+    """Key widths of a head, a number or a list: the state size is heads · key width · value width · layers."""
+    value_dim: int | None = None
+    """Value width of a head. By default width / heads."""
+    conv: int = 4
+    """Tokens that a short convolution spans; 1 means none. On synthetic tasks it is in front of every mixer and rules run
+    without their own; in language models it is the rules' own."""
+    hidden: int = 0
+    """Width of the SwiGLU after every mixer; 0 means none."""
+    positions: int = 0
+    """Number of learned absolute positions (synthetic tasks); 0 means none."""
+    match: Literal["none", "parameters"] = "none"
+    """`parameters`: every rule gets the reference's number of parameters within 1 %, by the width of the SwiGLU, or without
+    one, of the model."""
+    equal_state: bool = True
+    """Whether a rule is refused if its state size differs from the reference's. Caches, which grow, are exempt."""
+    warmup: float = 0.05
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    evaluations: int = 10
+    """Times that a model is judged on the split validation."""
+    validation_sequences: int = 512
+    test_sequences: int = 1024
+    stop_at: float | None = None
+    """Stop a run when its score on validation reaches this (synthetic tasks)."""
+
+    def steps_for(self, length: int) -> int:
+        """Training steps for sequences of `length` tokens."""
+        if self.steps is not None:
+            return self.steps
+        assert self.tokens is not None
+        return max(1, round(self.tokens / (length * self.batch)))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The search for a learning rate."""
+
+    values: tuple[float, ...] = (1e-2,)
+    """Peak learning rates to try; a single one is not searched."""
+    seeds: tuple[int, ...] = (1000,)
+    """Seeds of the search. None of them may be a final seed."""
+    steps: int | None = None
+    """Steps of a run of the search. By default those of the budget."""
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """The keys of a plan, apart from `rules` and `tasks`."""
+
+    title: str = "Comparison of rules"
+    reference: str | None = None
+    """The rule that others are compared with. By default the first."""
+    seeds: tuple[int, ...] = (0,)
+    device: str = "auto"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    jobs: int | None = None
+    """Trainings side by side. By default one per core, or four on a GPU."""
+    budget: Budget = field(default_factory=Budget)
+    learning_rate: Rates = field(default_factory=Rates)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One task, one rule and one size: searched for a learning rate, then trained with every seed."""
+
+    task: str
+    rule: str
+    """Their labels."""
+    function: str
+    settings: dict[str, Any]
+    """Settings of a training, without `steps`, `seed`, `learning_rate` and `test`."""
+    steps: int
+    seeds: tuple[int, ...]
+    rates: Rates
+    parameters: int
+    state_size: int
+    grows: bool = False
+    """Whether the state grows with the sequence; `state_size` is then that of one token."""
+    size: int = 0
+    """Place in the budget's list of key widths: rules are compared at the same place."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}, {self.rule}, state {self.state_size:,}"
+
+    def search(self) -> list[Training]:
+        """The trainings that choose the learning rate; none if there is only one."""
+        if len(self.rates.values) < 2:
+            return []
+        return [self._training("search", rate, seed) for rate in self.rates.values for seed in self.rates.seeds]
+
+    def final(self, rate: float) -> list[Training]:
+        """The trainings with the chosen learning rate."""
+        return [self._training("final", rate, seed) for seed in self.seeds]
+
+    def _training(self, phase: str, rate: float, seed: int) -> Training:
+        steps = self.rates.steps if phase == "search" and self.rates.steps is not None else self.steps
+        changes = {"steps": steps, "learning_rate": rate, "seed": seed, "test": phase == "final"}
+        about = {"task": self.task, "rule": self.rule, "state_size": self.state_size, "phase": phase}
+        name = f"{self.name}, rate {rate:g}, seed {seed}"
+        return Training(
+            self.function, {**self.settings, **changes}, {**about, "seed": seed, "learning_rate": rate}, name, steps
+        )

@@ -1,0 +1,123 @@
+"""What a comparison has found so far: for every entry of the plan its scores, and its differences from the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from prism.compare.entries import Entry
+from prism.compare.grid import Records, best_rate
+from prism.compare.plan import Plan
+from prism.compare.statistics import Estimate, estimate, paired
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The results of one entry."""
+
+    entry: Entry
+    rate: float | None
+    """The chosen learning rate; None if there is none yet, or every run of the search failed."""
+    runs: dict[int, dict[str, Any]]
+    """Results of the finished final trainings, by seed."""
+    failures: list[dict[str, Any]]
+    """Lines of trainings that failed or were stopped."""
+    validations: dict[float, Estimate]
+    """What the search has measured, by learning rate."""
+
+    @property
+    def labels(self) -> list[str]:
+        """Labels of the tests, the main one first."""
+        return list(dict.fromkeys(label for result in self.runs.values() for label in result["scores"]))
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best learning rate is the smallest or largest of those tried: a better one may lie beyond."""
+        values = self.entry.rates.values
+        return len(values) > 2 and self.rate in (min(values), max(values))
+
+    def values(self, label: str) -> dict[int, float]:
+        """Scores of a test, by seed."""
+        scores = {seed: result["scores"].get(label) for seed, result in self.runs.items()}
+        return {seed: score for seed, score in scores.items() if score is not None}
+
+    def score(self, label: str) -> Estimate:
+        return estimate(self.values(label).values())
+
+    def difference(self, reference: Finding, label: str) -> Estimate:
+        """By how much this entry's score exceeds the reference's, paired by seed."""
+        return paired(self.values(label), reference.values(label))
+
+    def first(self, key: str, default: Any = None) -> Any:
+        """An item of the results that is the same for every seed."""
+        return next((result[key] for result in self.runs.values() if key in result), default)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The results of all entries."""
+
+    plan: Plan
+    found: list[Finding]
+    commands: list[str]
+    """The commands that the runs come from."""
+
+    def task(self, task: str) -> list[Finding]:
+        """The findings of a task that have finished runs, in the order of the plan's rules."""
+        return [finding for finding in self.found if finding.entry.task == task and finding.runs]
+
+    def reference(self, finding: Finding) -> Finding | None:
+        """The reference's finding on the same task and at the same size; None if it has none, or is the reference."""
+        if finding.entry.rule == self.plan.reference:
+            return None
+        wanted = (finding.entry.task, self.plan.reference, finding.entry.size)
+        same = (f for f in self.found if (f.entry.task, f.entry.rule, f.entry.size) == wanted)
+        return next((f for f in same if f.runs), None)
+
+    def sentences(self) -> list[str]:
+        """The differences from the reference in each task's main score, one sentence each."""
+        said = []
+        for finding in self.found:
+            reference = self.reference(finding)
+            if reference is None or not finding.labels:
+                continue
+            label = finding.labels[0]
+            difference = finding.difference(reference, label)
+            lower = finding.first("better") == "lower"
+            said.append(f"{finding.entry.name}: {verdict(difference, self.plan.reference, lower)}")
+        return said
+
+
+def verdict(difference: Estimate, reference: str, lower: bool) -> str:
+    """A difference in words."""
+    if difference.count < 2:
+        return f"{difference.text(sign=True)} against {reference}; one seed says nothing about chance"
+    better = (difference.mean < 0) == lower and difference.mean != 0
+    if not difference.significant:
+        return f"{difference.text(sign=True)} against {reference}, within two standard errors"
+    return f"{'better' if better else 'worse'} than {reference} by {difference.text(sign=True)}, beyond two standard errors"
+
+
+def findings(plan: Plan, records: Records) -> Findings:
+    """Collect what a results file holds of a plan."""
+    commands = dict.fromkeys(str(line["command"]) for line in records.lines.values() if "command" in line)
+    return Findings(plan, [_finding(entry, records) for entry in plan.entries], list(commands))
+
+
+def _finding(entry: Entry, records: Records) -> Finding:
+    search, rate = entry.search(), best_rate(entry, records)
+    final = [] if rate is None else entry.final(rate)
+    lines = [records.lines[training.key] for training in (*search, *final) if training.key in records.lines]
+    validations: dict[float, list[float]] = {value: [] for value in entry.rates.values if search}
+    for training in search:
+        result = records.result(training)
+        if result is not None and result["validation"] is not None:
+            validations[training.about["learning_rate"]].append(result["validation"])
+    results = {training.about["seed"]: records.result(training) for training in final}
+    return Finding(
+        entry,
+        rate,
+        {seed: result for seed, result in results.items() if result is not None},
+        [line for line in lines if line["status"] in ("failed", "stopped")],
+        {value: estimate(found) for value, found in validations.items()},
+    )

@@ -1,0 +1,282 @@
+"""Compute the trainings of a comparison side by side, and keep every result: one JSON line each, safe from a kill.
+
+- A training is known by a hash of its function and settings. One that is finished is never computed again.
+- A line is written when a training starts and when it ends, flushed and synced. What a killed process left is a line of a
+  training that never ended (it is computed again) or half a line (it is dropped).
+- A training that failed is kept with its error, and repeated only if asked for.
+- One process writes a file; a second is refused.
+- The search for a learning rate comes first. An entry's final trainings start as soon as its own search has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from filelock import FileLock, Timeout
+
+from prism import __version__
+from prism.compare.statistics import estimate
+from prism.files import sync
+from prism.probes.jobs import Job, workers
+from prism.reports.results import machine
+
+RESULTS = "results.jsonl"
+
+
+@dataclass(frozen=True)
+class Training:
+    """One call of a function with plain settings."""
+
+    function: str
+    """`module:function`"""
+    settings: dict[str, Any]
+    about: dict[str, Any]
+    """What it belongs to: task, rule, phase, seed. Not part of its key."""
+    name: str
+    steps: int
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of function and settings."""
+        text = json.dumps([self.function, self.settings], sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class Searched(Protocol):
+    """What a grid computes: trainings that choose a learning rate, then those at the chosen one (see plan.py)."""
+
+    @property
+    def rates(self) -> Any: ...
+
+    def search(self) -> list[Training]: ...
+
+    def final(self, rate: float) -> list[Training]: ...
+
+
+class Records:
+    """The lines of a results file: what each training has come to, the last line counts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lines: dict[str, dict[str, Any]] = {}
+        """By key, the last line of each training."""
+        self.length = 0
+        """Bytes of the whole lines in the file."""
+        self.file: IO[bytes] | None = None
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            record = parse_line(line)
+            if record is None:
+                raise ValueError(f"line {number} of {self.path} is damaged: remove it, its run is computed again")
+            self.lines[record["key"]] = record
+        self.length = len(whole)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Open the file for new lines; half a line at its end is dropped. A second process is refused."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path.with_name(f".{self.path.name}.lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ValueError(
+                f"another process is writing {self.path}: wait for it, or choose another folder"
+            ) from error
+        try:
+            if self.path.exists():
+                self._read()  # it may have changed before the lock was taken
+                with self.path.open("r+b") as file:
+                    file.truncate(self.length)
+            with self.path.open("ab") as self.file:
+                sync(self.path.parent)
+                yield
+        finally:
+            self.file = None
+            lock.release()
+
+    def add(self, training: Training, status: str, **more: Any) -> dict[str, Any]:
+        """Append a line about a training."""
+        assert self.file is not None
+        record = {
+            "key": training.key,
+            "status": status,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **training.about,
+            "function": training.function,
+            "settings": training.settings,
+            **more,
+        }
+        text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+        self.file.write(text.encode() + b"\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.lines[training.key] = record
+        return record
+
+    def status(self, training: Training) -> str:
+        """`done`, `failed`, `stopped`, `started` (and never ended), or empty."""
+        return str(self.lines.get(training.key, {}).get("status", ""))
+
+    def result(self, training: Training) -> dict[str, Any] | None:
+        """What a finished training returned; None for any other."""
+        record = self.lines.get(training.key)
+        return record["result"] if record is not None and record["status"] == "done" else None
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """A line of a results file; None for anything else."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"key", "status"} <= set(record) else None
+
+
+def best_rate(entry: Searched, records: Records) -> float | None:
+    """The learning rate with the best mean on validation; None if the search has not ended, or every run failed."""
+    values: Sequence[float] = entry.rates.values
+    search = entry.search()
+    if not search:
+        return values[0]
+    if any(records.status(training) not in ("done", "failed") for training in search):
+        return None
+    means: dict[float, float] = {}
+    for rate in values:
+        found = [records.result(training) for training in search if training.about["learning_rate"] == rate]
+        scores = [
+            r["validation"] if r["better"] == "higher" else -r["validation"]
+            for r in found
+            if r and r["validation"] is not None
+        ]
+        if len(scores) == len(found):  # a rate at which a run failed is not safe
+            means[rate] = estimate(scores).mean
+    return max(means, key=lambda rate: means[rate]) if means else None
+
+
+class Queue:
+    """Decides what to compute next: the search of every entry, and its final trainings once that has ended."""
+
+    def __init__(self, entries: Iterable[Searched], records: Records, retry: bool) -> None:
+        self.records, self.retry = records, retry
+        self.entries = list(entries)
+        """Entries whose final trainings were not yet given out."""
+        self.known: set[str] = set()
+        self.active: set[str] = set()
+        """Keys of trainings that were given out, and of those that have not ended."""
+
+    def next(self) -> list[Training]:
+        """The trainings that can be computed now and were not given out before."""
+        found: list[Training] = []
+        for entry in list(self.entries):
+            search = entry.search()
+            found += self._missing(search)
+            if any(training.key in self.active for training in search):
+                continue
+            self.entries.remove(entry)
+            rate = best_rate(entry, self.records)
+            found += [] if rate is None else self._missing(entry.final(rate))
+        return found
+
+    def later(self) -> list[Training]:
+        """The final trainings that still depend on a search, at any learning rate."""
+        return [training for entry in self.entries for training in entry.final(entry.rates.values[0])]
+
+    def _missing(self, trainings: Iterable[Training]) -> list[Training]:
+        found = []
+        for training in trainings:
+            status = self.records.status(training)
+            if training.key in self.known or status == "done" or (status == "failed" and not self.retry):
+                continue
+            self.known.add(training.key)
+            self.active.add(training.key)
+            found.append(training)
+        return found
+
+
+def run_grid(entries: Iterable[Searched], records: Records, jobs: int, retry: bool = False) -> None:
+    """Compute what is missing, `jobs` trainings at a time.
+
+    Args:
+        retry: compute failed trainings again.
+    """
+    provenance = {"machine": machine(), "prism": __version__, "command": shlex.join(["prism", *sys.argv[1:]])}
+    with records.writing():
+        queue = Queue(entries, records, retry)
+        trainings: dict[int, Training] = {}
+
+        def jobs_of(found: Iterable[Training]) -> Iterator[Job]:
+            for training in found:
+                job = Job(call, (training.function, training.settings), training.name, training.steps)
+                trainings[id(job)] = training
+                yield job
+
+        waiting = deque(jobs_of(queue.next()))
+        if not waiting:
+            return
+        later = queue.later()
+        total, count = len(waiting) + len(later), 0
+        steps = sum(job.steps for job in waiting) + sum(training.steps for training in later)
+        with workers(min(jobs, total)) as pool:
+            try:
+                for job, outcome in pool.run(waiting, steps, lambda job: records.add(trainings[id(job)], "started")):
+                    training, count = trainings[id(job)], count + 1
+                    if outcome.error is None:
+                        record = records.add(training, "done", result=outcome.result, **provenance)
+                    else:
+                        error = f"{type(outcome.error).__name__}: {outcome.error}"
+                        record = records.add(training, "failed", error=error, details=outcome.details, **provenance)
+                    pool.progress.console.print(f"{count}/{total} {training.name}: {summary(record)}", highlight=False)
+                    queue.active.discard(training.key)
+                    waiting.extend(jobs_of(queue.next()))
+            except BaseException as error:
+                for job in pool.running():
+                    records.add(trainings[id(job)], "stopped", error=type(error).__name__, **provenance)
+                raise
+
+
+def call(what: tuple[str, Mapping[str, Any]], report: Callable[[int, float], None]) -> Any:
+    """Call `module:function` with settings, in a worker."""
+    module, name = what[0].split(":")
+    return getattr(import_module(module), name)(what[1], report)
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """One phrase on how a training ended."""
+    if record["status"] != "done":
+        return f"{record['status']}, {record['error'].splitlines()[0]}"
+    result = record["result"]
+    scores = "; ".join(
+        f"{label} {value:.3f}".strip() for label, value in result.get("scores", {}).items() if value is not None
+    )
+    judged = result.get("validation")
+    return (
+        f"{scores or (f'validation {judged:.4g}' if judged is not None else 'done')} ({result.get('seconds', 0):.0f} s)"
+    )
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON: tuples become lists, and numbers that are not finite None."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,143 @@
+"""The kinds of tasks in a plan: synthetic tasks, and language models on text. A kind turns rules into settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from prism import rules as registry
+from prism.compare.entries import Budget, PlanSettings
+from prism.probes.batches import Curriculum
+from prism.probes.catalogue import build_task
+from prism.probes.model import ModelSettings, ProbeModel
+from prism.probes.training import ProbeRun
+from prism.rules.rule import check_options
+
+TEXT = "text"
+"""The name of the task on text."""
+
+
+class Kind(Protocol):
+    """What a plan asks about a task, whichever kind it is."""
+
+    function: str
+    """The training, `module:function`."""
+    steps: int
+
+    def settings(self, rule: str, options: dict[str, Any], key_dim: int, **changed: int) -> dict[str, Any]:
+        """Settings of a training. `changed` has another `width` or `hidden` than the budget."""
+        ...
+
+    def sizes(self, settings: Mapping[str, Any]) -> tuple[int, int]:
+        """Number of parameters, and state size."""
+        ...
+
+
+def kind_of(table: Mapping[str, Any], settings: PlanSettings) -> Kind:
+    """The kind of a task in a plan; refuses wrong options."""
+    return Text(table, settings) if table["task"] == TEXT else Probe(table, settings)
+
+
+class Probe:
+    """A synthetic task."""
+
+    function = "prism.probes.training:probe_job"
+
+    def __init__(self, table: Mapping[str, Any], settings: PlanSettings) -> None:
+        budget, curriculum = settings.budget, table.get("curriculum")
+        options = dict(table.get("options", {}))
+        self.task = build_task(table["task"], options)
+        shared = ("batch", "warmup", "weight_decay", "clip", "evaluations", "validation_sequences", "test_sequences")
+        self.steps = budget.steps_for(self.task.sample(1, torch.Generator().manual_seed(0)).inputs.shape[1])
+        self.run = ProbeRun(
+            task=table["task"],
+            task_options=options,
+            tests=dict(table.get("tests", {})),
+            model=ModelSettings(
+                layers=budget.layers,
+                width=budget.width,
+                heads=budget.heads,
+                value_dim=value_dim(budget),
+                conv_size=budget.conv,
+                hidden=budget.hidden,
+                positions=budget.positions,
+            ),
+            steps=self.steps,
+            curriculum=None if curriculum is None else Curriculum(**curriculum),
+            device=settings.device,
+            precision=settings.precision,
+            stop_at=budget.stop_at,
+            **{name: getattr(budget, name) for name in shared},
+        )
+        self.run.build_tests()
+        self.run.stages()
+
+    def settings(self, rule: str, options: dict[str, Any], key_dim: int, **changed: int) -> dict[str, Any]:
+        sizes: dict[str, Any] = {"key_dim": key_dim, **changed}
+        model = replace(self.run.model, rule=rule, options=options, **sizes)
+        return asdict(replace(self.run, model=model))
+
+    def sizes(self, settings: Mapping[str, Any]) -> tuple[int, int]:
+        with torch.device("meta"):
+            model = ProbeModel(self.task, ModelSettings(**settings["model"]))
+        return model.parameter_count, model.state_size
+
+
+class Text:
+    """A language model on prepared tokens. Options are the fields of `TextRun` (text.py)."""
+
+    function = f"{__package__}.text:train_text"
+
+    def __init__(self, table: Mapping[str, Any], settings: PlanSettings) -> None:
+        self.text = import_module(f"{__package__}.text")
+        self.options = dict(table.get("options", {}))
+        for name in ("tests", "curriculum"):
+            if name in table:
+                raise ValueError(f"{name} is for synthetic tasks, not for {TEXT!r}")
+        if not isinstance(self.options.get("data"), str):
+            raise ValueError(f"options.data must be a folder of prepared tokens, got {self.options.get('data')!r}")
+        corpus = import_module("prism.language.corpus").open_corpus(Path(self.options["data"]), verify=False)
+        self.vocabulary: int = corpus.manifest.vocab_size
+        self.budget, self.plan = settings.budget, settings
+        self.steps = settings.budget.steps_for(self.options.get("context", self.text.TextRun.context))
+
+    def settings(self, rule: str, options: dict[str, Any], key_dim: int, **changed: int) -> dict[str, Any]:
+        budget = replace(self.budget, **changed)  # type: ignore[arg-type]  # width and hidden alone
+        check_options(registry.get(rule), options)
+        sizes = {"key_dim": key_dim, "value_dim": value_dim(self.budget), "conv_size": budget.conv}
+        taken = registry.get(rule).option_names()
+        chosen = {name: size for name, size in sizes.items() if name in taken} | options
+        model = {
+            "layers": rule,
+            "hidden_size": budget.width,
+            "num_hidden_layers": budget.layers,
+            "num_heads": budget.heads,
+            "intermediate_size": budget.hidden,
+            "rule_options": {rule: chosen},
+            **self.options.get("model", {}),
+        }
+        return {
+            "batch": budget.batch,
+            "warmup": budget.warmup,
+            "weight_decay": budget.weight_decay,
+            "clip": budget.clip,
+            "evaluations": budget.evaluations,
+            "device": self.plan.device,
+            "precision": {"bfloat16": "bf16", "float32": "fp32"}[self.plan.precision],
+            **self.options,
+            "model": model,
+        }
+
+    def sizes(self, settings: Mapping[str, Any]) -> tuple[int, int]:
+        parameters, state_size = self.text.sizes(settings["model"], self.vocabulary)
+        return parameters, state_size
+
+
+def value_dim(budget: Budget) -> int:
+    """Value width of a head. Fixed by the budget, so that the state does not follow a width that is changed."""
+    return max(1, budget.width // budget.heads) if budget.value_dim is None else budget.value_dim

@@ -1,0 +1,254 @@
+"""The plan of a comparison: a TOML file becomes a list of entries (a task and a rule), and each entry trainings.
+
+    rules = ["prism:steps=2", "gated_delta"]
+    seeds = [0, 1, 2]
+
+    [budget]
+    steps = 600
+    key_dim = 8
+
+    [learning_rate]
+    values = [3e-3, 1e-2]
+    seeds = [100]
+
+    [[tasks]]
+    task = "mqar"
+    options = { pairs = 8, length = 32 }
+
+Every rule has the same budget and the same number of learning rates to try. Rates are compared on the split validation,
+with seeds that are not among the final ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prism import rules as registry
+from prism.compare.entries import Entry, PlanSettings
+from prism.compare.kinds import Kind, kind_of
+from prism.compare.matching import TOLERANCE, closest
+from prism.messages import did_you_mean
+from prism.overrides import override, read_toml
+
+_TASK_KEYS = ("task", "label", "options", "tests", "curriculum", "budget", "learning_rate")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All entries of a comparison."""
+
+    title: str
+    reference: str
+    """Label of the rule that others are compared with."""
+    jobs: int
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(entry.task for entry in self.entries))
+
+    @cached_property
+    def rules(self) -> list[str]:
+        return list(dict.fromkeys(entry.rule for entry in self.entries))
+
+    @property
+    def runs(self) -> int:
+        """Number of trainings."""
+        return sum(len(entry.search()) + len(entry.seeds) for entry in self.entries)
+
+    def only(self, wanted: Any) -> Plan:
+        """The entries whose name a compiled regular expression finds, and the reference's."""
+        chosen = tuple(e for e in self.entries if wanted.search(e.name) or e.rule == self.reference)
+        if not any(wanted.search(e.name) for e in self.entries):
+            raise ValueError(f"--only {wanted.pattern!r} finds none of the runs, such as {self.entries[0].name!r}")
+        return replace(self, entries=chosen)
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a TOML file."""
+    return make_plan(read_toml(path), str(path))
+
+
+def make_plan(values: Mapping[str, Any], where: str) -> Plan:
+    """The plan that nested values describe; a mistake is a ValueError that names the key.
+
+    Args:
+        where: where the values come from, for messages.
+    """
+    values = dict(values)
+    rule_values, tasks = values.pop("rules", None), values.pop("tasks", None)
+    settings = override(PlanSettings(), _with_lists(values), where)
+    named = _rules(rule_values, where)
+    if not isinstance(tasks, list) or not tasks or not all(isinstance(task, dict) for task in tasks):
+        raise ValueError(f"{where}: tasks must be one or more tables [[tasks]]")
+    reference = settings.reference or next(iter(named))
+    if reference not in named:
+        raise ValueError(
+            f"{where}: reference must be one of the rules {', '.join(named)}, got {reference!r}{did_you_mean(reference, named)}"
+        )
+    _check(settings, where)
+    labels = [task.get("label", task.get("task")) for task in tasks]
+    double = next((label for label in labels if labels.count(label) > 1), None)
+    if double is not None:
+        raise ValueError(f"{where}: two tasks have the label {double!r}: give them different labels")
+    entries = [
+        entry
+        for number, task in enumerate(tasks)
+        for entry in _task_entries(task, f"tasks[{number}].", settings, named, reference, where)
+    ]
+    device = settings.device
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    jobs = settings.jobs or (4 if on_gpu else torch.multiprocessing.cpu_count())
+    return Plan(settings.title, reference, jobs, tuple(entries))
+
+
+def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
+    """Split `prism:steps=3,preset=paper` into the name and its options; values are Python literals or text."""
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"rule option {item!r} in {text!r} must look like name=value")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    return name, options
+
+
+def _rules(values: Any, where: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Label → name and options of a rule, from a list of texts or a table."""
+    if isinstance(values, list) and values and all(isinstance(text, str) for text in values):
+        values = {text: text for text in values}
+    if not isinstance(values, dict) or not values:
+        raise ValueError(f'{where}: rules must be a list such as ["prism:steps=2", "gated_delta"], or a table')
+    found = {}
+    for label, value in values.items():
+        if isinstance(value, str):
+            found[label] = parse_rule(value)
+        elif isinstance(value, dict) and isinstance(value.get("rule"), str):
+            found[label] = (value["rule"], {key: item for key, item in value.items() if key != "rule"})
+        else:
+            raise ValueError(
+                f'{where}: rules.{label} must be a text such as "prism:steps=2", or {{ rule = "prism", … }}'
+            )
+        try:
+            registry.get(found[label][0])
+        except ValueError as error:
+            raise ValueError(f"{where}: rules: {error}") from error
+    return found
+
+
+def _with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A single `key_dim` as a list."""
+    budget = values.get("budget")
+    if isinstance(budget, dict) and isinstance(budget.get("key_dim"), int):
+        return {**values, "budget": {**budget, "key_dim": [budget["key_dim"]]}}
+    return dict(values)
+
+
+def _check(settings: PlanSettings, where: str) -> None:
+    """Refuse values that make no comparison."""
+    budget, rates = settings.budget, settings.learning_rate
+    if (budget.steps is None) == (budget.tokens is None):
+        raise ValueError(f"{where}: budget must have either steps or tokens")
+    least = {"budget.steps": budget.steps, "budget.tokens": budget.tokens, "jobs": settings.jobs}
+    least |= {"learning_rate.steps": rates.steps}
+    for name, number in least.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{where}: {name} must be at least 1, got {number}")
+    for name, found in {
+        "seeds": settings.seeds,
+        "learning_rate.seeds": rates.seeds,
+        "learning_rate.values": rates.values,
+        "budget.key_dim": budget.key_dim,
+    }.items():
+        if not found or len(set(found)) < len(found):
+            raise ValueError(f"{where}: {name} must be a list of one or more different numbers, got {list(found)}")
+    if len(rates.values) > 1 and set(settings.seeds) & set(rates.seeds):
+        raise ValueError(
+            f"{where}: learning_rate.seeds must not contain a final seed, got {sorted(set(settings.seeds) & set(rates.seeds))}"
+        )
+    for rate in rates.values:
+        if not 0 < rate < math.inf:
+            raise ValueError(f"{where}: learning_rate.values must be above 0, got {rate:g}")
+
+
+def _task_entries(
+    table: dict[str, Any],
+    prefix: str,
+    settings: PlanSettings,
+    named: dict[str, tuple[str, dict[str, Any]]],
+    reference: str,
+    where: str,
+) -> Iterator[Entry]:
+    """The entries of one task: every rule at every size, with the reference first where parameters are matched."""
+    for key in table:
+        if key not in _TASK_KEYS:
+            raise ValueError(f"{where} has a setting {prefix}{key} that does not exist{did_you_mean(key, _TASK_KEYS)}")
+    if not isinstance(table.get("task"), str):
+        raise ValueError(f"{where}: {prefix}task must be the name of a task, got {table.get('task')!r}")
+    more = _with_lists({"budget": table.get("budget", {})})["budget"]
+    if isinstance(more, dict) and {"steps", "tokens"} & set(more):
+        settings = replace(settings, budget=replace(settings.budget, steps=None, tokens=None))
+    budget = override(settings.budget, more, where, f"{prefix}budget.")
+    rates = override(settings.learning_rate, table.get("learning_rate", {}), where, f"{prefix}learning_rate.")
+    settings = replace(settings, budget=budget, learning_rate=rates)
+    _check(settings, f"{where}: {prefix.rstrip('.')}")
+    try:
+        kind = kind_of(table, settings)
+    except (ValueError, TypeError, OSError) as error:
+        raise ValueError(f"{where}: {prefix.rstrip('.')}: {error}") from error
+    for size, key_dim in enumerate(budget.key_dim):
+        target: tuple[int, int] | None = None
+        for label in sorted(named, key=lambda label: label != reference):
+            try:
+                entry = _entry(kind, label, named[label], key_dim, settings, target)
+            except ValueError as error:
+                raise ValueError(f"{where}: {prefix.rstrip('.')}, rule {label!r}: {error}") from error
+            target = target or (entry.parameters, entry.state_size)
+            yield replace(entry, task=table.get("label", table["task"]), size=size)
+
+
+def _entry(
+    kind: Kind,
+    label: str,
+    rule: tuple[str, dict[str, Any]],
+    key_dim: int,
+    settings: PlanSettings,
+    target: tuple[int, int] | None,
+) -> Entry:
+    """The entry of a rule. `target` has the reference's parameters and state size; None: this is the reference."""
+    budget, (name, options) = settings.budget, rule
+    changed: dict[str, int] = {}
+    if budget.match == "parameters" and target is not None:
+        what = "hidden" if budget.hidden else "width"
+        try:
+            found = closest(lambda n: kind.sizes(kind.settings(name, options, key_dim, **{what: n}))[0], target[0])
+        except ValueError as error:
+            raise ValueError(
+                f"its number of parameters cannot be matched by another {what}: {error}; omit the rule, give it other "
+                'options, or set budget.match = "none"'
+            ) from error
+        changed = {what: found}
+    made = kind.settings(name, options, key_dim, **changed)
+    parameters, state_size = kind.sizes(made)
+    grows = not registry.get(name).constant_state
+    if target is not None and budget.equal_state and not grows and abs(state_size - target[1]) > TOLERANCE * target[1]:
+        raise ValueError(
+            f"its state size is {state_size:,}, the reference's {target[1]:,}: give it options that make them equal, or "
+            "set budget.equal_state = false"
+        )
+    own = {key: value for key, value in made.items() if key not in ("seed", "learning_rate", "test", "steps")}
+    return Entry(
+        "", label, kind.function, own, kind.steps, settings.seeds, settings.learning_rate, parameters, state_size, grows
+    )

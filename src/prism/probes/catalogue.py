@@ -1,0 +1,48 @@
+"""The synthetic tasks by name. A task's module is imported when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+from prism.messages import did_you_mean
+from prism.overrides import override
+from prism.probes.task import Task
+
+TASKS = {
+    "mqar": "mqar:Recall",
+    "multi_pair": "multi_pair:MultiPair",
+    "needle": "needle:Needle",
+    "regression": "regression:Regression",
+    "parity": "tracking:Parity",
+    "modular": "tracking:ModularArithmetic",
+    "group": "groups:GroupWords",
+    "nine": "nine:NineProbes",
+}
+"""Name of a task → its module in this folder and its class."""
+
+
+def task_class(name: str) -> type[Task]:
+    """The class of a task; ValueError for an unknown name."""
+    if name not in TASKS:
+        raise ValueError(f"unknown task {name!r}{did_you_mean(name, TASKS)}: choose from {', '.join(TASKS)}")
+    module, attribute = TASKS[name].split(":")
+    found: type[Task] = getattr(import_module(f"{__package__}.{module}"), attribute)
+    return found
+
+
+def build_task(name: str, options: Mapping[str, Any], where: str = "") -> Task:
+    """A task with its options; a wrong option or value is a ValueError of one sentence.
+
+    Args:
+        where: where the options come from, for the message. Empty: the task itself.
+    """
+    task = task_class(name)()
+    return override(task, dict(options), where or f"task {name!r}")
+
+
+def option_names(name: str) -> list[str]:
+    """The names of a task's options."""
+    return [field.name for field in fields(task_class(name))]
