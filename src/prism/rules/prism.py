@@ -153,6 +153,8 @@ class Prism(GatedDelta):
         preset = options.pop("preset", "lm")
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+        if preset == "paper":
+            options.pop("layer_index", None)  # a model sets it; only residual="below" needs it
         return construct(cls if preset == "lm" else PRESETS[preset], width, heads, options)
 
     @classmethod
