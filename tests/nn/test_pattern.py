@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 
 from prism import rules
+from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn import Block, LayerSpec, parse_layers
 from prism.nn.block import place_options
 
@@ -37,6 +38,17 @@ def test_entries_with_options() -> None:
     ]
 
 
+def test_a_string_with_options() -> None:
+    pattern = "prism(steps=1)*2 + prism (keys=previous, gate = false) * 2+kda(lower_bound=-5.0)+linear()"
+    first, second = LayerSpec("prism", {"steps": 1}), LayerSpec("prism", {"keys": "previous", "gate": False})
+    last = [LayerSpec("kda", {"lower_bound": -5.0}), LayerSpec("linear", {})]
+    assert parse_layers(pattern) == [first, first, second, second, *last]
+    (layer,) = parse_layers("prism(step_scale=1e+0)")
+    assert layer.options == {"step_scale": 1.0}
+    model = PrismForCausalLM(PrismConfig(16, 16, 2, "prism(steps=3)+prism*2", rule_options={"prism": {"steps": 1}}))
+    assert [block.mixer.write_rank for block in model.model.layers] == [3, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("layers", "complaint"),
     [
@@ -46,6 +58,12 @@ def test_entries_with_options() -> None:
         ("prism*-1", "'prism\\*-1' is not a rule"),
         ("prism**2", "'prism\\*\\*2' is not a rule"),
         ("prism*²", "is not a rule"),
+        ("prism(steps=2", "'prism.steps=2' is not a rule or rule"),
+        ("prism(steps)", "'steps' is not one option=value"),
+        ("prism(steps=)", "'steps=' is not one option=value"),
+        ("prism(steps=1, steps=2)", "'steps=2' is not one option=value"),
+        ("(steps=2)", "is not a rule"),
+        ("prism*2(steps=2)", "is not a rule"),
         ("softmaxx", "unknown rule 'softmaxx' .did you mean 'softmax'"),
         ([], "layers must be a pattern such as"),
         (3, "layers must be a pattern such as"),

@@ -161,6 +161,17 @@ def test_a_finished_run_is_not_trained_again_but_can_be_prolonged(tmp_path: Path
     assert (tmp_path / "run" / "config.json").read_bytes() == config, "a refused command changes nothing"
 
 
+def test_a_resumed_run_keeps_its_parameter_groups(tmp_path: Path) -> None:
+    groups = {"groups": ["*.up.*=lr:0.1,wd:0"]}
+    changes = {"optimizer": groups, "schedule": {"name": "constant", "warmup": 0}}
+    whole = train_lm(small(tmp_path / "a", steps=8, **changes), build_with_dropout)
+    train_lm(small(tmp_path / "b", steps=4, **changes), build_with_dropout)
+    resumed = train_lm(small(tmp_path / "b", steps=8, **changes), build_with_dropout)
+    assert same_tensors(final_tensors(whole.run), final_tensors(resumed.run))
+    other = train_lm(small(tmp_path / "c", steps=8, **{**changes, "optimizer": {}}), build_with_dropout)
+    assert losses(other.run)[-1] != losses(whole.run)[-1]
+
+
 def test_an_unknown_rule_is_refused_before_any_data_is_read(tmp_path: Path) -> None:
     settings = small(tmp_path, model={"layers": "foo"}, data={"sources": [str(tmp_path / "nowhere")]})
     with pytest.raises(ValueError, match="unknown rule 'foo'"):

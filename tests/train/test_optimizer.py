@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -43,6 +45,45 @@ def test_gates_norms_and_biases_are_not_decayed_and_hidden_matrices_go_to_muon()
     )
     plain = names(Optimizers(model, OptimizerSettings("adamw", weight_decay=0.3)), model)
     assert plain["AdamW", 0.3] == groups["AdamW", 0.3] | matrices
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_group_has_its_own_learning_rate_and_weight_decay(name: Literal["adamw", "muon"]) -> None:
+    model = PrismForCausalLM(PrismConfig(64, 32, 2, "prism"))
+    groups = ("*.writes.key.*=lr:0.5,wd:0", "*.writes.*=wd:0.2", "*.writes.key.up.*=lr:9", "model.embed*=lr:2")
+    settings = OptimizerSettings(name, lr=0.1, weight_decay=0.3, groups=groups[:2] + groups[3:])
+    optimizers = Optimizers(model, settings)
+    optimizers.step(0.5)
+    by_parameter = {parameter: name for name, parameter in model.named_parameters()}
+    found = {
+        by_parameter[parameter].removeprefix("model.layers.0.mixer.rule."): (group["lr"], group["weight_decay"])
+        for optimizer in optimizers.all
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert len(found) == len(by_parameter)
+    assert found["writes.key.up.weight"] == (0.5 * 0.1 * 0.5, 0.0)
+    assert found["writes.gain.up.weight"] == (0.1 * 0.5, 0.2)
+    assert found["writes.scale"] == (0.1 * 0.5, 0.0), "gates are never decayed"
+    assert found["model.embed_tokens.weight"] == (2 * 0.1 * 0.5, 0.3)
+    assert found["qkv.weight"] == (0.1 * 0.5, 0.3)
+    for pattern in ("writes=lr:2", groups[2]):  # it matches no whole name; another comes before it
+        with pytest.raises(ValueError, match="which no parameter takes: a pattern must match whole names such as"):
+            Optimizers(model, replace(settings, groups=(*settings.groups, pattern)))
+
+
+def test_without_groups_nothing_changes() -> None:
+    """The same updates, bit by bit, as with a group whose rates are those of all."""
+    ends = []
+    for groups in ((), ("*.up.*=lr:1,wd:0.1",)):
+        torch.manual_seed(0)
+        model = Standin(8, 4, 1, 0.0)
+        optimizers = Optimizers(model, OptimizerSettings(groups=groups))
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizers.step(1.0)
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 @given(

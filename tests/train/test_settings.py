@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,14 @@ def test_presets_have_head_sizes_of_the_kernels_and_survive_a_file(name: str) ->
             ["--optimizer.betas", "0.9", "1"],
             "",
             r"^optimizer.betas and optimizer.momentum must be at least 0 and below 1, got \(0.9, 1.0\) and 0.95$",
+        ),
+        *(
+            (
+                ["--optimizer.groups", text],
+                "",
+                rf"^optimizer.groups has '{re.escape(text)}': write pattern=lr:factor,wd:value",
+            )
+            for text in ("*.writes.*", "=lr:1", "*=lr", "*=rate:2", "*=lr:-1", "*=lr:1,lr:2", "*=wd:inf", "*=")
         ),
         (["--optimizer.clip", "0"], "", r"^optimizer.clip must be above 0 \(None: no clipping\), got 0.0$"),
     ],

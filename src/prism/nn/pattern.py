@@ -1,17 +1,20 @@
-"""Layer patterns: a stack of rules as a string, `"prism*3+softmax"`, or as a list.
+"""Layer patterns: a stack of rules as a string, `"prism*3+softmax"` or `"prism(steps=1)*3+prism(steps=2)"`, or as a list.
 
-A pattern is one period. It is repeated, and truncated, to the requested number of layers.
+A pattern is one period. It is repeated, and truncated, to the requested number of layers. Options of a layer override those
+that its rule has everywhere. Values are written as in TOML; quotes around a word may be left out.
 
-    pattern = term ("+" term)*          term = rule ["*" count]
+    pattern = term ("+" term)*          term = rule ["(" option=value, … ")"] ["*" count]
     list    = entries that are a rule's name, {"rule": name, option: value, …} or (name, {option: value, …})
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from prism import rules
+from prism.overrides import read_toml_value
 
 
 class LayerSpec(NamedTuple):
@@ -35,17 +38,34 @@ def parse_layers(layers: str | Sequence[Any], count: int | None = None) -> list[
     return [period[i % len(period)] for i in range(count)]
 
 
+_TERM = re.compile(r"(?P<rule>[^()*]+)(\((?P<options>[^()]*)\))?\s*(\*\s*(?P<count>[0-9]+))?")
+
+
 def _parse_string(pattern: str) -> list[LayerSpec]:
     period: list[LayerSpec] = []
-    for term in pattern.split("+"):
-        name, star, times = (part.strip() for part in term.partition("*"))
-        if not name or (star and not (times.isdecimal() and int(times) > 0)):
+    for term in re.split(r"\+(?![^(]*\))", pattern):  # not inside parentheses
+        found = _TERM.fullmatch(term.strip())
+        if found is None or (found["count"] is not None and int(found["count"]) == 0):
             raise ValueError(
                 f"layers has the pattern {pattern!r}, where {term.strip()!r} is not a rule or rule*count; "
-                "write for example 'prism*3+softmax'"
+                "write for example 'prism*3+softmax' or 'prism(steps=1)*3+prism(steps=2)'"
             )
-        period += [_layer(name, {})] * (int(times) if star else 1)
+        layer = _layer(found["rule"].strip(), _parse_options(found["options"] or "", pattern))
+        period += [layer] * int(found["count"] or 1)
     return period
+
+
+def _parse_options(text: str, pattern: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not (name and equals and value) or name in options:
+            raise ValueError(
+                f"layers has the pattern {pattern!r}, where {item!r} is not one option=value; "
+                "write for example 'prism(steps=2, keys=previous)'"
+            )
+        options[name] = read_toml_value(value)
+    return options
 
 
 def _parse_list(entries: Sequence[Any]) -> list[LayerSpec]:

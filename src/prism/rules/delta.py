@@ -13,6 +13,8 @@ or with `negative_eigenvalues` (β = 2σ) in [-1, 1].
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from prism.engine import Update
@@ -44,7 +46,7 @@ class DeltaFamily(Rule):
 
     shared_maps = ("gate", "out")
     query_first_maps = ("qkv",)
-    planned = ("update", "output", "beta_and_decay", "corrections")
+    planned = ("update", "output", "beta_and_decay", "corrections", "placed", "erasure")
 
     def __init__(
         self,
@@ -85,22 +87,30 @@ class DeltaFamily(Rule):
         """Further writes of each token after its first, and their carry. Only PRISM has them."""
         return None, {}
 
-    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
+    def placed(self, k: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
+        """The unit keys k `[B, T·n, H, L, K]` of all writes, and their carry. PRISM may derive later keys from the first."""
+        return k, {}
+
+    def erasure(self, x: Tensor, beta: Tensor, k: Tensor) -> dict[str, Any]:
+        """How the memory is erased: fields of `Update`. By default as strongly as the first key is written."""
+        return {"erase_strength": beta, "erase_first": True}
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
         beta, log_decay = self.beta_and_decay(x)
         found, carried = self._columns(x, self.qkv(x), beta, carry, span)
         q, k, w = found
+        k, of_keys = self.placed(k, carry, span)
         update = Update(
             q,
             k,
             w,
             log_decay,
-            erase_strength=beta,
-            erase_first=True,
             reset=span.reset,
             mask=span.mask,
             substeps=self.substeps,
+            **self.erasure(x, beta, k),
         )
-        return update, carried, None
+        return update, {**carried, **of_keys}, None
 
     def _columns(
         self, x: Tensor, projected: Tensor, beta: Tensor, carry: Carry, span: Span

@@ -29,23 +29,14 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import SOLVERS, Corrections, solved_writes
-from prism.engine.pieces import plain_linear
-from prism.engine.step_plan import DeltaPlan, LowRankPlan, WritesPlan
+from prism.engine.step_plan import DeltaPlan
 from prism.rules.delta import GatedDelta
-from prism.rules.parts import (
-    Carry,
-    LowRank,
-    ShortConv,
-    fused_linears,
-    is_plain_conv,
-    l2_normalize,
-    map_plan,
-    split_heads,
-)
-from prism.rules.parts.norms import HeadNorm
+from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, split_heads
+from prism.rules.parts.norms import HeadNorm, gated_output
+from prism.rules.parts.writes import KEYS, RESIDUALS, SCALINGS, ResidualWrites
 from prism.rules.rule import RESIDUAL_PROXY, Paper, Rule, Span, check_integers, construct, per_head, set_initial_weights
 
-RESIDUALS = ("anchored", "value")
+ERASES = ("tied", "head", "channel")
 
 _PAPER = Paper(
     "PRISM: Parallel Residual Iterative Sequence Model", "Jiang et al. 2026", "https://arxiv.org/abs/2602.10796"
@@ -58,15 +49,26 @@ class Prism(GatedDelta):
     """PRISM's `lm` layer: Gated DeltaNet plus L - 1 solver writes.
 
     Args:
-        preset: `"lm"` for this layer or `"paper"` for `PaperPrism`, which has no `rank`, `step_scale` or `gate`.
+        preset: `"lm"` for this layer or `"paper"` for `PaperPrism`, which has fewer options.
         steps: L, the number of writes per token; 1 is Gated DeltaNet itself.
         solver: `"closed"` or `"gelu"`; the default of `paper` is `"gelu"`.
-        residual: `"anchored"` starts from v - W_u u, `"value"` from v.
+        residual: `"anchored"` starts from v - W_u u, `"value"` from v, `"below"` from v less a map of what the next `prism`
+            layer below with this option has read at the token (v in the first one).
         gain: whether the solver has a learned gain; False sets every p_l to 1 (`closed`: every P to ½).
         nonlinearity: whether the solver has its non-linearity, GELU (`closed`: the sigmoid).
-        shared_key: whether all L corrections are written along k₁.
+        keys: keys of writes 2 … L, in rules/parts/writes.py: `"own"`, `"orthogonal"` (own, orthogonal to k₁), `"convolved"`
+            (through a convolution as k₁), `"rotated"` (k₁ turned by learned angles), `"previous"` (k₁ of the previous
+            token) or `"shared"` (k₁).
+        shared_key: whether all L corrections are written along k₁, as with keys="shared".
         rank: rank of the low-rank maps; by default max(8, width / 32), which adds less than 10 % to the mixer's parameters.
+        key_rank: rank of the map to keys 2 … L, by default `rank`; 0 is a full linear map.
+        up_std: initial standard deviation of the second halves of the low-rank maps to keys 2 … L and gains; None: as a
+            model initialises every linear map (`initializer_range`).
         step_scale: initial value of γ; with 0 a model starts exactly as Gated DeltaNet (for adapters).
+        scaling: γ per `"channel"` or per `"head"`, or `"fixed"` at `step_scale`.
+        erase: what is erased along k₁: `"tied"` as much as the first write adds (β₁), `"head"` a strength of its own,
+            `"channel"` a strength for each channel of k₁, as in Gated DeltaNet-2, by a low-rank map.
+        qkv_conv: whether q, k and v have the short convolution; the anchor has it in any case.
     """
 
     name = "prism"
@@ -87,24 +89,44 @@ class Prism(GatedDelta):
         residual: str = "anchored",
         gain: bool = True,
         nonlinearity: bool = True,
+        keys: str = "own",
         shared_key: bool = False,
         rank: int | None = None,
+        key_rank: int | None = None,
+        up_std: float | None = None,
         step_scale: float = 1.0,
+        scaling: str = "channel",
+        erase: str = "tied",
         conv_size: int = 4,
+        qkv_conv: bool = True,
         gate: bool = True,
         negative_eigenvalues: bool = False,
+        layer_index: int = 0,
     ) -> None:
-        check_solver(steps, solver, residual)
+        check_solver(steps, solver)
+        check_choices(
+            residual=(residual, RESIDUALS), keys=(keys, KEYS), scaling=(scaling, SCALINGS), erase=(erase, ERASES)
+        )
+        if shared_key and keys not in ("own", "shared"):
+            raise ValueError(f"shared_key=True is keys='shared', but keys is {keys!r}: give one of them")
         super().__init__(
             width,
             heads,
             key_dim=key_dim,
             value_dim=value_dim,
-            conv_size=conv_size,
+            conv_size=conv_size if qkv_conv else 1,
             gate=gate,
             negative_eigenvalues=negative_eigenvalues,
         )
-        self.write_rank = steps
+        self.write_rank, self.layer_index = steps, layer_index
+        self.hands_over = residual == "below" and steps > 1
+        rank = max(8, width // 32) if rank is None else rank
+        key_rank = rank if key_rank is None else key_rank
+        check_integers(0, key_rank=key_rank, layer_index=layer_index)
+        self.erase_by, self.erase = erase, None
+        if erase != "tied":
+            channels = heads * self.key_dim
+            self.erase = LowRank(width, channels, rank) if erase == "channel" else nn.Linear(width, heads, bias=False)
         self.writes = None
         if steps > 1:
             self.writes = ResidualWrites(
@@ -114,12 +136,15 @@ class Prism(GatedDelta):
                 self.value_dim,
                 steps=steps,
                 solver=solver,
-                residual=residual,
+                residual="value" if residual == "below" and layer_index == 0 else residual,
                 gain=gain,
                 nonlinearity=nonlinearity,
-                shared_key=shared_key,
-                rank=max(8, width // 32) if rank is None else rank,
+                keys="shared" if shared_key else keys,
+                rank=rank,
+                key_rank=key_rank,
+                up_std=up_std,
                 step_scale=step_scale,
+                scaling=scaling,
                 conv_size=conv_size,
             )
 
@@ -128,6 +153,8 @@ class Prism(GatedDelta):
         preset = options.pop("preset", "lm")
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+        if preset == "paper":
+            options.pop("layer_index", None)  # a model sets it; only residual="below" needs it
         return construct(cls if preset == "lm" else PRESETS[preset], width, heads, options)
 
     @classmethod
@@ -137,82 +164,48 @@ class Prism(GatedDelta):
         return {"preset": preset, **super().option_parameters()}
 
     def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
-        if self.writes is None:
-            return None, {}
-        corrections, conv_state = self.writes(x, carry.get("anchor"), span)
-        return corrections, {"anchor": conv_state}
+        return (None, {}) if self.writes is None else self.writes(x, carry, span, self._read_below(span))
+
+    def placed(self, k: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
+        return (k, {}) if self.writes is None else self.writes.placed(k, carry, span)
+
+    def erasure(self, x: Tensor, beta: Tensor, k: Tensor) -> dict[str, Any]:
+        if self.erase is None:
+            return super().erasure(x, beta, k)
+        strength = self.beta_scale * self.erase(x).sigmoid()
+        if self.erase_by == "head":
+            return {"erase_strength": strength, "erase_first": True}
+        return {"erase_key": split_heads(strength, self.heads) * k[..., 0, :], "erase_write_first": True}
+
+    def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
+        update, carried, _ = super().update(x, carry, span)
+        return update, carried, span.shared if self.hands_over else None
+
+    def output(self, o: Tensor, x: Tensor, extra: dict[str, Tensor] | None) -> Tensor:
+        if extra is not None:
+            extra[f"prism read {self.layer_index}"] = o
+        return super().output(o, x, None)
+
+    def _read_below(self, span: Span) -> Tensor | None:
+        """What the next layer below with residual="below" has read, `[B, T, H, V]`. Layers do not overwrite each other's: one
+        that is computed again in the backward pass must find the same."""
+        if not self.hands_over or span.shared is None:
+            return None
+        names = (f"prism read {index}" for index in reversed(range(self.layer_index)))
+        found = next((span.shared[name] for name in names if name in span.shared), None)
+        if found is not None and found.shape[2:] != (self.heads, self.value_dim):
+            raise ValueError(
+                f"residual='below' needs layers with equal heads: {self.heads} of {self.value_dim} values here, "
+                f"{found.shape[2]} of {found.shape[3]} below; set another residual for one of them"
+            )
+        return found
 
     def step_plan(self) -> DeltaPlan | None:
-        plan = super().step_plan()
+        plan = None if self.erase is not None or self.hands_over else super().step_plan()
         if plan is None or self.writes is None:
             return plan
         writes = self.writes.step_plan()
         return None if writes is None else plan._replace(writes=writes)
-
-
-class ResidualWrites(nn.Module):
-    """Writes 2 … L of the `lm` preset: low-rank maps of a separate anchor, and a learned scale γ that can start at zero."""
-
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        key_dim: int,
-        value_dim: int,
-        *,
-        steps: int,
-        solver: str,
-        residual: str,
-        gain: bool,
-        nonlinearity: bool,
-        shared_key: bool,
-        rank: int,
-        step_scale: float,
-        conv_size: int,
-    ) -> None:
-        super().__init__()
-        self.heads, self.count = heads, steps - 1
-        self.solver, self.nonlinearity = solver, nonlinearity
-        keys, values = heads * key_dim, heads * value_dim
-        self.conv = ShortConv(width, conv_size)
-        self.key = None if shared_key else LowRank(width, keys * self.count, rank)
-        self.gain = LowRank(width, values * self.count, rank) if gain else None
-        self.expected = LowRank(width, values, rank) if residual == "anchored" else None
-        self.beta = nn.Linear(width, heads * self.count, bias=False)
-        self.scale = nn.Parameter(torch.empty(self.count, heads, value_dim))
-        self.step_scale = step_scale
-        set_initial_weights(self)
-
-    def initial_weights(self) -> dict[str, Tensor]:
-        return {"scale": torch.full(self.scale.shape, float(self.step_scale))}
-
-    def forward(self, x: Tensor, conv_state: Tensor | None, span: Span) -> tuple[Corrections, Tensor]:
-        """x `[B, T, width]` → the corrections, and the conv state of the anchor."""
-        u, conv_state = self.conv(x, conv_state, span)
-        H, n = self.heads, self.count
-        maps = (self.key, self.gain, self.expected)
-        *outputs, beta = fused_linears(u, *[m for m in maps if m is not None], self.beta)
-        keys, gains, expected = (None if m is None else outputs.pop(0) for m in maps)
-        corrections = Corrections(
-            keys=None if keys is None else keys.unflatten(-1, (H, n, -1)),
-            expected=None if expected is None else split_heads(expected, H),
-            gains=None if gains is None else gains.unflatten(-1, (H, n, -1)),
-            beta=beta.unflatten(-1, (H, n)).sigmoid(),
-            scale=self.scale,
-            solver=self.solver,
-            nonlinearity=self.nonlinearity,
-        )
-        return corrections, conv_state
-
-    def step_plan(self) -> WritesPlan | None:
-        """As `Rule.step_plan`, for these writes."""
-        maps = [m for m in (self.key, self.gain, self.expected) if m is not None]
-        plans = {m: plan for m in maps if isinstance(plan := map_plan(m), LowRankPlan)}
-        if len(plans) < len(maps) or not plain_linear(self.beta) or not is_plain_conv(self.conv):
-            return None
-        key, gain, expected = (None if m is None else plans[m] for m in (self.key, self.gain, self.expected))
-        given = (self.conv.weight, key, gain, expected, self.beta.weight, self.scale)
-        return WritesPlan(*given, self.solver, self.nonlinearity)
 
 
 class PaperPrism(Rule):
@@ -226,6 +219,8 @@ class PaperPrism(Rule):
         nonlinearity: whether the solver has its non-linearity, GELU (`closed`: the sigmoid).
         shared_key: whether all L corrections are written along k₁.
         negative_eigenvalues: whether β₁ is 2σ(·) instead of σ(·).
+        qkv_conv: whether q, v and every k_l are maps of x with a short convolution, as in Gated DeltaNet, not maps of u.
+        gate: whether the output has Gated DeltaNet's gate.
     """
 
     name = "prism"
@@ -233,7 +228,7 @@ class PaperPrism(Rule):
     objective = RESIDUAL_PROXY
     forgetting = _FORGETTING
     transition = _TRANSITION
-    shared_maps = ("query", "out")
+    shared_maps = ("query", "gate", "out")
 
     def __init__(
         self,
@@ -249,9 +244,12 @@ class PaperPrism(Rule):
         nonlinearity: bool = True,
         shared_key: bool = False,
         conv_size: int = 4,
+        qkv_conv: bool = False,
+        gate: bool = False,
         negative_eigenvalues: bool = False,
     ) -> None:
-        check_solver(steps, solver, residual)
+        check_solver(steps, solver)
+        check_choices(residual=(residual, ("anchored", "value")))
         super().__init__(width, heads, per_head(width, heads, key_dim), per_head(width, heads, value_dim), steps)
         if residual == "anchored" and heads * self.value_dim != width:
             raise ValueError(
@@ -261,14 +259,18 @@ class PaperPrism(Rule):
         self.steps, self.solver, self.residual, self.nonlinearity = steps, solver, residual, nonlinearity
         self.beta_scale = 2.0 if negative_eigenvalues else 1.0
         keys, values = heads * self.key_dim, heads * self.value_dim
+        key_count = 1 if shared_key else steps
+        self.sizes = [keys, keys * key_count, values]
         self.conv = ShortConv(width, conv_size)
         self.query = nn.Linear(width, keys, bias=False)
         self.value = nn.Linear(width, values, bias=False)
-        self.key = nn.Linear(width, keys * (1 if shared_key else steps), bias=False)
+        self.key = nn.Linear(width, keys * key_count, bias=False)
+        self.qkv_conv = ShortConv(sum(self.sizes), conv_size) if qkv_conv else None
         self.gain = nn.Linear(width, values * steps, bias=False) if gain else None
         self.beta = nn.Linear(width, heads * steps, bias=False)
         self.alpha = nn.Linear(width, heads)
         self.norm = HeadNorm(self.value_dim)
+        self.gate = nn.Linear(width, values, bias=False) if gate else None
         self.out = nn.Linear(values, width, bias=False)
         set_initial_weights(self)
 
@@ -280,9 +282,16 @@ class PaperPrism(Rule):
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:
         u, conv_state = self.conv(x, carry.get("conv"), span)
         H, L = self.heads, self.steps
-        q = l2_normalize(split_heads(self.query(u), H)) * self.key_dim**-0.5
-        k = l2_normalize(self.key(u).unflatten(-1, (H, -1, self.key_dim)))  # [B, T, H, L or 1, K]
-        v, expected = split_heads(self.value(u), H), split_heads(u, H) if self.residual == "anchored" else None
+        carried = {"conv": conv_state}
+        if self.qkv_conv is None:
+            q, k, v = self.query(u), self.key(u), self.value(u)
+        else:
+            joint = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
+            joint, carried["qkv"] = self.qkv_conv(joint, carry.get("qkv"), span)
+            q, k, v = joint.split(self.sizes, -1)
+        q = l2_normalize(split_heads(q, H)) * self.key_dim**-0.5
+        k = l2_normalize(k.unflatten(-1, (H, -1, self.key_dim)))  # [B, T, H, L or 1, K]
+        v, expected = split_heads(v, H), split_heads(u, H) if self.residual == "anchored" else None
         p = None if self.gain is None else self.gain(u).unflatten(-1, (H, L, -1))
         beta = self.beta(u).unflatten(-1, (H, L)).sigmoid()
         if self.beta_scale != 1.0:
@@ -297,19 +306,23 @@ class PaperPrism(Rule):
             reset=span.reset,
             mask=span.mask,
         )
-        return update, {"conv": conv_state}, None
+        return update, carried, None
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
-        return self.out(self.norm(o))
+        return self.out(self.norm(o)) if self.gate is None else gated_output(self.norm, o, self.gate(x), self.out)
 
 
 PRESETS: dict[str, type[Rule]] = {"lm": Prism, "paper": PaperPrism}
 
 
-def check_solver(steps: int, solver: str, residual: str) -> None:
+def check_solver(steps: int, solver: str) -> None:
     """Raise a ValueError for options of the solver that do not exist."""
     check_integers(steps=steps)
-    if solver not in SOLVERS:
-        raise ValueError(f"solver must be one of {', '.join(SOLVERS)}, got {solver!r}")
-    if residual not in RESIDUALS:
-        raise ValueError(f"residual must be one of {', '.join(RESIDUALS)}, got {residual!r}")
+    check_choices(solver=(solver, SOLVERS))
+
+
+def check_choices(**options: tuple[str, tuple[str, ...]]) -> None:
+    """Raise a ValueError for an option, given as (value, choices), that is not one of its choices."""
+    for name, (value, choices) in options.items():
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -8,6 +8,8 @@ Design choices
 - Muon's products run in bfloat16 on a GPU, in float32 elsewhere (bfloat16 products are not safe on every CPU).
 - A sharded matrix is gathered, made orthogonal in every process, and sharded again: the result does not depend on
   sharding.
+- `settings.groups` gives parameters whose names match a pattern another learning rate or weight decay. A pattern that no
+  parameter takes is an error: misspelt, it would change nothing. Gates, norms and biases are never decayed.
 - A step can be skipped on the device, by torch's own protocol (`found_inf`, see `Optimizers.step`): the host does not
   have to know whether loss and gradient are finite. Both ways of skipping leave the same weights and state, bit by bit.
 """
@@ -15,14 +17,15 @@ Design choices
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from prism.nn import no_weight_decay
-from prism.train.settings import OptimizerSettings
+from prism.train.settings import OptimizerSettings, parse_group
 
 # Coefficients of the Newton-Schulz iteration, chosen by Jordan: steep at zero, so that five iterations bring every
 # singular value near 1 (not exactly to it).
@@ -41,7 +44,11 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.1
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for group in self.param_groups:
@@ -110,6 +117,14 @@ def _shard(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+class Rates(NamedTuple):
+    """What the parameters of a group have in common."""
+
+    factor: float
+    """Multiplies the learning rate."""
+    weight_decay: float
+
+
 class Optimizers:
     """One or two optimizers used as one."""
 
@@ -117,24 +132,23 @@ class Optimizers:
         self.settings = settings
         hidden = _hidden_matrices(model) if settings.name == "muon" else set()
         exempt = no_weight_decay(model)
-        groups: dict[str, list[nn.Parameter]] = {"muon": [], "decayed": [], "exempt": []}
-        for name, parameter in model.named_parameters():
-            groups["exempt" if name in exempt else "muon" if name in hidden else "decayed"].append(parameter)
+        adamw: dict[Rates, list[nn.Parameter]] = {Rates(1.0, settings.weight_decay): []}
+        muon: dict[Rates, list[nn.Parameter]] = {}
+        for name, rates in _rates(model, settings, exempt).items():
+            groups = muon if name in hidden and name not in exempt else adamw
+            groups.setdefault(rates, []).append(model.get_parameter(name))
         device = next(model.parameters()).device
         self.all: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(
-                [
-                    {"params": groups["decayed"], "weight_decay": settings.weight_decay},
-                    {"params": groups["exempt"], "weight_decay": 0.0},
-                ],
+                _as_groups(adamw),
                 lr=settings.lr,
                 betas=settings.betas,
                 eps=settings.eps,
                 fused=device.type in ("cpu", "cuda"),
             )
         ]
-        if groups["muon"]:
-            self.all.append(Muon(groups["muon"], settings.lr, settings.momentum, settings.weight_decay))
+        if muon:
+            self.all.append(Muon(_as_groups(muon), settings.lr, settings.momentum))
 
     def step(self, factor: float, skip: Tensor | None = None) -> None:
         """Update every parameter that has a gradient.
@@ -147,7 +161,7 @@ class Optimizers:
         """
         for optimizer in self.all:
             for group in optimizer.param_groups:
-                group["lr"] = self.settings.lr * factor
+                group["lr"] = self.settings.lr * factor * group["factor"]
             optimizer.found_inf = skip  # type: ignore[attr-defined]  # the GradScaler protocol
             optimizer.step()
 
@@ -171,3 +185,28 @@ def _hidden_matrices(model: nn.Module) -> set[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
+
+
+def _rates(model: nn.Module, settings: OptimizerSettings, exempt: set[str]) -> dict[str, Rates]:
+    """The rates of every parameter by name. Raises a ValueError for a pattern of `settings.groups` that none takes."""
+    groups = [parse_group(text) for text in settings.groups]
+    taken = [0] * len(groups)
+    rates = {}
+    for name, _ in model.named_parameters():
+        found = next((i for i, group in enumerate(groups) if fnmatchcase(name, group.pattern)), None)
+        factor, decay = 1.0, settings.weight_decay
+        if found is not None:
+            taken[found] += 1
+            factor, decay = groups[found].lr, decay if groups[found].wd is None else groups[found].wd
+        rates[name] = Rates(factor, 0.0 if name in exempt else decay)
+    for text, count in zip(settings.groups, taken, strict=True):
+        if not count:
+            raise ValueError(
+                f"optimizer.groups has {text!r}, which no parameter takes: a pattern must match whole names such as "
+                f"{list(rates)[-1]!r}, and of several that match the first counts"
+            )
+    return rates
+
+
+def _as_groups(groups: dict[Rates, list[nn.Parameter]]) -> list[dict[str, Any]]:
+    return [{"params": params, **rates._asdict()} for rates, params in groups.items()]

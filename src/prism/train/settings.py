@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,39 @@ class OptimizerSettings:
     """Weight decay; not applied to gates, skips, norms and biases."""
     clip: float | None = 1.0
     """Maximum gradient norm. None: no clipping."""
+    groups: tuple[str, ...] = ()
+    """Parameters with another learning rate or weight decay, as pattern=lr:factor,wd:value: *.writes.*=lr:0.5,wd:0 halves
+    the learning rate of PRISM's later writes and does not decay them. The pattern, with * and ?, must match whole names;
+    of several that match, the first counts."""
+
+
+class Group(NamedTuple):
+    """One entry of `OptimizerSettings.groups`."""
+
+    pattern: str
+    lr: float = 1.0
+    """Factor of the learning rate."""
+    wd: float | None = None
+    """Weight decay; None: that of the other parameters."""
+
+
+def parse_group(text: str) -> Group:
+    """Read `pattern=lr:factor,wd:value`; a ValueError says what is wrong."""
+    pattern, _, rest = text.partition("=")
+    rates: dict[str, float] = {}
+    for item in rest.split(","):
+        name, _, value = (part.strip() for part in item.partition(":"))
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not pattern or name not in ("lr", "wd") or name in rates or not 0 <= number < math.inf:
+            raise ValueError(
+                f"optimizer.groups has {text!r}: write pattern=lr:factor,wd:value with numbers ≥ 0 (one of the two is "
+                "enough), for example *.writes.*=lr:0.5"
+            )
+        rates[name] = number
+    return Group(pattern, **rates)
 
 
 @dataclass(frozen=True)
@@ -167,6 +200,8 @@ class RunSettings:
                 "optimizer.betas and optimizer.momentum must be at least 0 and below 1, "
                 f"got {optimizer.betas} and {optimizer.momentum}"
             )
+        for text in optimizer.groups:
+            parse_group(text)
         if optimizer.clip is not None and not 0 < optimizer.clip < math.inf:
             raise ValueError(f"optimizer.clip must be above 0 (None: no clipping), got {optimizer.clip}")
 

@@ -161,7 +161,12 @@ SIZES = {"key_dim": 16, "value_dim": 16}
 
 @pytest.mark.parametrize(
     ("rule", "options"),
-    [("prism", {}), ("prism", {"steps": 3, "solver": "gelu", "shared_key": True}), ("gated_delta", {})],
+    [
+        ("prism", {}),
+        ("prism", {"steps": 3, "solver": "gelu", "shared_key": True}),
+        ("prism", {"keys": "previous", "erase": "channel", "scaling": "head"}),
+        ("gated_delta", {}),
+    ],
 )
 def test_a_layer_with_this_operator_equals_the_layer_in_torch(
     rule: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

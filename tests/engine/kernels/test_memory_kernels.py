@@ -35,10 +35,12 @@ def problem(
     leaves = {"q": l2_normalize(draw(B, T, H, K)), "k": l2_normalize(keys), "w": draw(B, T, H, L, V)}
     if decay is not None:
         leaves["log_decay"] = -decay * torch.rand(B, T, H, generator=generator)
-    if erase != "none":
+    if erase in ("first", "own"):
         leaves["erase_strength"] = torch.rand(B, T, H, generator=generator)
     if erase == "own":
         leaves["erase_key"] = l2_normalize(draw(B, T, H, K))
+    if erase == "write first":  # a strength for each channel of the first key
+        leaves["erase_key"] = torch.rand(B, T, H, K, generator=generator) * leaves["k"][..., 0, :]
     leaves["state"] = draw(B, H, K, V)
     flags = {}
     if more.pop("packed", False):
@@ -55,7 +57,8 @@ def run(
     fields = {name: z for name, z in x.items() if name != "state"}
     if "erase_strength" in x and "erase_key" not in x:
         fields["erase_key"] = x["k"][..., 0, :]
-    update = prism.Update(**fields, **{name: z.to(device) for name, z in flags.items()})
+    write_first = "erase_key" in x and "erase_strength" not in x
+    update = prism.Update(**fields, **{name: z.to(device) for name, z in flags.items()}, erase_write_first=write_first)
     o, state = prism.memory(update, x["state"], form, backend)
     weight = torch.linspace(-1, 1, o.shape[-1], device=device, dtype=dtype)
     loss = (o * weight).square().sum() + (state * weight).sum()
@@ -89,7 +92,7 @@ def test_any_width(K: int, V: int) -> None:
     check(*problem(20, K=K, V=V))
 
 
-@pytest.mark.parametrize("erase", ["none", "own"])
+@pytest.mark.parametrize("erase", ["none", "own", "write first"])
 def test_erase_along_a_separate_key_or_none(erase: str) -> None:
     check(*problem(40, erase=erase))
 

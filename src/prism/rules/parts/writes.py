@@ -1,0 +1,192 @@
+"""Writes 2 … L of PRISM's `lm` layer: what is written, γ_l ⊙ β_l δ_l, and along which keys.
+
+The residual r = v - e is reduced by the solver in engine/fused.py. e, what the memory is expected to answer, and the solver's
+gains are low-rank maps of the anchor u, a short convolution of the input. The keys are one of
+
+    own          k_l = unit(W_l u)
+    orthogonal   own keys without their part along k₁: these writes leave what k₁ reads untouched
+    convolved    k_l = unit(silu(conv(W_l x))), as k₁ is made
+    rotated      k_l = R_l k₁: each pair of channels (i, i + K/2) is turned by a learned angle, at first a right angle,
+                 so that k_l starts orthogonal to k₁
+    previous     k_l = k₁ of the token l - 1 places before, in the same document; nothing is written where there is none
+    shared       k_l = k₁: all writes together have rank 1
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from prism.engine.fused import Corrections
+from prism.engine.pieces import plain_linear
+from prism.engine.step_plan import LowRankPlan, WritesPlan
+from prism.rules.parts import (
+    Carry,
+    LowRank,
+    ShortConv,
+    fused_linears,
+    is_plain_conv,
+    l2_normalize,
+    map_plan,
+    split_heads,
+    token_shift,
+)
+from prism.rules.rule import Span, set_initial_weights
+
+KEYS = ("own", "orthogonal", "convolved", "rotated", "previous", "shared")
+RESIDUALS = ("anchored", "value", "below")
+SCALINGS = ("channel", "head", "fixed")
+
+
+class ResidualWrites(nn.Module):
+    """Writes 2 … L: low-rank maps of a separate anchor, and a learned scale γ that can start at zero.
+
+    Args:
+        rank: rank of the maps.
+        key_rank: rank of the map to the keys; 0: a full linear map.
+        up_std: initial standard deviation of the second halves of the maps to keys and gains; None: as other maps.
+        scaling: γ per `"channel"` or per `"head"`; `"fixed"`: γ stays `step_scale`.
+        residual: e is a map of u (`"anchored"`), of what the layer below has read (`"below"`), or 0 (`"value"`).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        *,
+        steps: int,
+        solver: str,
+        residual: str,
+        gain: bool,
+        nonlinearity: bool,
+        keys: str,
+        rank: int,
+        key_rank: int,
+        up_std: float | None,
+        step_scale: float,
+        scaling: str,
+        conv_size: int,
+    ) -> None:
+        super().__init__()
+        if keys == "rotated" and key_dim % 2:
+            raise ValueError(f"key_dim must be even for keys='rotated', got {key_dim}")
+        self.heads, self.count = heads, steps - 1
+        self.solver, self.nonlinearity, self.keys = solver, nonlinearity, keys
+        channels, values = heads * key_dim * self.count, heads * value_dim
+        self.conv = ShortConv(width, conv_size)
+        self.key: nn.Module | None = None
+        if keys in ("own", "orthogonal", "convolved"):
+            full = key_rank == 0
+            self.key = nn.Linear(width, channels, bias=False) if full else LowRank(width, channels, key_rank)
+        self.key_conv = ShortConv(channels, conv_size) if keys == "convolved" else None
+        self.angle = nn.Parameter(torch.empty(self.count, heads, key_dim // 2)) if keys == "rotated" else None
+        self.gain = LowRank(width, values * self.count, rank) if gain else None
+        self.expected = None if residual == "value" else LowRank(values if residual == "below" else width, values, rank)
+        self.beta = nn.Linear(width, heads * self.count, bias=False)
+        shape = (self.count, heads, 1 if scaling == "head" else value_dim)
+        self.scale = None if scaling == "fixed" else nn.Parameter(torch.empty(shape))
+        self.value_dim, self.below = value_dim, residual == "below"
+        self.step_scale, self.up_std = step_scale, up_std
+        low_rank = {name: m for name, m in {"key": self.key, "gain": self.gain}.items() if isinstance(m, LowRank)}
+        self.ups = {f"{name}.up.weight": tuple(m.up.weight.shape) for name, m in low_rank.items()}
+        set_initial_weights(self)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        values = {}
+        if self.scale is not None:
+            values["scale"] = torch.full(self.scale.shape, float(self.step_scale))
+        if self.angle is not None:
+            values["angle"] = right_angles(*self.angle.shape)
+        if self.up_std is not None:
+            values |= {name: self.up_std * torch.randn(shape) for name, shape in self.ups.items()}
+        return values
+
+    def forward(
+        self, x: Tensor, carry: Carry, span: Span, below: Tensor | None = None
+    ) -> tuple[Corrections, dict[str, Tensor]]:
+        """x `[B, T, width]` → the corrections, and what the next call needs.
+
+        `below` `[B, T, H, V]` is what the layer below has read; the residual is v without it.
+        """
+        u, anchor = self.conv(x, carry.get("anchor"), span)
+        carried = {"anchor": anchor}
+        H, n = self.heads, self.count
+        of_u = (None if self.key_conv is not None else self.key, self.gain, None if self.below else self.expected)
+        *outputs, beta = fused_linears(u, *[m for m in of_u if m is not None], self.beta)
+        keys, gains, expected = (None if m is None else outputs.pop(0) for m in of_u)
+        if self.key_conv is not None and self.key is not None:
+            keys, carried["key"] = self.key_conv(self.key(x), carry.get("key"), span)
+        if self.expected is not None and below is not None:
+            expected = self.expected(unit_rms(below).flatten(-2))
+        corrections = Corrections(
+            keys=None if keys is None else keys.unflatten(-1, (H, n, -1)),
+            expected=None if expected is None else split_heads(expected, H),
+            gains=None if gains is None else gains.unflatten(-1, (H, n, -1)),
+            beta=beta.unflatten(-1, (H, n)).sigmoid(),
+            scale=self.gamma(),
+            solver=self.solver,
+            nonlinearity=self.nonlinearity,
+        )
+        return corrections, carried
+
+    def gamma(self) -> Tensor:
+        """γ `[L - 1, H, V]`."""
+        shape = (self.count, self.heads, self.value_dim)
+        if self.scale is None:
+            return torch.full(shape, float(self.step_scale), device=self.beta.weight.device)
+        return self.scale if self.scale.shape == shape else self.scale.expand(shape).contiguous()
+
+    def placed(self, k: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
+        """The unit keys k `[B, T, H, L, K]` with the later ones in their places, and what the next call needs."""
+        if self.keys in ("own", "convolved", "shared"):
+            return k, {}
+        first, later = k[..., :1, :], k[..., 1:, :]
+        carried: dict[str, Tensor] = {}
+        if self.keys == "orthogonal":
+            later = l2_normalize(later - (later * first).sum(-1, keepdim=True) * first)
+        elif self.keys == "rotated" and self.angle is not None:
+            later = rotate(first, self.angle.transpose(0, 1))
+        else:
+            key, places = first.flatten(2), []
+            for back in range(1, self.count + 1):
+                name = f"key{back}"
+                key, carried[name] = token_shift(key, carry.get(name), span)
+                places.append(key.view_as(first))
+            later = torch.cat(places, 3)
+        return torch.cat([first, later], 3), carried
+
+    def step_plan(self) -> WritesPlan | None:
+        """As `Rule.step_plan`, for these writes. Only own and shared keys, and an e of the anchor, have kernels."""
+        if self.keys not in ("own", "shared") or self.below:
+            return None
+        maps = [m for m in (self.key, self.gain, self.expected) if m is not None]
+        plans = {m: plan for m in maps if isinstance(plan := map_plan(m), LowRankPlan)}
+        if len(plans) < len(maps) or not plain_linear(self.beta) or not is_plain_conv(self.conv):
+            return None
+        key, gain, expected = (None if m is None else plans[m] for m in (self.key, self.gain, self.expected))
+        given = (self.conv.weight, key, gain, expected, self.beta.weight, self.gamma())
+        return WritesPlan(*given, self.solver, self.nonlinearity)
+
+
+def unit_rms(x: Tensor, eps: float = 1e-5) -> Tensor:
+    """x divided by the root of its mean square over the last dimension."""
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), eps=eps)
+
+
+def right_angles(count: int, heads: int, pairs: int) -> Tensor:
+    """Angles `[count, H, K/2]` of ±π/2: every rotated key is orthogonal to the first. Their signs differ between the keys, so
+    that those are hardly correlated."""
+    place = torch.arange(pairs)
+    signs = [torch.ones(pairs)] + [1.0 - 2.0 * ((place >> bit) & 1) for bit in range(count - 1)]
+    return math.pi / 2 * torch.stack(signs).unsqueeze(1).repeat(1, heads, 1)
+
+
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    """x `[…, K]` with its pairs of channels (i, i + K/2) turned by `angle` `[…, K/2]`."""
+    a, b = x.chunk(2, -1)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
