@@ -32,9 +32,10 @@ def normalised(z: Tensor, norm: Any) -> Tensor:
 
 
 def turned(angle: Tensor, size: int) -> Tensor:
-    """The matrix `[size, size]` that turns pairs of channels by these angles `[pairs]`, and leaves the others."""
-    blocks = [torch.stack([torch.stack([a.cos(), -a.sin()]), torch.stack([a.sin(), a.cos()])]) for a in angle]
-    return torch.block_diag(*blocks, torch.eye(size - 2 * len(angle), dtype=angle.dtype))
+    """The matrix `[size, size]` that turns channels i and i + pairs by these angles `[pairs]`, and leaves the others."""
+    cos, sin = angle.cos().diag(), angle.sin().diag()
+    turn = torch.cat([torch.cat([cos, -sin], 1), torch.cat([sin, cos], 1)])
+    return torch.block_diag(turn, torch.eye(size - 2 * len(angle), dtype=angle.dtype))
 
 
 def by_equations(rule: Any, x: Tensor, starts: list[int]) -> tuple[Tensor, Tensor]:
@@ -49,7 +50,9 @@ def by_equations(rule: Any, x: Tensor, starts: list[int]) -> tuple[Tensor, Tenso
     answers, states = [], []
     for h in range(H):
         group = h // (H // rule.groups)
-        b, c = (z[:, group] + (0 if bias is None else bias[h]) for z, bias in ((B, rule.key_bias), (C, rule.query_bias)))
+        b, c = (
+            z[:, group] + (0 if bias is None else bias[h]) for z, bias in ((B, rule.key_bias), (C, rule.query_bias))
+        )
         S, rows = torch.zeros(K, V, dtype=x.dtype), []
         for t in range(T):
             if t in starts:

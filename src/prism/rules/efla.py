@@ -26,7 +26,7 @@ from prism.engine import Update
 from prism.engine.fused import UNIT_EPS, delta_columns
 from prism.engine.recompute import cheap
 from prism.rules.delta import DeltaFamily
-from prism.rules.parts import Carry, at_least_float32, split_heads
+from prism.rules.parts import Carry, split_heads
 from prism.rules.rule import REGRESSION_FLOW, Paper, Span, per_head
 
 _SERIES_BELOW = 0.05
@@ -89,8 +89,9 @@ class Efla(DeltaFamily):
 
     def strengths(self, mixed: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         """What multiplies u uᵀ and u vᵀ, each `[B, T, H]`, from q̃, k and v `[B, T, …]` and β `[B, T, H]`."""
-        key = at_least_float32(split_heads(mixed.split(self.sizes, -1)[1], self.heads))
-        squared = key.square().sum(-1)
+        key = split_heads(mixed.split(self.sizes, -1)[1], self.heads)
+        precise = torch.promote_types(key.dtype, torch.float32)
+        squared = torch.linalg.vector_norm(key, dim=-1, dtype=precise).square()
         beta = beta.to(squared.dtype)
         alpha = beta * mean_decay(beta * squared)
         length = (squared + UNIT_EPS).sqrt()

@@ -164,16 +164,21 @@ class Mamba3(HebbianFamily):
         return (q, torch.stack([keys[:, 1:], keys[:, :-1]], 3), torch.stack([new, again], 3)), carried
 
     def _rotated(self, z: Tensor, bias: Tensor | None, angles: Tensor | None) -> Tensor:
-        """B or C `[B, T, G·K]` with its bias, rotated: `[B, T, H, K]`, or `[B, T, G, K]` if all heads of a group agree."""
+        """B or C `[B, T, G·K]` with its bias, rotated: `[B, T, H, K]`, or `[B, T, G, K]` if all heads of a group agree.
+
+        Channel i and channel i + pairs are a pair.
+        """
         z = split_heads(z, self.groups)
-        if bias is not None or angles is not None:
+        if bias is not None:
+            shared = z.unsqueeze(3) + bias.to(z.dtype).unflatten(0, (self.groups, -1))
+            z = shared.flatten(2, 3)
+        elif angles is not None:
             z = z.repeat_interleave(self.heads // self.groups, 2)
-        z = z if bias is None else z + bias.to(z.dtype)
         if angles is None:
             return z
-        turned, still = z.split([2 * angles.shape[-1], self.key_dim - 2 * angles.shape[-1]], -1)
-        turned = rotate_pairs(turned, angles.cos().to(z.dtype), angles.sin().to(z.dtype), interleaved=True)
-        return torch.cat([turned, still], -1)
+        pairs = angles.shape[-1]
+        turned, still = z.split([2 * pairs, self.key_dim - 2 * pairs], -1)
+        return torch.cat([rotate_pairs(turned, angles.cos().to(z.dtype), angles.sin().to(z.dtype)), still], -1)
 
     def _weighted(self, v: Tensor, weight: Tensor) -> Tensor:
         """v `[B, T, H·V]` times a number per head `[B, T, H]`: `[B, T, H, V]`."""

@@ -1,7 +1,8 @@
 """Building blocks of rules: short convolutions, token shift, low-rank and block-diagonal maps, rotary positions.
 
-Norms are in norms.py, forget gates in decays.py, angles that depend on the data in angles.py. Parts that look back return the state that the next call needs, which the
-rule stores in its `carry`. They reset where documents start and skip padding (see `Span` in rule.py).
+Norms are in norms.py, forget gates in decays.py, angles that the data chooses in angles.py. Parts that look back return the
+state that the next call needs, which the rule stores in its `carry`. They reset where documents start and skip padding (see
+`Span` in rule.py).
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class BlockLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate pairs of channels of x `[…, K]` by angles with these cosines and sines `[…, K/2]`; pairs as in `Rotary`."""
     if interleaved:
         a, b = x.unflatten(-1, (-1, 2)).unbind(-1)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from prism.rules.rule import Span
 
-_BLOCK = 64
+_CIRCLE = 2.0**32
+"""The units of a full turn."""
 
 
 def running_angle(turn: Tensor, start: Tensor | None, span: Span) -> tuple[Tensor, Tensor]:
@@ -24,12 +25,9 @@ def running_angle(turn: Tensor, start: Tensor | None, span: Span) -> tuple[Tenso
     `[B, …]`; all are modulo 2π, up to a few turns.
     """
     start = torch.zeros_like(turn[:, 0]) if start is None else start.to(turn.dtype)
-    angle = _sum(turn)
-    continues = None  # [B, T, …]: whether a token's document began before this span
-    if span.reset is not None:
-        angle, continues = _restarted(angle, span.reset)
+    angle, earlier = _sum(turn, span.reset)
     start, end = (start, None) if span.context is None else _of_part(angle, start, span)
-    angle = angle + (start.unsqueeze(1) if continues is None else torch.where(continues, start.unsqueeze(1), 0.0))
+    angle = angle + (start.unsqueeze(1) if earlier is None else torch.where(earlier, start.unsqueeze(1), 0.0))
     angle = torch.cat([start.unsqueeze(1), angle], 1)
     return angle, wrapped(span.last(angle, 1)[:, 0]) if end is None else end
 
@@ -39,29 +37,25 @@ def wrapped(angle: Tensor) -> Tensor:
     return angle - 2 * math.pi * (angle / (2 * math.pi)).round().detach()
 
 
-def _sum(turn: Tensor) -> Tensor:
-    """Sums over tokens `[B, T, …]`, modulo 2π: within blocks of tokens as they are, over blocks in float64.
+def _sum(turn: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Sums over the tokens of a document, in [0, 2π], and which tokens `[B, T, 1 …]` belong to the document before the span.
 
-    In float32 alone the phase would be lost after some 10,000 tokens.
+    Every turn is rounded to a multiple of 2^-32 of a circle. In float64 their sums are exact then: they keep their phase in
+    long sequences, and those of a document do not depend on what stands before it, to the bit.
     """
-    T = turn.shape[1]
-    if T <= _BLOCK:
-        return turn.cumsum(1)
-    spare = -T % _BLOCK
-    blocks = F.pad(turn, (0, 0) * (turn.ndim - 2) + (0, spare)).unflatten(1, (-1, _BLOCK))
-    total = blocks[:, :-1].sum(2, dtype=torch.float64).cumsum(1)
-    before = F.pad(wrapped(total), (0, 0) * (turn.ndim - 2) + (1, 0)).to(turn.dtype)
-    return (before.unsqueeze(2) + blocks.cumsum(2)).flatten(1, 2)[:, :T]
-
-
-def _restarted(angle: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums that start from 0 at every document, and which tokens `[B, T, 1 …]` belong to the document before the span."""
-    index = torch.arange(angle.shape[1], device=angle.device)
-    began = torch.where(reset, index, -1).cummax(1).values
-    began = began.reshape(*began.shape, *[1] * (angle.ndim - 2))
-    before = torch.cat([torch.zeros_like(angle[:, :1]), angle[:, :-1]], 1)
-    base = before.gather(1, began.clamp(min=0).expand_as(angle))
-    return angle - base.where(began >= 0, 0.0), began < 0
+    unit = turn.double() * (_CIRCLE / (2 * math.pi))
+    if turn.dtype != torch.float64:
+        unit = unit + (unit.round() - unit).detach()
+    total = unit.cumsum(1)
+    earlier = None
+    if reset is not None:
+        index = torch.arange(turn.shape[1], device=turn.device)
+        began = torch.where(reset, index, -1).cummax(1).values
+        began = began.reshape(*began.shape, *[1] * (turn.ndim - 2))
+        before = F.pad(total[:, :-1], (0, 0) * (turn.ndim - 2) + (1, 0))
+        earlier = began < 0
+        total = total - torch.where(earlier, 0.0, before.gather(1, began.clamp(min=0).expand_as(total)))
+    return (total.remainder(_CIRCLE) * (2 * math.pi / _CIRCLE)).to(turn.dtype), earlier
 
 
 def _of_part(angle: Tensor, first: Tensor, span: Span) -> tuple[Tensor, Tensor]:
