@@ -163,7 +163,7 @@ def test_rules_start_as_they_say_and_maps_as_the_configuration_says(rule: str) -
     for name, parameter in lm.model.layers[0].mixer.rule.named_parameters():
         expected = dict(alone.named_parameters())[name]
         if name in gates(alone) or "norm" in name:  # drawn or constant: of the same size as in a rule on its own
-            assert abs(parameter.mean() - expected.mean()) <= 0.5 * expected.abs().mean() + 1e-6, name
+            assert abs(parameter.mean() - expected.mean()) <= 0.6 * expected.abs().mean() + 1e-6, name
 
 
 def test_the_bias_of_a_forgetting_gate_survives() -> None:

@@ -24,7 +24,7 @@ from tests.nn.context_cases import Case, compare_all
 
 UNCUT = ("mom", "slstm", "ttt_linear", "ttt_mlp", "titans", "atlas", "softmax", "hstu")
 """Rules whose state has no affine map over a part, or which see all tokens."""
-OPTIONS = {"sliding_window": {"window": 4}, "s4d": {"key_dim": 4}, "based": {"key_dim": 2}}
+OPTIONS = {"sliding_window": {"window": 4}, "s4d": {"key_dim": 4}, "mamba3": {"key_dim": 4}, "based": {"key_dim": 2}}
 CUT = [name for name in rules.names() if name not in UNCUT]
 CASES = [
     *[Case(name, 23, reset=True, initial=True, options=OPTIONS.get(name, {})) for name in CUT],
@@ -41,6 +41,8 @@ CASES = [
     Case("prism", 19, reset=True, initial=True, options={"preset": "paper", "qkv_conv": True, "gate": True}),
     Case("delta_product", 19, reset=True, initial=True, options={"householders": 3, "forget_gate": True}),
     Case("mamba2", 19, reset=True, options={"groups": 1, "key_dim": 6}),
+    Case("mamba3", 150, parts=2, reset=True, initial=True, options={"key_dim": 6, "groups": 2}),
+    Case("mamba3", 4, reset=True, initial=True, options={"key_dim": 4}),
     Case("gated_delta", 4, reset=True, initial=True, options={"conv_size": 1}),
     Case("rwkv6", 6, reset=True, initial=True),
     Case("gla", 8, options={"conv_size": 4}),

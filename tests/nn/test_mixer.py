@@ -43,6 +43,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gdn2": [{"negative_eigenvalues": True, "key_dim": 5, "value_dim": 3}],
     "comba": [{"gate": False, "conv_size": 1, "correction": 0.02}],
     "mamba2": [{"key_dim": 6}, {"key_dim": 4, "groups": 2, "value_dim": 5}],
+    "mamba3": [
+        {"key_dim": 4, "groups": 2, "value_dim": 5, "rotary_fraction": 1.0, "conv_size": 3},
+        {"key_dim": 6, "trapezoidal": False, "bc_norm": False},
+        {"key_dim": 5, "rotary_fraction": 0.0, "bc_bias": False},
+    ],
+    "efla": [{"key_dim": 5, "value_dim": 3, "gate": True}],
     "based": [{"key_dim": 3, "value_dim": 5}],
     "gsa": [{"slots": 5, "value_dim": 3, "conv_size": 4}],
     "mesa": [{"key_dim": 5, "value_dim": 3}],

@@ -29,6 +29,8 @@ _VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("linear", {"normalize": True}),
     ("lightning", _STACKED),
     ("mamba2", {"groups": 2, "key_dim": 6}),
+    ("mamba3", {"groups": 2, "key_dim": 6, "rotary_fraction": 1.0, "conv_size": 4}),
+    ("mamba3", {"key_dim": 6, "trapezoidal": False}),
     ("gla", {"conv_size": 4}),
     ("hgrn2", _STACKED),
     ("rwkv6", _STACKED),

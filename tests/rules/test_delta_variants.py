@@ -1,7 +1,9 @@
-"""Comba and Gated DeltaNet-2 by their equations, token by token, from the layer's input to the memory's output."""
+"""Comba, EFLA and Gated DeltaNet-2 by their equations, token by token, from the layer's input to the memory's output."""
 
 from __future__ import annotations
 
+from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 
 import prism
 from prism import rules
+from prism.rules.efla import mean_decay
 from prism.rules.parts import l2_normalize
 from prism.rules.rule import Span
 from tests.helpers import assert_close
@@ -88,3 +91,68 @@ def test_comba_starts_as_published() -> None:
     assert torch.equal(rule.share, torch.ones(HEADS)) and torch.equal(rule.correction, torch.ones(HEADS))
     small: Any = rules.get("comba").build(WIDTH, HEADS, correction=0.02)
     assert_close("correction", small.correction, torch.full((HEADS,), 0.02), 1e-7)
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0])
+@torch.no_grad()
+def test_efla_is_the_exact_flow(scale: float) -> None:
+    """exp(β [[-kkᵀ, kvᵀ], [0, 0]]) holds both e^{-βkkᵀ} and the integral of what flows in; keys of any length."""
+    rule: Any = perturbed_rule("efla", torch.float64)
+    x = scale * tokens(2, 9)
+    q, k, v = convolved(rule, x)
+    q, beta = l2_normalize(q) * rule.key_dim**-0.5, rule.beta(x).sigmoid()
+    K, V = rule.key_dim, rule.value_dim
+    S = start = torch.randn(2, HEADS, K, V, dtype=torch.float64)
+    expected = []
+    for t in range(9):
+        key = k[:, t].unsqueeze(-1)
+        flow = torch.zeros(2, HEADS, K + V, K + V, dtype=torch.float64)
+        flow[..., :K, :K], flow[..., :K, K:] = -key @ key.mT, key @ v[:, t].unsqueeze(-2)
+        flow = torch.linalg.matrix_exp(beta[:, t, :, None, None] * flow)
+        S = flow[..., :K, :K] @ S + flow[..., :K, K:]
+        expected.append((S * q[:, t].unsqueeze(-1)).sum(-2))
+    assert_close("answers", answers(rule, x, start), torch.stack(expected, 1), 1e-11)
+
+
+@torch.no_grad()
+def test_efla_is_the_delta_rule_of_its_own_step_size(fla: SimpleNamespace) -> None:
+    rule: Any = perturbed_rule("efla", torch.float64)
+    x = 3 * tokens(2, 9)
+    q, k, v = convolved(rule, x)
+    length = k.square().sum(-1)
+    alpha = (1 - (-rule.beta(x).sigmoid() * length).exp()) / length
+    heads_first = [z.transpose(1, 2) for z in (l2_normalize(q), k, v, alpha)]
+    start = torch.randn(2, HEADS, rule.key_dim, rule.value_dim, dtype=torch.float64)
+    expected, _ = fla.delta_rule_recurrence(*heads_first, start)
+    assert_close("answers", answers(rule, x, start), expected.transpose(1, 2), 1e-6)  # their states are float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_decay_and_its_gradient_have_no_cancellation(dtype: torch.dtype) -> None:
+    values = [1e-30, 1e-12, 1e-5, 1e-3, 0.04, 0.0499, 0.0501, 0.1, 1.0, 20.0, 1e3, 1e6]
+    x = torch.tensor(values, dtype=dtype, requires_grad=True)
+    y = mean_decay(x)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    exact, y = [Decimal(value) for value in x.tolist()], y.detach()
+    decays = [(1 - (-z).exp(), (-z).exp()) for z in exact]
+    tolerance = 30 * torch.finfo(dtype).eps
+    for i, (z, (gone, left)) in enumerate(zip(exact, decays, strict=True)):
+        mean = Decimal(1) if z < Decimal("1e-20") else gone / z
+        assert abs(float(y[i]) / float(mean) - 1) < tolerance
+        if z > Decimal("1e-6"):  # Decimal has 28 digits, of which the difference loses most
+            assert abs(float(slope[i]) / float((left - mean) / z) - 1) < 10 * tolerance
+        else:
+            assert abs(float(slope[i]) + 0.5) < 1e-5
+    zero = torch.zeros(1, dtype=dtype, requires_grad=True)
+    mean_decay(zero).backward()
+    assert mean_decay(zero).item() == 1.0 and zero.grad is not None and zero.grad.item() == -0.5
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e4])
+def test_efla_takes_keys_of_any_length(scale: float) -> None:
+    mixer = prism.Mixer("efla", WIDTH, HEADS)
+    x = (scale * torch.randn(1, 70, WIDTH)).requires_grad_()
+    y, state = mixer(x)
+    (y.sum() + state.memory.sum()).backward()
+    assert bool(torch.isfinite(y).all()) and all(bool(torch.isfinite(p.grad).all()) for p in mixer.parameters())
+    assert x.grad is not None and bool(torch.isfinite(x.grad).all())

@@ -19,7 +19,12 @@ TASK = Recall(pairs=2, length=12, vocabulary=16)
 WITHOUT_MEMORY = math.log(TASK.vocabulary - TASK.vocabulary // 2)
 """The least loss of a model that knows which tokens are values but not which it has seen."""
 WIDTH, HEADS, STEPS, BATCH = 16, 2, 200, 16
-SMALL: dict[str, dict[str, Any]] = {"based": {"key_dim": 4}, "mamba2": {"key_dim": 16}, "s4d": {"key_dim": 16}}
+SMALL: dict[str, dict[str, Any]] = {
+    "based": {"key_dim": 4},
+    "mamba2": {"key_dim": 16},
+    "mamba3": {"key_dim": 16},
+    "s4d": {"key_dim": 16},
+}
 """Defaults that do not shrink with the width."""
 
 

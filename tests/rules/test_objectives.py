@@ -17,10 +17,11 @@ from prism.rules.rule import Span
 from tests.helpers import assert_close
 from tests.rules.rule_cases import WIDTH, perturbed_rule
 
-HEBBIAN = ["linear", "retnet", "lightning", "gated_retention", "mamba2", "gla", "hgrn2", "rwkv6"]
+HEBBIAN = ["linear", "retnet", "lightning", "gated_retention", "mamba2", "mamba3", "gla", "hgrn2", "rwkv6"]
 DELTA: list[tuple[str, dict[str, Any]]] = [
     ("delta", {}),
     ("delta", {"negative_eigenvalues": True}),
+    ("efla", {}),
     ("gated_delta", {}),
     ("kda", {}),
     ("prism", {"steps": 1}),
@@ -31,7 +32,9 @@ DELTA: list[tuple[str, dict[str, Any]]] = [
 
 
 def one_token(rule: rules.Rule) -> tuple[Update, Tensor]:
-    update, _, _ = rule.update(torch.randn(3, 1, WIDTH, dtype=torch.float64), {}, Span())
+    """The second token's update: the first one is carried, by rules that look back."""
+    first, second = torch.randn(2, 3, 1, WIDTH, dtype=torch.float64)
+    update, _, _ = rule.update(second, rule.update(first, {}, Span())[1], Span())
     return update, torch.randn(3, rule.heads, rule.key_dim, rule.value_dim, dtype=torch.float64)
 
 
@@ -54,8 +57,10 @@ def test_adding_is_a_step_on_the_correlation(name: str) -> None:
     rule = perturbed_rule(name, torch.float64)
     update, state = one_token(rule)
     assert (update.log_decay is None) == (rule.objective.text == "-⟨Sᵀk, v⟩")
-    k, v = row(update, "k", 0).squeeze(2), row(update, "w", 0).squeeze(2)
-    expected = rule.objective.descend(state, k, v, rate=1.0, keep=keep(update))
+    writes = zip(row(update, "k", 0).unbind(2), row(update, "w", 0).unbind(2), strict=True)
+    expected, kept = state, keep(update)
+    for k, v in writes:
+        expected, kept = rule.objective.descend(expected, k, v, rate=1.0, keep=kept), 1.0
     assert_close(name, prism.memory(update, state)[1], expected, 1e-12)
 
 

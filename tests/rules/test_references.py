@@ -111,6 +111,7 @@ REFERENCES: list[tuple[str, dict[str, Any], Reference]] = [
     ("rwkv6", {}, _rwkv6),
     ("delta", {}, _delta),
     ("delta", {"negative_eigenvalues": True}, _delta),
+    ("efla", {}, _delta),
     ("gated_delta", {}, _gated_delta),
     ("comba", {}, _comba),
     ("kda", {}, _kda),

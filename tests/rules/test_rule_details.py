@@ -21,10 +21,10 @@ LAYERED = ("lightning", "hgrn2", "rwkv6", "rwkv7")
 
 def test_rules_are_listed_from_prism_on() -> None:
     family = (
-        "prism gated_delta delta delta_product comba kda gdn2 rwkv7 "
-        "linear retnet lightning gated_retention mamba2 gla hgrn2 rwkv6"
+        "prism gated_delta delta efla delta_product comba kda gdn2 rwkv7 "
+        "linear retnet lightning gated_retention mamba2 mamba3 gla hgrn2 rwkv6"
     )
-    assert rules.names()[:16] == tuple(family.split())
+    assert rules.names()[:18] == tuple(family.split())
 
 
 @pytest.mark.parametrize("name", rules.names())
@@ -38,6 +38,9 @@ def test_an_unknown_option_is_named(name: str) -> None:
     [
         ("delta_product", {"householders": 0}, "householders must be an integer ≥ 1"),
         ("mamba2", {"groups": 3}, "groups must be an integer that divides heads = 4"),
+        ("mamba3", {"groups": 3}, "groups must be an integer that divides heads = 4"),
+        ("mamba3", {"rotary_fraction": 1.5}, "rotary_fraction must be a number from 0 to 1"),
+        ("mamba3", {"key_dim": 3}, "rotary_fraction = 0.5 of key_dim = 3 channels is not a pair"),
         ("comba", {"correction": -1.0}, "correction must be a number ≥ 0"),
         ("kda", {"lower_bound": 5.0}, "lower_bound is a log-decay"),
         ("gla", {"gate_rank": 0}, "rank of a low-rank map"),
@@ -104,15 +107,15 @@ def test_softplus_gates_start_in_their_ranges(name: str, options: dict[str, Any]
 
 
 def test_published_sizes() -> None:
-    sizes = {name: Mixer(name, 256, 4).rule for name in rules.names()[1:16]}
+    sizes = {name: Mixer(name, 256, 4).rule for name in rules.names()[1:18]}
     keys = {name: (rule.key_dim, rule.value_dim) for name, rule in sizes.items()}
     assert keys["gated_delta"] == keys["comba"] == (48, 96)
     assert keys["retnet"] == (64, 128)
-    assert keys["mamba2"] == (128, 128)
+    assert keys["mamba2"] == keys["mamba3"] == (128, 128)
     assert keys["gla"] == (32, 64)
-    others = set(keys) - {"gated_delta", "comba", "retnet", "mamba2", "gla"}
+    others = set(keys) - {"gated_delta", "comba", "retnet", "mamba2", "mamba3", "gla"}
     assert {keys[name] for name in others} == {(64, 64)}
-    assert sizes["delta_product"].write_rank == 2
+    assert sizes["delta_product"].write_rank == sizes["mamba3"].write_rank == 2
     assert all(rule.state_size == 4 * math.prod(keys[name]) for name, rule in sizes.items())
 
 

@@ -53,6 +53,8 @@ class HebbianFamily(Rule):
         groups: int | None = None,
     ) -> None:
         super().__init__(width, heads, key_dim, value_dim)
+        if groups is not None and (not isinstance(groups, int) or groups < 1 or heads % groups):
+            raise ValueError(f"groups must be an integer that divides heads = {heads}, got {groups!r}")
         self.groups = heads if groups is None else groups
         keys, values = self.groups * key_dim, heads * value_dim
         self.sizes = [keys, keys, values]

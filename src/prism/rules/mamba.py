@@ -47,8 +47,6 @@ class Mamba2(HebbianFamily):
         groups: int = 1,
         conv_size: int = 4,
     ) -> None:
-        if not isinstance(groups, int) or groups < 1 or heads % groups:
-            raise ValueError(f"groups must be an integer that divides heads = {heads}, got {groups!r}")
         super().__init__(
             width,
             heads,

@@ -78,8 +78,10 @@ def _squared_error(S: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 CORRELATION = Objective("-⟨Sᵀk, v⟩", _correlation)
 DECAYED_CORRELATION = Objective("-⟨Sᵀk, v⟩ + decay", _correlation)
+TWO_CORRELATIONS = Objective("-⟨Sᵀk, v⟩ of two tokens + decay", _correlation)
 REGRESSION = Objective("½‖Sᵀk - v‖²", _squared_error)
 DECAYED_REGRESSION = Objective("½‖Sᵀk - v‖² + decay", _squared_error)
+REGRESSION_FLOW = Objective("½‖Sᵀk - v‖², exact flow", _squared_error)
 REPEATED_REGRESSION = Objective("½‖Sᵀk - v‖², several steps", _squared_error)
 GENERALISED_REGRESSION = Objective("generalised ½‖Sᵀk - v‖²")
 RESIDUAL_PROXY = Objective("proxy of ½‖σ(Sᵀk) - v‖²")

@@ -1,7 +1,8 @@
 """Building blocks of rules: short convolutions, token shift, low-rank and block-diagonal maps, rotary positions.
 
-Norms are in norms.py, forget gates in decays.py. Parts that look back return the state that the next call needs, which the
-rule stores in its `carry`. They reset where documents start and skip padding (see `Span` in rule.py).
+Norms are in norms.py, forget gates in decays.py, angles that the data chooses in angles.py. Parts that look back return the
+state that the next call needs, which the rule stores in its `carry`. They reset where documents start and skip padding (see
+`Span` in rule.py).
 """
 
 from __future__ import annotations
@@ -196,6 +197,15 @@ class BlockLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate pairs of channels of x `[…, K]` by angles with these cosines and sines `[…, K/2]`; pairs as in `Rotary`."""
+    if interleaved:
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
 class Rotary(nn.Module):
     """Rotary positions: rotates pairs of channels by position · frequency. Pairs are (i, i + K/2), or with `interleaved`
     (0, 1), (2, 3) …"""
@@ -214,9 +224,4 @@ class Rotary(nn.Module):
         # Computed on the device: a copy from the host could not be captured in a CUDA graph.
         frequencies = self.base ** -(torch.arange(self.pairs, dtype=torch.float64, device=x.device) / self.last)
         angle = positions.double()[:, :, None, None] * frequencies
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        if self.interleaved:
-            a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
-            return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+        return rotate_pairs(x, angle.cos().to(x.dtype), angle.sin().to(x.dtype), self.interleaved)
