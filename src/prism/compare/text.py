@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from prism.device import pick_device
-from prism.language.breakdown import RARE, Breakdown, History, token_nats, training_counts
+from prism.language.breakdown import RARE, WANTED, Breakdown, History, head_nats, training_counts
 from prism.language.corpus import Corpus, open_corpus
 from prism.language.lambada import lambada, read_passages
 from prism.language.perplexity import Score
@@ -304,7 +304,9 @@ def score_split(run: TextRun, corpus: Corpus, model: PrismForCausalLM, split: st
     for first in range(0, len(sequences), rows):
         batch = sequences.batch(np.arange(first, min(first + rows, len(sequences))))
         there = batch.to(device)
-        nats, _ = token_nats(model, there.inputs, there.targets, reset=there.reset, use_cache=False)
+        with torch.no_grad():
+            out = model(there.inputs, reset=there.reset, use_cache=False, **WANTED)
+        nats = head_nats(model, out.hidden_states[-1], there.targets)
         for inputs, targets, losses in zip(
             batch.inputs.numpy(), batch.targets.numpy(), nats.cpu().numpy(), strict=True
         ):

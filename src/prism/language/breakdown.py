@@ -4,9 +4,9 @@ A prediction at time t reads x_1 … x_t of one document and gives the nats of y
 
 - Its position is t, the number of tokens it is predicted from. Positions are grouped in bins that end at powers of two:
   1, 2, 3-4, 5-8, 9-16, …
-- It repeats a bigram if (x_s, y_s) = (x_t, y_t) for an s < t of the same document, inside what the model has read. The bigram is
-  rare if the training data holds it at most `rare` times. A model cannot know such a pair from its weights, so the loss on
-  repeated rare bigrams measures recall from the memory ("recall in the wild"). All other predictions are the complement.
+- It repeats a bigram if (x_s, y_s) = (x_t, y_t) for an s < t of the same document, inside what the model has read. The bigram
+  is rare if the training data holds it at most `rare` times. A model cannot know such a pair from its weights, so the loss
+  on repeated rare bigrams measures recall from the memory ("recall in the wild"). All other predictions are the rest.
 
 Documents start at end tokens (see `prism.documents`); a sequence that starts inside a document counts from its first token.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from filelock import FileLock
 from torch import Tensor
 
@@ -34,30 +35,28 @@ _LOGITS = 1 << 27
 """Logits that are computed at once."""
 
 
+WANTED = {"logits_to_keep": 1, "output_hidden_states": True}
+"""Arguments with which a model returns what `head_nats` needs."""
+
+
 @torch.no_grad()
-def token_nats(model: PrismForCausalLM, inputs: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    """Nats of every target `[B, T]`, float32, and the model's output.
+def head_nats(model: PrismForCausalLM, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Nats of every target `[B, T]`, float32, from the last hidden states `[B, T, D]`.
 
     Products have the precision of the training loss: inputs rounded as autocast does, sums in float32.
-
-    Args:
-        options: further arguments of the model, such as `reset` or `past_key_values`.
     """
-    out = model(inputs, logits_to_keep=1, output_hidden_states=True, **options)
-    hidden, device = out.hidden_states[-1].flatten(0, 1), inputs.device.type
-    head, expected = model.lm_head, targets.to(inputs.device).flatten()
+    head, device = model.lm_head, hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
     with torch.autocast(device, enabled=False):
         weight = head.weight.to(dtype).float()
         bias = None if head.bias is None else head.bias.float()
-        rows = max(1, _LOGITS // weight.shape[0])
+        rows = max(1, _LOGITS // len(weight))
+        parts = zip(hidden.flatten(0, 1).split(rows), targets.to(hidden.device).flatten().split(rows), strict=True)
         nats = [
-            torch.nn.functional.cross_entropy(
-                torch.nn.functional.linear(part.to(dtype).float(), weight, bias), answers, reduction="none"
-            )
-            for part, answers in zip(hidden.split(rows), expected.split(rows), strict=True)
+            F.cross_entropy(F.linear(part.to(dtype).float(), weight, bias), answers, reduction="none")
+            for part, answers in parts
         ]
-    return torch.cat(nats).view(targets.shape), out
+    return torch.cat(nats).view(targets.shape)
 
 
 class History:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from prism.language import text
+from prism.language.breakdown import WANTED
 from prism.language.tokenizer import Tokenizer
 from prism.models import PrismForCausalLM
 
@@ -71,9 +72,7 @@ def _answer(model: PrismForCausalLM, rows: list[tuple[np.ndarray, np.ndarray]], 
     for number, (start, word) in enumerate(rows):
         whole = np.concatenate([start, word])[:-1]
         inputs[number, : len(whole)] = torch.from_numpy(whole)
-    out = model(inputs.to(model.device), use_cache=False, logits_to_keep=1, output_hidden_states=True)
-    hidden = out.hidden_states[-1]
-    right, nats = 0, 0.0
+    hidden = model(inputs.to(model.device), use_cache=False, **WANTED).hidden_states[-1]
     places = [(number, len(start) - 1 + i) for number, (start, word) in enumerate(rows) for i in range(len(word))]
     which, when = (torch.tensor(part, device=hidden.device) for part in zip(*places, strict=True))
     logits = model.lm_head(hidden[which, when]).float()
@@ -81,5 +80,4 @@ def _answer(model: PrismForCausalLM, rows: list[tuple[np.ndarray, np.ndarray]], 
     nats = float(torch.nn.functional.cross_entropy(logits, answers, reduction="sum"))
     wrong = torch.zeros(len(rows), dtype=torch.bool, device=hidden.device)
     wrong[which[logits.argmax(-1) != answers]] = True
-    right = len(rows) - int(wrong.sum())
-    return right, nats
+    return len(rows) - int(wrong.sum()), nats
