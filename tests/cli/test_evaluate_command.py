@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from prism.cli import main
+from prism.language.corpus import write_splits
 from prism.language.settings import Settings
 from prism.language.task import train_lm
+from prism.language.tokenizer import ByteTokenizer, train_bpe
 from prism.overrides import override
 from tests.tiny_lm import save_lm
 
@@ -63,7 +65,9 @@ def test_results_as_json(folder: Path, tmp_path: Path, capsys: Captured) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing to evaluate: give files, or --tasks with --data-dir"),
+        ([], "nothing to evaluate: give files, --lambada, or --tasks with --data-dir"),
+        (["--lambada", "README.md", "--positions"], "--positions and --train-tokens break down the loss on files"),
+        (["README.md", "--train-tokens", "docs"], "docs has no manifest.json: give a folder of prepared tokens"),
         (["nowhere.txt"], "there is no file or folder nowhere.txt"),
         (["--tasks", "piqa"], "--tasks needs --data-dir"),
         (["--tasks", "piqa", "--data-dir", "nowhere"], "there is no data folder nowhere"),
@@ -134,3 +138,32 @@ class TestRuns:
         (tmp_path / "config.json").write_bytes((run / "config.json").read_bytes())
         assert main(["generate", str(tmp_path), "--prompt", "x"]) == 2
         assert "is a run without a checkpoint" in capsys.readouterr().err
+
+
+def test_the_loss_is_broken_down_and_last_words_are_counted(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "a.txt").write_text("xy zq xy zq and xy zq")
+    (tmp_path / "passages.jsonl").write_text('{"text": "say it"}\n{"text": "say it again"}\n')
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    write_splits(tokens, {"train": ["xy xy xy xy"]}, ByteTokenizer())
+    flags = ["--positions", "--train-tokens", str(tokens), "--rare", "2", "--output", str(tmp_path / "found.json")]
+    arguments = [str(tmp_path / "a.txt"), *flags, "--lambada", str(tmp_path / "passages.jsonl")]
+    assert main(["evaluate", "lm", str(folder), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert all(
+        part in printed for part in ("17-32", "repeated rare bigrams", "the rest", "accuracy", "word_perplexity")
+    )
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert sum(part["tokens"] for part in found["positions"]) == 22
+    # " z" and "zq" twice, "q " once; training had "xy", "y " and " x" three times or more.
+    assert found["bigrams"]["repeated_rare"]["tokens"] == 5
+    assert found["lambada"]["rows"] == 2
+
+
+def test_training_tokens_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    write_splits(tokens, {"train": ["some text"]}, train_bpe(["some text"], 260))
+    assert main(["evaluate", "lm", str(folder), str(tmp_path / "a.txt"), "--train-tokens", str(tokens)]) == 2
+    assert "are of another tokenizer than the model's" in capsys.readouterr().err

@@ -54,8 +54,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mesa": [{"key_dim": 5, "value_dim": 3}],
     "mom": [{"inner": "mlstm", "memories": 3}, {"inner": "mamba2", "shared": False, "memories": 2}],
     "hgrn": [{"layer_index": 1, "layer_count": 3, "conv_size": 3}],
-    "softmax": [{"kv_heads": 1, "rope_base": None}],
-    "sliding_window": [{"window": 5}, {"window": 1}],
+    "softmax": [{"kv_heads": 1, "rope_base": None}, {"conv_size": 4}],
+    "sliding_window": [{"window": 5, "conv_size": 3}, {"window": 1}],
 }
 CASES = [
     pytest.param(name, options, id=f"{name}{'-' if options else ''}{','.join(f'{k}={v}' for k, v in options.items())}")

@@ -1,9 +1,10 @@
-"""`prism evaluate lm`: perplexity on files, and lm-eval tasks from local data."""
+"""`prism evaluate lm`: perplexity on files and where it comes from, LAMBADA, and lm-eval tasks from local data."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import string
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +16,16 @@ from rich.table import Table
 from tyro.conf import Positional, arg
 
 from prism.files import check_target
+from prism.language.breakdown import RARE, Breakdown, count_bigrams
+from prism.language.corpus import Corpus, open_corpus
 from prism.language.export import write_model
 from prism.language.generate import LanguageModel, open_model
 from prism.language.harness import run_tasks
+from prism.language.lambada import lambada as last_words
+from prism.language.lambada import read_passages
 from prism.language.perplexity import Context, Tally, count_bytes, score_file
 from prism.language.text import find_files
+from prism.language.tokenizer import load_tokenizer
 from prism.messages import progress_bars, say
 from prism.reports.results import write_results
 from prism.train.export import resolve_model_folder
@@ -36,10 +42,14 @@ def evaluate_lm(
     data_dir: Path | None = None,
     limit: int | None = None,
     batch: int = 8,
+    positions: bool = False,
+    train_tokens: Path | None = None,
+    rare: int = RARE,
+    lambada: Path | None = None,
     output: Path | None = None,
     device: str = "auto",
 ) -> None:
-    """Measure a language model: perplexity on files, and lm-eval tasks.
+    """Measure a language model: perplexity on files, by position and on repeated bigrams, LAMBADA, and lm-eval tasks.
 
     Args:
         model: Folder of a saved model, or run folder of `prism train lm`.
@@ -52,22 +62,44 @@ def evaluate_lm(
         data_dir: Folder with the tasks' data: TASK.jsonl or TASK.jsonl.xz.
         limit: Maximum number of rows per task. None: all.
         batch: Batch size: contexts, or rows of a task.
+        positions: Also show the loss by position in the document, in bins that end at powers of two.
+        train_tokens: Folder of the prepared tokens that the model was trained on. With it the loss on repeated rare
+            bigrams is shown, where a model can only recall what it read in the document, and the loss on the rest.
+        rare: A bigram is rare if the training tokens hold it at most this many times.
+        lambada: LAMBADA as a jsonl file with the field text: accuracy on the last word of each passage.
         output: Write the results, the command and the machine to this JSON file.
         device: cpu, cuda, cuda:1 and so on. auto: cuda if available, else cpu.
     """
-    if not files and not tasks:
-        raise ValueError("nothing to evaluate: give files, or --tasks with --data-dir")
+    if not files and not tasks and lambada is None:
+        raise ValueError("nothing to evaluate: give files, --lambada, or --tasks with --data-dir")
+    if (positions or train_tokens is not None) and not files:
+        raise ValueError("--positions and --train-tokens break down the loss on files: give files")
     if tasks and data_dir is None:
         raise ValueError("--tasks needs --data-dir, the folder with the tasks' data")
     if output is not None:
         check_target(output, folder=False)
     how, results = Context(context, stride, segment, batch), dict[str, Any]()
     sizes = {path: count_bytes(path, field) for path in find_files(files)}
+    corpus = None if train_tokens is None else open_corpus(train_tokens)
+    passages = None if lambada is None else read_passages(lambada, limit)
     with resolve_model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device)
+        breakdown = Breakdown() if positions or corpus is not None else None
+        if corpus is not None:
+            _check_tokenizer(lm, corpus)
         if sizes:
-            results["files"] = _files(lm, sizes, how, field)
+            results["files"] = _files(lm, sizes, how, field, breakdown)
             Console().print(_file_table(results["files"]))
+        if breakdown is not None and positions:
+            results["positions"] = breakdown.positions()
+            Console().print(_position_table(results["positions"]))
+        if breakdown is not None and corpus is not None:
+            codes = breakdown.repeated_bigrams()
+            results["bigrams"] = breakdown.rare_bigrams(codes, count_bigrams(corpus.stream("train"), codes), rare)
+            Console().print(_bigram_table(results["bigrams"]))
+        if passages is not None:
+            results["lambada"] = last_words(lm.model, lm.tokenizer, passages, batch)
+            Console().print(_task_table({"lambada": results["lambada"]}, "Last word of a passage"))
         if tasks and data_dir is not None:
             results["tasks"] = run_tasks(lm, folder, tasks, data_dir, limit, batch)
             Console().print(_task_table(results["tasks"]))
@@ -76,7 +108,22 @@ def evaluate_lm(
         print("written to", write_results(output, results, command=command, model=str(model), context=context))
 
 
-def _files(lm: LanguageModel, sizes: dict[Path, int], how: Context, field: str) -> dict[str, Any]:
+def _check_tokenizer(lm: LanguageModel, corpus: Corpus) -> None:
+    """Raise ValueError for training tokens of another tokenizer."""
+    theirs = load_tokenizer(corpus.tokenizer_file, corpus.manifest.end_token)
+    sample = string.printable
+    if (
+        theirs.size != lm.tokenizer.size
+        or theirs.encode([sample])[0].tolist() != lm.tokenizer.encode([sample])[0].tolist()
+    ):
+        raise ValueError(
+            f"the tokens in {corpus.folder} are of another tokenizer than the model's: give those it was trained on"
+        )
+
+
+def _files(
+    lm: LanguageModel, sizes: dict[Path, int], how: Context, field: str, breakdown: Breakdown | None
+) -> dict[str, Any]:
     """Results by file name, and `total` if there are several files. `sizes` are the bytes of text in each."""
     if how.context is None and not lm.model.config.constant_state:
         say("note: some layers keep every token: memory grows with document length")
@@ -89,7 +136,7 @@ def _files(lm: LanguageModel, sizes: dict[Path, int], how: Context, field: str) 
                 whole = stream.tokens * size / max(1, stream.text_bytes)  # estimate of all tokens
                 progress.update(bar, completed=tally.tokens, total=whole, score=f"{tally.nats / tally.tokens:.4f}")
 
-            tally = score_file(lm, path, how, field, report)
+            tally = score_file(lm, path, how, field, report, breakdown)
             results[str(path)] = tally.result()
             total.add(tally)
     return {**results, "total": total.result()} if len(results) > 1 else results
@@ -114,9 +161,33 @@ def _file_table(results: dict[str, Any]) -> Table:
     return table
 
 
-def _task_table(results: dict[str, Any]) -> Table:
+def _position_table(bins: list[dict[str, Any]]) -> Table:
+    """One row per bin of positions."""
+    table = Table(title="Loss by position in the document", header_style="bold", box=SIMPLE_HEAD)
+    for column in ("positions", "tokens", "nats/token"):
+        table.add_column(column, justify="right")
+    for found in bins:
+        last = found["up_to"]
+        where = f"{last:,}" if last < 3 else f"{last // 2 + 1:,}-{last:,}"
+        table.add_row(where, f"{found['tokens']:,}", f"{found['nats_per_token']:.4f}")
+    return table
+
+
+def _bigram_table(found: dict[str, Any]) -> Table:
+    """Repeated rare bigrams, and the rest."""
+    title = f"Repeated bigrams that training had at most {found['rare']} times, and all other tokens"
+    table = Table(title=title, header_style="bold", box=SIMPLE_HEAD)
+    for column in ("", "tokens", "nats/token"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, key in {"repeated rare bigrams": "repeated_rare", "the rest": "rest"}.items():
+        nats = found[key]["nats_per_token"]
+        table.add_row(name, f"{found[key]['tokens']:,}", "" if nats is None else f"{nats:.4f}")
+    return table
+
+
+def _task_table(results: dict[str, Any], title: str = "lm-eval tasks") -> Table:
     """One row per task and metric."""
-    table = Table(title="lm-eval tasks", header_style="bold")
+    table = Table(title=title, header_style="bold")
     for column in ("task", "metric"):
         table.add_column(column)
     for column in ("value", "± standard error", "rows"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -104,9 +104,7 @@ def prepare(
             partial = fresh_folder(cache / f".{folder.name}.partial")
             _write(source, partial)
             commit_folder(partial, folder)
-    manifest = Manifest.load(folder)
-    check_tokens(folder, manifest, contents=verify)
-    return Corpus(folder, manifest)
+    return open_corpus(folder, verify)
 
 
 class _Source:
@@ -218,6 +216,51 @@ def _write(source: _Source, folder: Path) -> None:
         streams={key: writer.shards for key, writer in writers.items() if writer.tokens},
         splits=splits,
     ).save(folder)
+
+
+def write_splits(folder: Path, splits: Mapping[str, Iterable[str]], tokenizer: Tokenizer) -> Manifest:
+    """Write tokens of documents whose split is given, as `prepare` stores them; splits besides train and validation are kept.
+
+    Args:
+        folder: an empty folder.
+        splits: the documents of each split, each one text.
+    """
+    (folder / "tokenizer.json").write_text(tokenizer.definition, encoding="utf-8")
+    dtype = smallest_dtype(tokenizer.size)
+    writers = {name: StreamWriter(folder, name, dtype) for name in splits}
+    found = {}
+    with writing(*writers.values()):
+        for name, documents in splits.items():
+            count = Split(name, 0, 0, 0, 0)
+            for batch in _batches((document, True) for document in documents if document):
+                for (document, _), tokens in zip(batch, tokenizer.encode([text for text, _ in batch]), strict=True):
+                    writers[name].append(tokens)
+                    writers[name].append(np.array([tokenizer.end]))
+                    size = len(document.encode())
+                    count = replace(count, documents=count.documents + 1, text_bytes=count.text_bytes + size)
+            if not count.documents:
+                raise ValueError(f"the split {name} has no text: give it at least one document")
+            found[name] = replace(count, stop=writers[name].tokens)
+    manifest = Manifest(
+        dtype=dtype.str,
+        vocab_size=tokenizer.size,
+        end=tokenizer.end,
+        end_token=tokenizer.end_token,
+        tokenizer_sha256=sha256(folder / "tokenizer.json"),
+        streams={name: writer.shards for name, writer in writers.items()},
+        splits=found,
+    )
+    manifest.save(folder)
+    return manifest
+
+
+def open_corpus(folder: Path, verify: bool = True) -> Corpus:
+    """Prepared tokens in a folder, for example one that `write_splits` wrote and that travelled to another machine."""
+    if not (folder / MANIFEST).is_file():
+        raise FileNotFoundError(f"{folder} has no {MANIFEST}: give a folder of prepared tokens")
+    manifest = Manifest.load(folder)
+    check_tokens(folder, manifest, contents=verify)
+    return Corpus(folder, manifest)
 
 
 def _cut_tail(whole: Split, fraction: float) -> dict[str, Split]:

@@ -25,6 +25,7 @@ def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module
         layers=settings.layers,
         num_hidden_layers=settings.num_hidden_layers,
         rule_options=rule_options(settings),
+        intermediate_size=settings.intermediate_size,
         tie_word_embeddings=settings.tie_word_embeddings,
         bos_token_id=end,
         eos_token_id=end,

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from prism.documents import document_starts, needed_starts
 from prism.language import text
+from prism.language.breakdown import WANTED, Breakdown, History, head_nats
 from prism.language.generate import SEGMENT, LanguageModel, Reader
 from prism.models.cross_entropy import IGNORED
 
@@ -110,11 +111,17 @@ def score_file(
     how: Context | None = None,
     column: str = "text",
     report: Callable[[Tally, _Stream], None] = lambda tally, stream: None,
+    breakdown: Breakdown | None = None,
 ) -> Tally:
-    """Score a file; `report(tally so far, stream)` is called after every forward pass."""
+    """Score a file; `report(tally so far, stream)` is called after every forward pass.
+
+    Args:
+        breakdown: counts every token too, by position and bigram.
+    """
     how = Context() if how is None else how
     stream, tally = _Stream(lm, text.documents(path, column)), Tally()
-    for nats, tokens in _through_state(lm, stream, how) if how.context is None else _in_contexts(lm, stream, how):
+    read = _through_state if how.context is None else _in_contexts
+    for nats, tokens in read(lm, stream, how, breakdown):
         tally.nats += nats
         tally.tokens += tokens
         report(tally, stream)
@@ -174,27 +181,45 @@ def _pieces(stream: Iterable[np.ndarray], length: int, stride: int) -> Iterator[
         yield torch.from_numpy(rest), old
 
 
-def _through_state(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[tuple[float, int]]:
+def _through_state(
+    lm: LanguageModel, stream: _Stream, how: Context, breakdown: Breakdown | None
+) -> Iterator[tuple[float, int]]:
     """(nats, tokens) of each segment; the state is passed from one to the next."""
-    reader = Reader(lm.model, lm.tokenizer.end)
+    reader, history = Reader(lm.model, lm.tokenizer.end), History(lm.tokenizer.end)
     for piece, _ in _pieces(stream, how.segment, how.segment):
-        out: Any = reader.forward(piece[:-1], **_summed(piece[1:][None]))
-        yield float(out.loss), len(piece) - 1
+        inputs, targets = piece[:-1], piece[1:]
+        out: Any = reader.forward(inputs, **(_summed(targets[None]) if breakdown is None else WANTED))
+        if breakdown is None:
+            yield float(out.loss), len(targets)
+        else:
+            nats = head_nats(lm.model, out.hidden_states[-1], targets[None])[0].cpu().numpy()
+            breakdown.add(history, inputs.numpy(), targets.numpy(), nats)
+            yield float(nats.sum(dtype=np.float64)), len(targets)
 
 
 @torch.no_grad()
-def _in_contexts(lm: LanguageModel, stream: _Stream, how: Context) -> Iterator[tuple[float, int]]:
+def _in_contexts(
+    lm: LanguageModel, stream: _Stream, how: Context, breakdown: Breakdown | None
+) -> Iterator[tuple[float, int]]:
     """(nats, tokens) of each batch of sequences without a state."""
-    length = how.context or 0
+    length, end = how.context or 0, lm.tokenizer.end
     for group in _batches(_pieces(stream, length, how.stride or length), how.batch):
         tokens = torch.stack([piece for piece, _ in group])
         inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
         for row, (_, old) in enumerate(group):
             targets[row, :old] = IGNORED
-        reset = needed_starts(document_starts(inputs, lm.tokenizer.end), fresh=True)
+        reset = needed_starts(document_starts(inputs, end), fresh=True)
         reset = None if reset is None else reset.to(lm.device)
-        out = lm.model(inputs.to(lm.device), reset=reset, use_cache=False, **_summed(targets))
-        yield float(out.loss), int((targets != IGNORED).sum())
+        more = _summed(targets) if breakdown is None else WANTED
+        out = lm.model(inputs.to(lm.device), reset=reset, use_cache=False, **more)
+        if breakdown is None:
+            yield float(out.loss), int((targets != IGNORED).sum())
+            continue
+        nats = head_nats(lm.model, out.hidden_states[-1], targets).cpu().numpy()  # those ignored are 0
+        for (piece, old), losses in zip(group, nats, strict=True):
+            whole = piece.numpy()
+            breakdown.add(History(end), whole[:-1], whole[1:], losses, old)
+        yield float(nats.sum(dtype=np.float64)), int((targets != IGNORED).sum())
 
 
 def _summed(targets: Tensor) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from prism.train.settings import (
 class ModelSettings(StackSettings):
     vocab_size: int | None = None
     """Rows of the embedding. None: the tokenizer's size, rounded up to a multiple of 64."""
+    intermediate_size: int | None = field(default=None, metadata={"min": 0})
+    """Width of the SwiGLU in every layer. None: 8/3 of the width, rounded up to a multiple of 64. 0: no SwiGLUs."""
     tie_word_embeddings: bool = True
     """Share one matrix between input and output embeddings."""
 

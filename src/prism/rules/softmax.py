@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from prism.engine.memories.attention import Attend
-from prism.rules.parts import Carry, Rotary, split_heads, token_positions
+from prism.rules.parts import Carry, Rotary, ShortConv, split_heads, token_positions
 from prism.rules.rule import Objective, Paper, Rule, Span, check_integers, per_head
 
 
@@ -25,6 +25,8 @@ class Softmax(Rule):
         key_dim: size of a head's queries, keys and values; width / heads by default.
         kv_heads: number of heads of keys and values, a divisor of `heads`; as many as `heads` by default.
         rope_base: base of the rotary positions; None means no rotary positions.
+        conv_size: size of a short convolution (without an activation) on queries, keys and values, in tokens; 1 means no
+            convolution.
     """
 
     name = "softmax"
@@ -46,6 +48,7 @@ class Softmax(Rule):
         key_dim: int | None = None,
         kv_heads: int | None = None,
         rope_base: float | None = 10000.0,
+        conv_size: int = 1,
     ) -> None:
         key_dim = per_head(width, heads, key_dim)
         super().__init__(width, heads, key_dim, key_dim)
@@ -56,15 +59,19 @@ class Softmax(Rule):
         self.state_size = 2 * kv_heads * key_dim
         self.sizes = [heads * key_dim, kv_heads * key_dim, kv_heads * key_dim]
         self.qkv = nn.Linear(width, sum(self.sizes), bias=False)
+        self.conv = None if conv_size == 1 else ShortConv(sum(self.sizes), conv_size, activation=False)
         self.rotary = None if rope_base is None else Rotary(key_dim, rope_base)
         self.out = nn.Linear(heads * key_dim, width, bias=False)
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Attend, dict[str, Tensor], None]:
-        q, k, v = self.qkv(x).split(self.sizes, -1)
+        mixed, following = self.qkv(x), dict[str, Tensor]()
+        if self.conv is not None:
+            mixed, following["conv"] = self.conv(mixed, carry.get("conv"), span)
+        q, k, v = mixed.split(self.sizes, -1)
         q, k, v = split_heads(q, self.heads), split_heads(k, self.kv_heads), split_heads(v, self.kv_heads)
-        following: dict[str, Tensor] = {}
         if self.rotary is not None:
-            positions, following = token_positions(x, carry, span)
+            positions, counted = token_positions(x, carry, span)
+            following |= counted
             q, k = self.rotary(q, positions), self.rotary(k, positions)
         return Attend(q, k, v, self.window, span.reset, span.mask), following, None
 
@@ -96,8 +103,9 @@ class SlidingWindow(Softmax):
         key_dim: int | None = None,
         kv_heads: int | None = None,
         rope_base: float | None = 10000.0,
+        conv_size: int = 1,
     ) -> None:
-        super().__init__(width, heads, key_dim=key_dim, kv_heads=kv_heads, rope_base=rope_base)
+        super().__init__(width, heads, key_dim=key_dim, kv_heads=kv_heads, rope_base=rope_base, conv_size=conv_size)
         check_integers(window=window)
         self.window = window
         self.state_size *= window - 1

@@ -1,0 +1,323 @@
+"""One training of a comparison on text: a language model from prepared tokens, with the product's own steps.
+
+`train_text(settings, report)` trains in this process and writes nothing, so that many can run side by side on one GPU. Its
+settings are the fields of `TextRun`. A learning rate is chosen by `validation`; with `test` false the test split is not read.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from prism.device import pick_device
+from prism.language.breakdown import RARE, WANTED, Breakdown, History, head_nats, training_counts
+from prism.language.corpus import Corpus, open_corpus
+from prism.language.lambada import lambada, read_passages
+from prism.language.perplexity import Score
+from prism.language.settings import DataSettings, Settings
+from prism.language.task import LanguageTask
+from prism.language.tokenizer import load_tokenizer
+from prism.language.tokens import Sequences
+from prism.messages import did_you_mean
+from prism.models import PrismConfig, PrismForCausalLM
+from prism.nn.mixer import Mixer
+from prism.train.checkpoint import NotFiniteError
+from prism.train.distributed import World
+from prism.train.graph import check_graph
+from prism.train.loop import lr_factor
+from prism.train.readback import HostCopy, decides_on_device
+from prism.train.settings import BatchSettings, OptimizerSettings, ScheduleSettings, ValidationSettings
+from prism.train.step import Step, Stepper
+
+Report = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class TextRun:
+    """Settings of one training."""
+
+    data: str
+    """Folder of prepared tokens with the splits train, validation and test."""
+    model: dict[str, Any]
+    """Arguments of `PrismConfig`: layers, hidden_size, num_hidden_layers, num_heads, rule_options, intermediate_size …"""
+    steps: int
+    learning_rate: float
+    """The peak."""
+    seed: int = 0
+    """Of the initial weights and the order of samples."""
+    context: int = 1024
+    batch: int = 32
+    """Sequences in a step."""
+    micro: int | None = None
+    """Sequences computed at once; None: all."""
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+    warmup: float = 0.05
+    """Part of the steps."""
+    schedule: str = "cosine"
+    final: float = 0.1
+    """Last learning rate over the peak."""
+    separate_documents: bool = True
+    """Reset the memories where a document starts."""
+    test: bool = True
+    """Measure on the split test."""
+    evaluations: int = 10
+    """Validations, spread evenly over the run; the last one is at its end."""
+    validation_tokens: int = 131_072
+    """Tokens of the validations during the run; the last one reads the whole split."""
+    contexts: tuple[int, ...] = ()
+    """Longer contexts at which the test split is measured too, by position."""
+    rare: int = RARE
+    """Training occurrences up to which a bigram is rare."""
+    lambada: str | None = None
+    """LAMBADA as a jsonl file; None: not measured."""
+    device: str = "auto"
+    precision: str = "auto"
+    graph: bool = False
+    compile: bool = False
+    recompute: str = "auto"
+    threads: int = 1
+    """Threads of torch in this process: trainings side by side must not fight for cores."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> TextRun:
+        """From plain values; a name that does not exist is refused."""
+        known = [part.name for part in fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise ValueError(f"a text run has no setting {name!r}{did_you_mean(name, known)}")
+        run = cls(**settings)
+        for name in ("steps", "context", "batch", "threads"):
+            if getattr(run, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(run, name)}")
+        return replace(run, contexts=tuple(run.contexts))
+
+    def train_settings(self) -> Settings:
+        """The settings that the product's steps read."""
+        return Settings(
+            steps=self.steps,
+            seed=self.seed,
+            device=self.device,
+            precision=self.precision,  # type: ignore[arg-type]  # checked below
+            graph=self.graph,
+            compile=self.compile,
+            recompute=self.recompute,  # type: ignore[arg-type]
+            data=DataSettings(context=self.context, separate_documents=self.separate_documents),
+            batch=BatchSettings(self.batch, self.micro),
+            optimizer=OptimizerSettings(lr=self.learning_rate, weight_decay=self.weight_decay, clip=self.clip),
+            schedule=ScheduleSettings(self.schedule, round(self.warmup * self.steps), self.final),  # type: ignore[arg-type]
+            validation=ValidationSettings(sequences=max(1, self.validation_tokens // self.context)),
+        )
+
+
+def build(model: Mapping[str, Any], vocab_size: int, end: int) -> PrismForCausalLM:
+    """A model from the arguments of its configuration."""
+    tokens = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    return PrismForCausalLM(PrismConfig(**{"vocab_size": vocab_size, **tokens, **model}))
+
+
+def sizes(model: Mapping[str, Any], vocab_size: int) -> tuple[int, int]:
+    """Parameters of a model, and numbers in its state (for layers that cache tokens: per token)."""
+    with torch.device("meta"):
+        built = build(model, vocab_size, 0)
+    return count_parameters(built), state_size(built)
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())  # tied weights are one parameter
+
+
+def state_size(model: nn.Module) -> int:
+    return sum(part.state_size for part in model.modules() if isinstance(part, Mixer))
+
+
+def train_text(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """Train a language model and measure it.
+
+    Returns:
+        `scores` (test nats a token first), `validation` (nats a token of the whole split), `better`, `metric`, `curve`,
+        `parameters`, `state_size`, `tokens`, `seconds`, and `text`: everything that was measured, by split and context.
+    """
+    run = TextRun.of(settings)
+    torch.set_num_threads(run.threads)
+    corpus = open_corpus(Path(run.data), verify=False)
+    task, stepper = prepare(run, corpus)
+    loop = Loop(run, task, stepper, report)
+    loop.train()
+    model = stepper.model.eval()
+    assert isinstance(model, PrismForCausalLM)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # other trainings share the GPU
+    with stepper.autocast():
+        measured = measure(run, corpus, model)
+    validation = measured["validation"][str(run.context)]
+    scores = {}
+    if run.test:
+        test = measured["test"][str(run.context)]
+        scores = {"nats": test["nats_per_token"], "bits per byte": test["bits_per_byte"]}
+        scores["repeated rare bigrams"] = test["bigrams"]["repeated_rare"]["nats_per_token"]
+    return {
+        "scores": scores,
+        "validation": validation["nats_per_token"],
+        "better": "lower",
+        "metric": "nats a token",
+        "curve": loop.curve,
+        "parameters": count_parameters(model),
+        "state_size": state_size(model),
+        "state_bytes": 4 * state_size(model),
+        "tokens": run.steps * run.batch * run.context,
+        "seconds": loop.seconds,
+        "tokens_per_second": loop.speed,
+        "skipped": loop.skipped,
+        "text": measured,
+    }
+
+
+def prepare(run: TextRun, corpus: Corpus) -> tuple[LanguageTask, Stepper]:
+    """The task of a run, and its model on the device with optimizers, ready for the first step."""
+    given = run.train_settings()
+    given.check()
+    task = LanguageTask(given, corpus, None, lambda _, vocab_size, end: build(run.model, vocab_size, end))
+    world = World(pick_device(run.device))
+    model = task.build()
+    if run.graph:
+        check_graph(model, world.device, world.size)
+    task.initialize(model)
+    stepper = Stepper(task, world, model.to(world.device))
+    stepper.prepare()
+    stepper.model.train()
+    return task, stepper
+
+
+@dataclass
+class Loop:
+    """The steps of a run, without a run folder: what a step found is read one step later on a GPU, as in `prism.train.loop`."""
+
+    run: TextRun
+    task: LanguageTask
+    stepper: Stepper
+    report: Report
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    """Of training, without validations."""
+    skipped: int = 0
+    speed: float = 0.0
+    """Tokens a second, without the first steps, which compile kernels."""
+
+    def train(self) -> None:
+        run, on_device = self.run, decides_on_device(self.stepper.world.device)
+        pending: tuple[int, HostCopy] | None = None
+        self.losses: list[float] = []
+        self.in_a_row = 0
+        due = {round(run.steps * (i + 1) / max(1, run.evaluations)) for i in range(run.evaluations)} | {run.steps}
+        steady: tuple[int, float] | None = None
+        started = time.perf_counter()
+        for number in range(1, run.steps + 1):
+            first = (number - 1) * run.batch
+            chosen = np.arange(first, first + run.batch)
+            step = Step(number, self.task.samples(chosen, self.stepper.world.device), self.task.weight(chosen), started)
+            factor = self._factor(number)
+            queued = number, HostCopy(self.stepper.compute(step, factor, False, on_device))
+            if pending is not None:
+                self._settle(*pending, on_device)
+            pending = queued
+            if not on_device or number in due or number == _WARM:
+                self._settle(*pending, on_device)
+                pending = None
+            now = time.perf_counter()
+            if number == _WARM:
+                steady = number, self.seconds + now - started
+            if number in due:
+                self.seconds += now - started
+                self._validate(number)
+                started = time.perf_counter()
+        if steady is not None and run.steps > steady[0]:
+            self.speed = (run.steps - steady[0]) * run.batch * run.context / max(1e-9, self.seconds - steady[1])
+
+    def _factor(self, number: int) -> float:
+        return lr_factor(number, self.run.steps, self.task.settings.schedule)
+
+    def _settle(self, number: int, numbers: HostCopy, on_device: bool) -> None:
+        """Read a step's numbers; on a CPU also update the weights."""
+        loss, _, faults, _ = numbers.read()
+        if math.isfinite(loss) and not faults:
+            if not on_device:
+                self.stepper.optimizers.step(self._factor(number))
+            self.in_a_row = 0
+            self.losses.append(loss)
+        else:
+            self.skipped += 1
+            self.in_a_row += 1
+            if self.in_a_row >= self.task.settings.max_skips:
+                raise NotFiniteError(
+                    f"{self.in_a_row} steps in a row, up to step {number}, had no finite loss or gradient"
+                )
+        self.report(number, loss)
+
+    def _validate(self, number: int) -> None:
+        """Add a point to the curve: mean training loss since the last one, and a short validation."""
+        with self.stepper.autocast():
+            score = self.task.validation.score(self.stepper.model, self.stepper.world, self.stepper.at_once)
+        recent = float(np.mean(self.losses)) if self.losses else None
+        self.losses = []
+        tokens = number * self.run.batch * self.run.context
+        self.curve.append(
+            {"step": number, "tokens": tokens, "seconds": self.seconds, "loss": recent, "validation": score.nats}
+        )
+
+
+_WARM = 10
+"""Steps that are not timed."""
+_TOKENS_AT_ONCE = 1 << 16
+"""Tokens of a forward pass in the final measurements."""
+
+
+def measure(run: TextRun, corpus: Corpus, model: PrismForCausalLM) -> dict[str, Any]:
+    """Everything that is measured at the end: by split and context, and LAMBADA."""
+    found: dict[str, Any] = {
+        "validation": {str(run.context): score_split(run, corpus, model, "validation", run.context)}
+    }
+    if run.test:
+        lengths = dict.fromkeys((run.context, *run.contexts))
+        found["test"] = {str(length): score_split(run, corpus, model, "test", length) for length in lengths}
+    if run.test and run.lambada is not None:
+        tokenizer = load_tokenizer(corpus.tokenizer_file, corpus.manifest.end_token)
+        found["lambada"] = lambada(model, tokenizer, read_passages(Path(run.lambada)), batch=64)
+    return found
+
+
+def score_split(run: TextRun, corpus: Corpus, model: PrismForCausalLM, split: str, context: int) -> dict[str, Any]:
+    """Nats a token, bits per byte, loss by position and on repeated rare bigrams of a whole split, in separate contexts."""
+    stream, device = corpus.stream(split), model.device
+    end = corpus.manifest.end if run.separate_documents else None
+    sequences = Sequences(stream, min(context, len(stream) - 1), end)
+    rows = max(1, _TOKENS_AT_ONCE // sequences.context)
+    found = Breakdown()
+    for first in range(0, len(sequences), rows):
+        batch = sequences.batch(np.arange(first, min(first + rows, len(sequences))))
+        there = batch.to(device)
+        with torch.no_grad():
+            out = model(there.inputs, reset=there.reset, use_cache=False, **WANTED)
+        nats = head_nats(model, out.hidden_states[-1], there.targets)
+        for inputs, targets, losses in zip(
+            batch.inputs.numpy(), batch.targets.numpy(), nats.cpu().numpy(), strict=True
+        ):
+            found.add(History(end), inputs, targets, losses)
+    codes, counts = training_counts(corpus, split)
+    mean = found.total.result()["nats_per_token"]
+    score = Score(mean, stream.split.text_bytes / stream.split.tokens)
+    return {
+        "nats_per_token": mean,
+        "bits_per_byte": score.bits_per_byte,
+        "tokens": found.total.tokens,
+        "positions": found.positions(),
+        "bigrams": found.rare_bigrams(codes, counts, run.rare),
+    }

@@ -1,0 +1,114 @@
+"""A training on text for a comparison: rivals train, results are complete and repeatable, a search reads no test split."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prism.compare.text import TextRun, build, count_parameters, prepare, score_split, sizes, train_text
+from prism.language.corpus import Corpus, open_corpus, write_splits
+from prism.language.task import Validation
+from prism.language.tokenizer import train_bpe
+from prism.train.checkpoint import NotFiniteError
+from prism.train.distributed import World
+
+HEAD = {"key_dim": 8, "value_dim": 16}
+RIVALS: dict[str, tuple[str, dict[str, Any]]] = {
+    "transformer": ("softmax", {"key_dim": 16, "conv_size": 4}),
+    "mamba2": ("mamba2", HEAD),
+    "gated_delta": ("gated_delta", HEAD),
+    "delta_product": ("delta_product", {**HEAD, "forget_gate": True, "gate": True, "negative_eigenvalues": False}),
+    "prism-3": ("prism", {**HEAD, "steps": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    lines = [
+        f"the {a} {b} sat on the {c}. " for a in ("old", "new") for b in ("cat", "dog") for c in ("mat", "bed", "hat")
+    ]
+    splits = {
+        "train": ["".join(lines[i % 12 :] + lines[: i % 12]) for i in range(20)],
+        "validation": ["".join(lines[::-1]) * 3],
+        "test": ["".join(lines[::5]) * 4, "the cat"],
+    }
+    write_splits(folder, splits, train_bpe(splits["train"], 300))
+    return folder
+
+
+def settings(data: Path, rule: str = "gated_delta", options: Any = HEAD, **changes: Any) -> dict[str, Any]:
+    model = {
+        "layers": rule,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_heads": 1,
+        "rule_options": {rule: options},
+        "intermediate_size": 16,
+    }
+    found = {"data": str(data), "model": model, "steps": 3, "learning_rate": 1e-2, "context": 16, "batch": 2}
+    return {**found, "evaluations": 2, "device": "cpu", **changes}
+
+
+def nothing(step: int, loss: float) -> None: ...
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_every_rival_trains_and_its_results_are_plain(data: Path, name: str) -> None:
+    steps: list[int] = []
+    result = train_text(settings(data, *RIVALS[name], contexts=[64]), lambda step, loss: steps.append(step))
+    assert json.loads(json.dumps(result)) == result
+    assert steps == [1, 2, 3]
+    assert [point["step"] for point in result["curve"]] == [2, 3]
+    assert result["tokens"] == result["curve"][-1]["tokens"] == 3 * 2 * 16
+    assert set(result["text"]["test"]) == {"16", "64"}
+    test = result["text"]["test"]["16"]
+    assert result["scores"]["nats"] == test["nats_per_token"] < math.log(400)
+    assert result["better"] == "lower"
+
+
+def test_training_lowers_the_loss_and_a_seed_repeats_it(data: Path) -> None:
+    given = settings(data, steps=20, batch=4)
+    first, second = train_text(given, nothing), train_text(given, nothing)
+    assert first["validation"] == second["validation"] < first["curve"][0]["loss"]
+    assert train_text({**given, "seed": 1}, nothing)["validation"] != first["validation"]
+
+
+def test_a_search_does_not_read_the_test_split(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    stream = Corpus.stream
+    monkeypatch.setattr(Corpus, "stream", lambda corpus, split: read.append(split) or stream(corpus, split))  # type: ignore[func-returns-value]
+    result = train_text(settings(data, test=False), nothing)
+    assert result["scores"] == {} and set(result["text"]) == {"validation"}
+    assert "test" not in read and "validation" in read
+
+
+def test_a_split_scores_as_the_training_loop_validates(data: Path) -> None:
+    run, corpus = TextRun.of(settings(data)), open_corpus(data)
+    _, stepper = prepare(run, corpus)
+    model: Any = stepper.model.eval()
+    ours = score_split(run, corpus, model, "validation", run.context)
+    theirs = Validation(corpus, run.context, corpus.manifest.end, 0).score(model, World(torch.device("cpu")), 2)
+    assert ours["nats_per_token"] == pytest.approx(theirs.nats, rel=1e-5)
+    assert ours["bits_per_byte"] == pytest.approx(theirs.bits_per_byte, rel=1e-5)
+
+
+def test_sizes_need_no_weights(data: Path) -> None:
+    model = settings(data)["model"]
+    built = build(model, 320, 0)
+    assert sizes(model, 320) == (count_parameters(built), 8 * 16)
+
+
+def test_a_loss_that_is_never_finite_ends_the_run(data: Path) -> None:
+    with pytest.raises(NotFiniteError, match="10 steps in a row"):
+        train_text(settings(data, steps=30, learning_rate=1e30, clip=None), nothing)
+
+
+def test_an_unknown_setting_is_refused(data: Path) -> None:
+    with pytest.raises(ValueError, match="has no setting 'contxt'"):
+        train_text(settings(data, contxt=3), nothing)
