@@ -48,6 +48,7 @@ def test_without_noise_the_examples_give_the_map(features: int, outputs: int, qu
     n = task.examples
     assert inputs.shape == (3, task.length, features + outputs + 1) and targets.shape == (3, task.length, outputs)
     assert targets[:, :n].isnan().all()
+    torch.testing.assert_close(inputs[..., :features].norm(dim=2), torch.full((3, task.length), features**0.5))
     assert not inputs[:, :n, -1].any() and (inputs[:, n:, -1] == 1).all()
     assert not inputs[:, n:, features:-1].any()
     for row, wanted in zip(inputs.double().tolist(), targets[:, n:].double(), strict=True):

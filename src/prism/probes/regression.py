@@ -1,12 +1,13 @@
 """Noisy linear regression in context: infer a linear map from examples and apply it to new inputs.
 
-Every sequence has a linear map W `[E, D]` of its own, with entries of variance 1/D. Its first tokens hold an example each,
-x and y = W x + σ ε side by side; its last tokens hold an x, zeros and a 1 that marks the question:
+Every sequence has a linear map W `[E, D]` of its own, with normal entries of variance 1/D. Its first tokens hold an example
+each, x and y = W x + σ ε side by side; its last tokens hold an x, zeros and a 1 that marks the question:
 
     (x₁ y₁ 0) (x₂ y₂ 0) … (xₙ yₙ 0)  (x 0 1) (x' 0 1) …          at each question the answer is W x, without the noise
 
 Storing is not enough: the noise must be averaged, and inputs that are not orthogonal must be separated. The best answer
-is ridge regression with the penalty D σ², the posterior mean.
+is ridge regression with the penalty D σ², the posterior mean. All x have the length √D, any direction is equally likely:
+rules that normalise their keys lose nothing by it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Regression(Task):
             return torch.randn(count, *shape, generator=generator, device=generator.device)
 
         maps = normal(features, outputs) * features**-0.5
-        x = normal(self.length, features)
+        x = _scale(normal(self.length, features))
         y = x @ maps
         inputs = torch.cat([x, y, torch.zeros_like(y[..., :1])], 2)
         inputs[:, :n, features:-1] += self.noise * normal(n, outputs)
@@ -117,6 +118,11 @@ def _ceiling(features: int, examples: int, noise: float) -> float:
     if noise == 0:
         return min(1.0, examples / features)
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_CEILING_SEQUENCES, examples, features, generator=generator, dtype=torch.float64)
+    x = _scale(torch.randn(_CEILING_SEQUENCES, examples, features, generator=generator, dtype=torch.float64))
     eigenvalues = torch.linalg.eigvalsh(x.mT @ x)
     return 1 - (1 / (features + eigenvalues.clamp(min=0) / noise**2)).sum(1).mean().item()
+
+
+def _scale(x: Tensor) -> Tensor:
+    """Vectors `[…, D]` of the same directions with the length √D."""
+    return x * (x.shape[-1] ** 0.5 / x.norm(dim=-1, keepdim=True))
