@@ -73,7 +73,9 @@ def run_plan(plan: Plan, out: Path, jobs: int | None = None, retry: bool = False
             print(f"results: {out / RESULTS}\nreport: {report.resolve()}")
     failures = [line for finding in found.found for line in finding.failures]
     if failures:
-        print(f"{len(failures)} runs failed, the first with {failures[0]['error'].splitlines()[0]}; --retry repeats them")
+        print(
+            f"{len(failures)} runs failed, the first with {failures[0]['error'].splitlines()[0]}; --retry repeats them"
+        )
     return 1 if failures else 0
 
 

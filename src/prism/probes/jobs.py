@@ -24,6 +24,9 @@ from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from prism.messages import progress_bars
 
+START = "spawn"
+"""How workers are started: a process that has used a GPU cannot be forked."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -49,7 +52,7 @@ class _Worker:
     """A process that computes one job after the other."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START)
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
         self.process.start()
@@ -220,5 +223,5 @@ def _compute(function: Callable[..., Any], argument: Any, report: Callable[[int,
 def _end_with(parent: int) -> None:
     """End this process when its parent is gone."""
     while os.getppid() == parent:
-        time.sleep(0.5)
+        time.sleep(0.2)
     os._exit(1)

@@ -1,0 +1,173 @@
+"""A grid of trainings: nothing finished is lost or repeated, whatever ends the process that computes it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prism.compare.grid import Records, best_rate, finite, run_grid
+from prism.probes import jobs
+from tests.compare.toys import Toy
+
+DEADLINE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that start in milliseconds; the trainings here use no threads."""
+    monkeypatch.setattr(jobs, "START", "fork")
+
+
+def calls(log: Path) -> list[list[str]]:
+    return [line.split() for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def lines(path: Path) -> Iterator[dict[str, Any]]:
+    yield from (json.loads(line) for line in path.read_text().splitlines())
+
+
+def test_the_search_decides_and_every_seed_is_trained_once(tmp_path: Path) -> None:
+    log, path = tmp_path / "log", tmp_path / "out" / "results.jsonl"
+    entries = [Toy(str(log)), Toy(str(log), "alone", values=(1.0,))]
+    run_grid(entries, Records(path), 2)
+    found = Counter(tuple(words[1:]) for words in calls(log))
+    searched = {("toy", "1.0", "100"), ("toy", "2.0", "100")}
+    final = {("toy", "2.0", "0"), ("toy", "2.0", "1"), ("alone", "1.0", "0"), ("alone", "1.0", "1")}
+    assert set(found) == searched | final and set(found.values()) == {1}
+    records = Records(path)
+    assert best_rate(entries[0], records) == 2.0 and best_rate(entries[1], records) == 1.0
+    assert [records.result(training)["scores"][""] for training in entries[0].final(2.0)] == [2.0, 3.0]
+    done = [line for line in lines(path) if line["status"] == "done"]
+    assert len(done) == 6 and all(line["machine"]["torch"] and line["prism"] and line["command"] for line in done)
+    run_grid(entries, Records(path), 2)
+    assert len(calls(log)) == 6
+
+
+def test_a_new_seed_adds_only_its_own_runs(tmp_path: Path) -> None:
+    log, path = tmp_path / "log", tmp_path / "results.jsonl"
+    run_grid([Toy(str(log))], Records(path), 1)
+    run_grid([Toy(str(log), seeds=(0, 1, 2))], Records(path), 1)
+    assert [words[1:] for words in calls(log)[4:]] == [["toy", "2.0", "2"]]
+
+
+def test_a_failed_run_is_kept_with_its_error_and_repeated_only_if_asked(tmp_path: Path) -> None:
+    log, path = tmp_path / "log", tmp_path / "results.jsonl"
+    (tmp_path / "log.broken").touch()
+    entry = Toy(str(log), fails=2.0)
+    run_grid([entry], Records(path), 1)
+    failed = [line for line in lines(path) if line["status"] == "failed"]
+    assert [line["error"] for line in failed] == ["ValueError: this rate fails"]
+    assert "compute" in failed[0]["details"]
+    assert best_rate(entry, Records(path)) == 1.0  # the rate that failed is not chosen
+    (tmp_path / "log.broken").unlink()
+    before = len(calls(log))
+    run_grid([entry], Records(path), 1)
+    assert len(calls(log)) == before
+    run_grid([entry], Records(path), 1, retry=True)
+    assert best_rate(entry, Records(path)) == 2.0
+    assert [words[1:] for words in calls(log)[before:]] == [["toy", "2.0", str(seed)] for seed in (100, 0, 1)]
+
+
+def test_a_run_that_ends_its_process_costs_no_other(tmp_path: Path) -> None:
+    log, path = tmp_path / "log", tmp_path / "results.jsonl"
+    run_grid([Toy(str(log), values=(-1.0,), seeds=(0,)), Toy(str(log), "good", values=(1.0,))], Records(path), 1)
+    ended = {(line["rule"], line["status"]) for line in lines(path) if line["status"] != "started"}
+    assert ended == {("toy", "failed"), ("good", "done")}
+    assert any("exit code 7" in line.get("error", "") for line in lines(path))
+
+
+def test_half_a_line_is_dropped_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    log, path = tmp_path / "log", tmp_path / "results.jsonl"
+    run_grid([Toy(str(log))], Records(path), 1)
+    whole = path.read_bytes()
+    last = whole.rstrip(b"\n").rfind(b"\n") + 1
+    path.write_bytes(whole[: last + 40])
+    run_grid([Toy(str(log))], Records(path), 1)
+    assert len(calls(log)) == 5
+    assert len([line for line in lines(path) if line["status"] == "done"]) == 4
+    path.write_bytes(b'{"key": 1\n' + whole)
+    with pytest.raises(ValueError, match="line 1 of .* is damaged"):
+        Records(path)
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    with Records(path).writing(), pytest.raises(ValueError, match="another process is writing"):
+        run_grid([Toy(str(tmp_path / "log"))], Records(path), 1)
+    assert not (tmp_path / "log").exists()
+
+
+def test_an_interrupt_is_in_the_file_and_the_run_is_computed_again(tmp_path: Path) -> None:
+    log, path = tmp_path / "log", tmp_path / "results.jsonl"
+    entry = Toy(str(log), values=(1.0,), seeds=(0,), seconds=0.5)
+    child = multiprocessing.get_context("fork").Process(target=compute_all, args=(path, [entry], 0))
+    child.start()
+    wait_for(lambda: bool(calls(log)))
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGINT)
+    child.join(DEADLINE)
+    assert [line["status"] for line in lines(path)] == ["started", "stopped"]
+    run_grid([entry], Records(path), 1)
+    assert [line["status"] for line in lines(path)] == ["started", "stopped", "started", "done"]
+
+
+def test_killed_at_five_moments_it_loses_no_finished_run_and_repeats_none(tmp_path: Path) -> None:
+    log, path = tmp_path / "log", tmp_path / "results.jsonl"
+    entries = [Toy(str(log), f"toy{n}", seeds=(0, 1, 2), seconds=0.02) for n in range(8)]
+    moments = random.Random(5)
+    finished: list[set[str]] = []
+    for number in range(5):
+        child = multiprocessing.get_context("fork").Process(target=compute_all, args=(path, entries, number))
+        child.start()
+        before = len(calls(log))
+        wait_for(lambda before=before: len(calls(log)) > before)  # it works; now at any moment
+        time.sleep(moments.uniform(0.0, 0.15))
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.join(DEADLINE)
+        finished.append({key for key, line in Records(path).lines.items() if line["status"] == "done"})
+    assert finished[-1] and len(finished[-1]) < 40, "the kills must come in between"
+    compute_all(path, entries, 5)
+    done = Counter(line["key"] for line in lines(path) if line["status"] == "done")
+    wanted = {t.key for entry in entries for t in (*entry.search(), *entry.final(2.0))}
+    assert set(done) == wanted and set(done.values()) == {1}
+    records = Records(path)
+    names = {key: [line["rule"], str(line["learning_rate"]), str(line["seed"])] for key, line in records.lines.items()}
+    for number, keys in enumerate(finished):
+        assert keys <= set(done)
+        later = [words[1:] for words in calls(log) if int(words[0]) > number]
+        assert not [names[key] for key in keys if names[key] in later]
+
+
+def compute_all(path: Path, entries: list[Toy], number: int) -> None:
+    """Compute a grid; what a killed process has left may hold the lock until its workers have seen that they are alone."""
+    os.environ["ROUND"] = str(number)
+    end = time.monotonic() + DEADLINE
+    while True:
+        try:
+            return run_grid(entries, Records(path), 2)
+        except ValueError as error:
+            if "another process" not in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+def wait_for(happened: Any) -> None:
+    end = time.monotonic() + DEADLINE
+    while not happened():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.005)
+
+
+def test_json_has_no_infinite_numbers() -> None:
+    assert finite({"a": (1.0, float("nan")), 2: [float("inf")]}) == {"a": [1.0, None], "2": [None]}

@@ -1,0 +1,201 @@
+"""A plan: what a file may say, what it becomes, and that every mistake is one sentence that names its key."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prism import rules
+from prism.compare.matching import TOLERANCE, closest
+from prism.compare.plan import make_plan, read_plan
+from prism.probes.training import ProbeRun
+
+PLAN: dict[str, Any] = {
+    "rules": ["gated_delta", "prism:steps=2", "linear"],
+    "seeds": [0, 1],
+    "device": "cpu",
+    "jobs": 2,
+    "budget": {"steps": 20, "batch": 4, "key_dim": 8, "width": 32},
+    "learning_rate": {"values": [3e-3, 1e-2, 3e-2], "seeds": [7, 8]},
+    "tasks": [{"task": "mqar", "options": {"pairs": 2, "length": 8, "vocabulary": 16}}],
+}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """The plan with changes; `budget__steps=3` changes a key of a section, None removes it."""
+    plan = copy.deepcopy(PLAN)
+    for name, value in changes.items():
+        *sections, key = name.split("__")
+        place = plan
+        for section in sections:
+            place = place[section]
+        if value is None:
+            place.pop(key)
+        else:
+            place[key] = value
+    return plan
+
+
+def test_every_rule_has_the_same_tries_data_and_budget() -> None:
+    plan = make_plan(PLAN, "file")
+    assert plan.reference == "gated_delta" and plan.rules == PLAN["rules"] and plan.tasks == ["mqar"]
+    assert plan.runs == 3 * (3 * 2 + 2)
+    searches = [entry.search() for entry in plan.entries]
+    assert {len(search) for search in searches} == {6}
+    for trainings in zip(*searches, strict=True):
+        assert len({(t.settings["learning_rate"], t.settings["seed"]) for t in trainings}) == 1
+        assert len({t.key for t in trainings}) == 3
+    for entry in plan.entries:
+        runs = [ProbeRun.from_plain(training.settings) for training in (*entry.search(), *entry.final(1e-2))]
+        assert [run.seed for run in runs if run.test] == [0, 1]
+        assert {run.seed for run in runs if not run.test} == {7, 8}
+        assert {(run.task, run.steps, run.batch, run.device) for run in runs} == {("mqar", 20, 4, "cpu")}
+        assert entry.state_size == 8 * 32
+
+
+def test_tokens_give_the_steps_and_a_task_may_have_its_own_budget() -> None:
+    tasks = [PLAN["tasks"][0], {**PLAN["tasks"][0], "label": "long", "budget": {"tokens": 640, "key_dim": [4, 8]}}]
+    plan = make_plan(changed(tasks=tasks), "file")
+    assert {entry.steps for entry in plan.entries if entry.task == "mqar"} == {20}
+    long = [entry for entry in plan.entries if entry.task == "long"]
+    assert {entry.steps for entry in long} == {640 // (4 * 8)}
+    assert [(entry.size, entry.state_size) for entry in long] == [(0, 128)] * 3 + [(1, 256)] * 3
+
+
+def test_the_search_may_be_shorter_or_absent() -> None:
+    plan = make_plan(changed(learning_rate__steps=5), "file")
+    assert {training.steps for training in plan.entries[0].search()} == {5}
+    assert {training.steps for training in plan.entries[0].final(1e-2)} == {20}
+    assert make_plan(changed(learning_rate__values=[1e-2]), "file").entries[0].search() == []
+
+
+def test_only_keeps_the_reference() -> None:
+    plan = make_plan(PLAN, "file").only(re.compile("linear"))
+    assert plan.rules == ["gated_delta", "linear"]
+    with pytest.raises(ValueError, match="'nothing' finds none of the runs, such as 'mqar, gated_delta"):
+        plan.only(re.compile("nothing"))
+
+
+def test_rules_may_have_names_of_their_own() -> None:
+    table = {"base": "gated_delta", "ours": {"rule": "prism", "steps": 3}}
+    plan = make_plan(changed(rules=table, reference="base"), "file")
+    assert plan.rules == ["base", "ours"]
+    assert plan.entries[1].settings["model"]["options"] == {"steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rules": None}, "file: rules must be a list"),
+        ({"rules": []}, "file: rules must be a list"),
+        ({"rules": ["prsim"]}, "file: rules: unknown rule 'prsim'"),
+        ({"rules": {"a": 3}}, "file: rules.a must be a text"),
+        ({"rules": ["prism:steps"]}, "must look like name=value"),
+        ({"rules": ["prism:stepz=2"]}, "tasks[0], rule 'prism:stepz=2': rule 'prism' has no option 'stepz'"),
+        ({"reference": "delta"}, "file: reference must be one of the rules gated_delta, prism:steps=2, linear"),
+        ({"tasks": []}, "file: tasks must be one or more tables [[tasks]]"),
+        ({"tasks": [{"options": {}}]}, "file: tasks[0].task must be the name of a task, got None"),
+        ({"tasks": [{"task": "mqarr"}]}, "file: tasks[0]: unknown task 'mqarr' (did you mean 'mqar'?)"),
+        ({"tasks": [{"task": "mqar", "opt": 1}]}, "file has a setting tasks[0].opt that does not exist"),
+        ({"tasks": [{"task": "mqar", "options": {"pars": 2}}]}, "has a setting pars that does not exist"),
+        ({"tasks": [{"task": "mqar", "options": {"pairs": "x"}}]}, "pairs must be an integer, got 'x'"),
+        (
+            {"tasks": [{"task": "mqar", "options": {"pairs": 99}}]},
+            "file: tasks[0]: length must be even and ≥ 4 · pairs",
+        ),
+        ({"tasks": [{"task": "mqar", "tests": {"a": {"pears": 2}}}]}, "has a setting pears that does not exist"),
+        (
+            {"tasks": [{"task": "mqar", "budget": {"step": 2}}]},
+            "tasks[0].budget.step that does not exist (did you mean",
+        ),
+        (
+            {"tasks": [{"task": "mqar", "curriculum": {"option": "size", "start": 2}}]},
+            "file: tasks[0]: curriculum.option must be a whole-number option of task 'mqar', got 'size'",
+        ),
+        (
+            {"tasks": [{"task": "mqar", "curriculum": {"option": "length", "start": 64}}]},
+            "file: tasks[0]: curriculum.start must be from 1 to 63",
+        ),
+        ({"tasks": [{"task": "mqar"}, {"task": "mqar"}]}, "file: two tasks have the label 'mqar'"),
+        ({"budget__steps": None}, "file: budget must have either steps or tokens"),
+        ({"budget__tokens": 100}, "file: budget must have either steps or tokens"),
+        ({"budget__steps": 0}, "file: budget.steps must be at least 1, got 0"),
+        ({"budget__steps": "many"}, "file: budget.steps must be an integer, got 'many'"),
+        ({"budget__key_dim": []}, "file: budget.key_dim must be a list of one or more different numbers"),
+        ({"budget__match": "state"}, "file: budget.match must be one of none, parameters, got 'state'"),
+        ({"budget__widht": 2}, "file has a setting budget.widht that does not exist (did you mean budget.width?)"),
+        ({"learning_rate__values": [0.0]}, "file: learning_rate.values must be above 0, got 0"),
+        ({"learning_rate__seeds": [1, 9]}, "file: learning_rate.seeds must not contain a final seed, got [1]"),
+        ({"seeds": [1, 1]}, "file: seeds must be a list of one or more different numbers, got [1, 1]"),
+        ({"jobs": 0}, "file: jobs must be at least 1, got 0"),
+        ({"precision": "half"}, "file: precision must be one of float32, bfloat16, got 'half'"),
+        ({"rules": ["gated_delta", "slstm"]}, "its state size is 128, the reference's 256"),
+        (
+            {"rules": ["gated_delta", "prism:preset=paper"], "budget__match": "parameters"},
+            "its number of parameters cannot be matched by another width",
+        ),
+    ],
+)
+def test_every_mistake_is_one_sentence_that_names_the_key(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError) as error:
+        make_plan(changed(**changes), "file")
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_or_not_toml(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no settings file"):
+        read_plan(tmp_path / "plan.toml")
+    (tmp_path / "plan.toml").write_text("rules = [")
+    with pytest.raises(ValueError, match="is not a TOML file"):
+        read_plan(tmp_path / "plan.toml")
+
+
+def test_caches_are_compared_whatever_they_hold() -> None:
+    plan = make_plan(changed(rules=["gated_delta", "softmax"]), "file")
+    assert [entry.grows for entry in plan.entries] == [False, True]
+
+
+FREE = [name for name in rules.names() if name not in ("mom",)]
+"""Rules whose width can be chosen (a mixture has too many parameters for the reference)."""
+
+
+@given(st.sampled_from(FREE), st.sampled_from([0, 64]), st.integers(1, 2), st.sampled_from([32, 48]))
+def test_parameters_match_within_one_percent(name: str, hidden: int, layers: int, width: int) -> None:
+    """Whatever the rule: by the SwiGLU, or without one by the width of the model; and the state keeps its size."""
+    sizes = {"width": width, "layers": layers, "heads": 2, "hidden": hidden, "equal_state": False, "key_dim": 8}
+    values = changed(
+        rules={"reference": "gated_delta", "other": name}, budget={"steps": 1, "match": "parameters", **sizes}
+    )
+    try:
+        reference, other = make_plan(values, "file").entries
+    except ValueError as error:
+        assert "cannot be matched" in str(error)
+        assert name in ("atlas", "titans", "rwkv6", "hstu", "gsa", "gdn2") or hidden == 0
+        return
+    assert abs(other.parameters - reference.parameters) <= TOLERANCE * reference.parameters
+    free = make_plan(changed(rules={"a": "gated_delta", "other": name}, budget={"steps": 1, **sizes}), "file").entries[
+        1
+    ]
+    if "value_dim" in rules.get(name).option_names() or hidden:
+        assert other.state_size == free.state_size
+
+
+@given(st.integers(1, 50), st.integers(0, 1000), st.integers(1, 100_000))
+def test_the_roundest_close_width_is_found(slope: int, start: int, target: int) -> None:
+    def count(width: int) -> int:
+        return start + slope * width
+
+    reachable = [width for width in range(1, target + 2) if abs(count(width) - target) <= TOLERANCE * target]
+    if not reachable:
+        with pytest.raises(ValueError, match="the closest to"):
+            closest(count, target)
+        return
+    found = closest(count, target)
+    assert found in reachable
+    assert all(width % 64 for width in reachable) or found % 64 == 0
