@@ -10,7 +10,10 @@ the input (the *anchor*) stands in for Sᵀk, and a linear map p_l of u for σ'.
 
 Presets. `paper` (`PaperPrism`) is the paper's layer: every map is a full linear map of u, r₁ = v - u, and all L writes come
 from the solver. `lm` (`Prism`, the default) is Gated DeltaNet plus L - 1 solver writes through low-rank maps. It has the
-same modules and state-dict names, so that L = 1 *is* Gated DeltaNet.
+same modules and state-dict names, so that L = 1 *is* Gated DeltaNet. rules/parts/writes.py has its writes 2 … L, with several
+choices of their keys. In the preset `lm` the erase can also have a strength of its own:
+
+    tied      β₁ k₁ k₁ᵀ                head      ε k₁ k₁ᵀ, ε = σ(·)                channel      k₁ (ε ⊙ k₁)ᵀ
 
 Our choices where the paper leaves them open: SiLU on the anchor (Algorithm 1 has it, Eq. 9 not); β = σ(·),
 so that the transition never grows; q and every k_l L2-normalised and q scaled by K^-½; α per head, its bias spread so that

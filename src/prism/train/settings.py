@@ -19,7 +19,8 @@ class StackSettings:
     """The stack of layers, shared by the models of all tasks."""
 
     layers: str = "prism"
-    """Rule of every layer, or a pattern such as prism*3+softmax that is repeated over the layers."""
+    """Rule of every layer, or a pattern such as prism*3+softmax that is repeated over the layers. Options of single layers
+    are in parentheses: prism(steps=1)*3+prism(steps=2)."""
     hidden_size: int = 128
     """Width of the model."""
     num_hidden_layers: int = 4
