@@ -29,6 +29,7 @@ from prism.language.tokens import Sequences
 from prism.messages import did_you_mean
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn.mixer import Mixer
+from prism.overrides import override
 from prism.train.checkpoint import NotFiniteError
 from prism.train.distributed import World
 from prism.train.graph import check_graph
@@ -62,6 +63,8 @@ class TextRun:
     clip: float | None = 1.0
     warmup: float = 0.05
     """Part of the steps."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the optimizer, as under `optimizer` in a settings file of `prism train lm`."""
     schedule: str = "cosine"
     final: float = 0.1
     """Last learning rate over the peak."""
@@ -102,6 +105,7 @@ class TextRun:
 
     def train_settings(self) -> Settings:
         """The settings that the product's steps read."""
+        optimizer = OptimizerSettings(lr=self.learning_rate, weight_decay=self.weight_decay, clip=self.clip)
         return Settings(
             steps=self.steps,
             seed=self.seed,
@@ -112,7 +116,7 @@ class TextRun:
             recompute=self.recompute,  # type: ignore[arg-type]
             data=DataSettings(context=self.context, separate_documents=self.separate_documents),
             batch=BatchSettings(self.batch, self.micro),
-            optimizer=OptimizerSettings(lr=self.learning_rate, weight_decay=self.weight_decay, clip=self.clip),
+            optimizer=override(optimizer, self.optimizer, "a text run", "optimizer."),
             schedule=ScheduleSettings(self.schedule, round(self.warmup * self.steps), self.final),  # type: ignore[arg-type]
             validation=ValidationSettings(sequences=max(1, self.validation_tokens // self.context)),
         )
