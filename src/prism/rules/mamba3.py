@@ -12,7 +12,8 @@ weighted: a token writes its own B x and once more, decayed, that of the token b
 share, and R(φ) turns by the angle φ. Rotations of a plane commute, with each other and with α, so that they move from the
 state to B and C: with φ_t = Σ_{i ≤ t} Δ_i π tanh(θ_i), R(φ_t) turns B_t and C_t, and the state only decays. That is the normal
 form, with a decay per head, two writes and no erase. It needs two things from the past, which are carried: the token before,
-and φ. Where a document starts, both start anew.
+and φ. Where a document starts, both start anew. Channels i and i + pairs are a pair; its authors' code pairs neighbours,
+which is the same up to the order of the channels of B and C.
 
 B and C are normalised (RMSNorm), then get a bias per head and channel, which starts at 1. This and the second write stand
 in for Mamba-2's short convolution, so there is none. There is no norm on the output: out((y + D x) ⊙ SiLU(z)).
@@ -164,10 +165,7 @@ class Mamba3(HebbianFamily):
         return (q, torch.stack([keys[:, 1:], keys[:, :-1]], 3), torch.stack([new, again], 3)), carried
 
     def _rotated(self, z: Tensor, bias: Tensor | None, angles: Tensor | None) -> Tensor:
-        """B or C `[B, T, G·K]` with its bias, rotated: `[B, T, H, K]`, or `[B, T, G, K]` if all heads of a group agree.
-
-        Channel i and channel i + pairs are a pair.
-        """
+        """B or C `[B, T, G·K]` with its bias, rotated: `[B, T, H, K]`, or `[B, T, G, K]` if all heads of a group agree."""
         z = split_heads(z, self.groups)
         if bias is not None:
             shared = z.unsqueeze(3) + bias.to(z.dtype).unflatten(0, (self.groups, -1))
