@@ -125,13 +125,12 @@ class Mamba3(HebbianFamily):
 
     def controls(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Δ, log α and λ, each `[B, T, H]`, and π tanh(θ) `[B, T, pairs]`; None for what is switched off."""
-        names = ("step_in", "rate_in", "blend_in", "angle_in")
-        maps = {name: m for name in names if (m := getattr(self, name)) is not None}
-        found = {name: at_least_float32(z) for name, z in zip(maps, fused_linears(x, *maps.values()), strict=True)}
-        step = F.softplus(found["step_in"] + self.dt_bias)
-        log_decay = -F.softplus(found["rate_in"]).clamp(min=SLOWEST) * step
-        blend = found["blend_in"].sigmoid() if "blend_in" in found else None
-        turn = math.pi * found["angle_in"].tanh() if "angle_in" in found else None
+        maps = [m for m in (self.step_in, self.rate_in, self.blend_in, self.angle_in) if m is not None]
+        step, rate, *rest = [at_least_float32(z) for z in fused_linears(x, *maps)]
+        step = F.softplus(step + self.dt_bias)
+        log_decay = -F.softplus(rate).clamp(min=SLOWEST) * step
+        blend = None if self.blend_in is None else rest[0].sigmoid()
+        turn = None if self.angle_in is None else math.pi * rest[-1].tanh()
         return step, log_decay, blend, turn
 
     def _columns(
