@@ -7,7 +7,7 @@ import prism
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["prism", "gated_delta", "linear", "gla", "rwkv7"])
+@pytest.mark.parametrize("rule", ["prism", "gated_delta", "efla", "linear", "mamba3", "gla", "rwkv7"])
 def test_a_mixer_compiles_whole(rule: str) -> None:
     torch.manual_seed(0)
     mixer = prism.Mixer(rule, 32, 2)

@@ -12,7 +12,8 @@ weighted: a token writes its own B x and once more, decayed, that of the token b
 share, and R(φ) turns by the angle φ. Rotations of a plane commute, with each other and with α, so that they move from the
 state to B and C: with φ_t = Σ_{i ≤ t} Δ_i π tanh(θ_i), R(φ_t) turns B_t and C_t, and the state only decays. That is the normal
 form, with a decay per head, two writes and no erase. It needs two things from the past, which are carried: the token before,
-and φ. Where a document starts, both start anew.
+and φ. Where a document starts, both start anew. Channels i and i + pairs are a pair; its authors' code pairs neighbours,
+which is the same up to the order of the channels of B and C.
 
 B and C are normalised (RMSNorm), then get a bias per head and channel, which starts at 1. This and the second write stand
 in for Mamba-2's short convolution, so there is none. There is no norm on the output: out((y + D x) ⊙ SiLU(z)).
@@ -124,13 +125,12 @@ class Mamba3(HebbianFamily):
 
     def controls(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Δ, log α and λ, each `[B, T, H]`, and π tanh(θ) `[B, T, pairs]`; None for what is switched off."""
-        names = ("step_in", "rate_in", "blend_in", "angle_in")
-        maps = {name: m for name in names if (m := getattr(self, name)) is not None}
-        found = {name: at_least_float32(z) for name, z in zip(maps, fused_linears(x, *maps.values()), strict=True)}
-        step = F.softplus(found["step_in"] + self.dt_bias)
-        log_decay = -F.softplus(found["rate_in"]).clamp(min=SLOWEST) * step
-        blend = found["blend_in"].sigmoid() if "blend_in" in found else None
-        turn = math.pi * found["angle_in"].tanh() if "angle_in" in found else None
+        maps = [m for m in (self.step_in, self.rate_in, self.blend_in, self.angle_in) if m is not None]
+        step, rate, *rest = [at_least_float32(z) for z in fused_linears(x, *maps)]
+        step = F.softplus(step + self.dt_bias)
+        log_decay = -F.softplus(rate).clamp(min=SLOWEST) * step
+        blend = None if self.blend_in is None else rest[0].sigmoid()
+        turn = None if self.angle_in is None else math.pi * rest[-1].tanh()
         return step, log_decay, blend, turn
 
     def _columns(
@@ -164,10 +164,7 @@ class Mamba3(HebbianFamily):
         return (q, torch.stack([keys[:, 1:], keys[:, :-1]], 3), torch.stack([new, again], 3)), carried
 
     def _rotated(self, z: Tensor, bias: Tensor | None, angles: Tensor | None) -> Tensor:
-        """B or C `[B, T, G·K]` with its bias, rotated: `[B, T, H, K]`, or `[B, T, G, K]` if all heads of a group agree.
-
-        Channel i and channel i + pairs are a pair.
-        """
+        """B or C `[B, T, G·K]` with its bias, rotated: `[B, T, H, K]`, or `[B, T, G, K]` if all heads of a group agree."""
         z = split_heads(z, self.groups)
         if bias is not None:
             shared = z.unsqueeze(3) + bias.to(z.dtype).unflatten(0, (self.groups, -1))
