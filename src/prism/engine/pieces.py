@@ -3,6 +3,7 @@
     residual_norm   s = x + delta,   y = RMSNorm(s) in autocast's dtype
     swiglu          down(silu(gate x) ⊙ up x)
     gated_output    out(RMSNorm(o) ⊙ silu(g)), per head
+    products        x W₁ᵀ, x W₂ᵀ …: the gradient of x is summed inside the products of the backward pass
 
 Each function is its definition in torch. In training on a GPU an autograd function takes its place, if every module in it is
 an ordinary one without hooks: the same values up to rounding, from the kernels in engine/kernels/pieces.py. It keeps its
@@ -66,6 +67,21 @@ def gated_output(
         return y
     (y,), _ = cheap(lambda o, g: ((norm(o, F.silu(g)),), None), o, g)
     return out(y)
+
+
+def products_serve(x: Tensor) -> bool:
+    """Whether `products` of x sums its gradient inside the products."""
+    return _serves(x) and x.dtype == _autocast_dtype(x)
+
+
+def products(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    """x `[…, D]` and weights `[N_i, D]` → x W_iᵀ `[…, N_i]` for each weight.
+
+    The gradients of x by each product are otherwise summed by autograd, which reads and writes all of them once more.
+    """
+    if len(weights) > 1 and products_serve(x):
+        return list(_Products.apply(x, *weights))
+    return [F.linear(x, w) for w in weights]
 
 
 def plain_linear(m: nn.Module) -> bool:
@@ -210,3 +226,28 @@ class _GatedOutput(torch.autograd.Function):
         d_o, d_g, y, d_weight = kernel.gated_norm_backward(o, g, weight, d_y, ctx.eps)
         d_out = _weight_gradient(flat, y.view(-1, back.shape[1]), ctx.dtype) if ctx.needs_input_grad[4] else None
         return d_o.view(ctx.shapes[0]), d_g.view(ctx.shapes[1]), d_weight, None, d_out
+
+
+class _Products(torch.autograd.Function):
+    """Keeps x and the weights in x's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        flat, cast = _rows(x, x.shape[-1]), [w.to(x.dtype) for w in weights]
+        ctx.save_for_backward(flat, *cast)
+        ctx.shape, ctx.dtypes = x.shape, [w.dtype for w in weights]
+        ctx.set_materialize_grads(False)
+        return tuple((flat @ w.T).view(*x.shape[:-1], len(w)) for w in cast)
+
+    @staticmethod
+    def backward(ctx: Any, *d_ys: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        x, *weights = ctx.saved_tensors
+        rows = [None if d is None else _rows(d, len(w)) for d, w in zip(d_ys, weights, strict=True)]
+        d_x = None
+        for d, w in zip(rows, weights, strict=True):
+            if d is not None and ctx.needs_input_grad[0]:
+                d_x = d @ w if d_x is None else d_x.addmm_(d, w)
+        wanted = zip(rows, ctx.dtypes, ctx.needs_input_grad[1:], strict=True)
+        d_weights = [_weight_gradient(d, x, dtype) if d is not None and wants else None for d, dtype, wants in wanted]
+        return None if d_x is None else d_x.view(ctx.shape), *d_weights
