@@ -56,6 +56,20 @@ def test_residual_norm(by_kernels: None, rows: int, added: bool) -> None:
 
 
 @needs_kernels
+def test_residual_sum(by_kernels: None) -> None:
+    x, delta = torch.randn(2, 30, 20, device=DEVICE), torch.randn(2, 30, 20, device=DEVICE).bfloat16()
+    x.requires_grad_()
+    delta.requires_grad_()
+    with unwritten_memory_is_nan():
+        s = pieces.residual_sum(x, delta)
+    assert "ResidualSum" in s.grad_fn.name() and s.dtype == torch.float32  # type: ignore[union-attr]
+    torch.testing.assert_close(s, x + delta, rtol=0, atol=0)
+    d_s = torch.randn_like(s)
+    found = torch.autograd.grad(s, [x, delta], d_s)
+    torch.testing.assert_close(found, (d_s, d_s.bfloat16()), rtol=0, atol=0)
+
+
+@needs_kernels
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3)])
 def test_swiglu(by_kernels: None, shape: tuple[int, int]) -> None:
     maps = [nn.Linear(12, 1030, bias=False), nn.Linear(12, 1030, bias=False), nn.Linear(1030, 12, bias=False)]

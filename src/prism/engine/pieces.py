@@ -1,6 +1,7 @@
 """The pieces of a layer around its mixer, and how they are trained on a GPU: few passes over memory, and little kept.
 
     residual_norm   s = x + delta,   y = RMSNorm(s) in autocast's dtype
+    residual_sum    x + delta
     swiglu          down(silu(gate x) ⊙ up x)
     gated_output    out(RMSNorm(o) ⊙ silu(g)), per head
     products        x W₁ᵀ, x W₂ᵀ …: the gradient of x is summed inside the products of the backward pass
@@ -42,6 +43,14 @@ def residual_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Ten
         return s, replaceable(y, partial(_normed, norm=norm, dtype=y.dtype), s)
     s = x if delta is None else x + delta
     return s, replaceable(to_autocast_dtype(norm(s)), lambda z: to_autocast_dtype(norm(z)), s)
+
+
+def residual_sum(x: Tensor, delta: Tensor) -> Tensor:
+    """x + delta `[…, D]`. For a sum of two dtypes torch takes twice as long as memory allows."""
+    if x.dtype == torch.float32 != delta.dtype and x.shape == delta.shape and x.shape[-1] <= WIDEST_ROW and _serves(x):
+        s: Tensor = _ResidualSum.apply(x, delta)
+        return s
+    return x + delta
 
 
 def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
@@ -167,6 +176,21 @@ class _ResidualNorm(torch.autograd.Function):
         d_x, d_delta, d_weight = kernel.residual_norm_backward(s, weight, above, _rows(d_y, D), ctx.eps, ctx.delta)
         shaped = d_x.view(d_y.shape), None if d_delta is None else d_delta.view(d_y.shape)
         return *shaped, d_weight, None, None
+
+
+class _ResidualSum(torch.autograd.Function):
+    """Keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor) -> Tensor:
+        from prism.engine.kernels import pieces as kernel
+
+        ctx.dtype = delta.dtype
+        return kernel.residual_sum(_rows(x, x.shape[-1]), _rows(delta, x.shape[-1])).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_s: Tensor) -> tuple[Tensor, Tensor]:
+        return d_s, d_s.to(ctx.dtype)
 
 
 class _SwiGLU(torch.autograd.Function):
