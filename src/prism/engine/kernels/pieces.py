@@ -180,7 +180,7 @@ def gated_norm_backward_kernel(
     factor = tl.full((BLOCK,), 1.0, tl.float32)
     if weight is not None:
         factor = tl.load(weight + v, mask=v < D, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)  # summed over rows at the end: warps need not wait for each other
     first = tl.program_id(0).to(tl.int64) * repeat * ROWS
     for i in range(repeat):
         r = first + i * ROWS + tl.arange(0, ROWS)
@@ -192,13 +192,13 @@ def gated_norm_backward_kernel(
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         unit = x * shrink
         scaled = unit * factor[None, :]
-        total += tl.sum(d_out * activated * unit, 0)
+        total += d_out * activated * unit
         d_unit = d_out * activated * factor[None, :]
         d_x = shrink * (d_unit - unit * (tl.sum(d_unit * unit, 1) / D)[:, None])
         tl.store(d_o + place, d_x.to(d_o.dtype.element_ty), mask=inside)
         tl.store(d_g + place, (d_out * scaled * slope).to(d_g.dtype.element_ty), mask=inside)
         tl.store(y + place, (scaled * activated).to(y.dtype.element_ty), mask=inside)
-    tl.store(d_weight + tl.program_id(0) * D + v, total, mask=v < D)
+    tl.store(d_weight + tl.program_id(0) * D + v, tl.sum(total, 0), mask=v < D)
 
 
 def residual_norm(
