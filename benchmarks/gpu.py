@@ -3,6 +3,7 @@
     python benchmarks/gpu.py                          # accuracy, speed, decoding, first call
     python benchmarks/gpu.py --only accuracy
     python benchmarks/gpu.py --peers                  # also flash-linear-attention; its autotuning takes minutes
+    python benchmarks/gpu.py --peers --only speed --subjects gated_delta --widths 128   # some rows of the speed table
     TRITON_INTERPRET=1 python benchmarks/gpu.py --tiny    # a smoke test of the accuracy part on a CPU
 
 Prints one table per part and writes JSON. Accuracy comes first: if any error is more than twice that of torch (accuracy.py),
@@ -14,9 +15,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -32,6 +34,8 @@ from prism.engine.kernels.configurations import MEASURED, architecture
 from prism.reports.results import write_results
 
 PARTS = ("accuracy", "decode", "first-call", "speed")
+SUBJECTS = ("gated_delta", "attention", "delta_product", "groups", "comba", *speed_channels.RULES)
+WIDTHS = tuple(sorted({shape.width for shape in speed.SHAPES}))
 Keep = Callable[[list[dict[str, Any]]], None]
 """Called with all rows so far after each row, so that an interrupted run leaves results."""
 
@@ -103,48 +107,68 @@ def _ratio(error: dict[str, float]) -> float:
     return error["kernel"] / max(error["torch"], accuracy.FLOOR / 2)
 
 
-def time_all(have: speed.Ceilings, peers: bool, keep: Keep) -> None:
+class Row(NamedTuple):
+    """A row of the speed table that can be measured."""
+
+    subject: str
+    shape: speed.Shape
+    what: str
+    measure: Callable[[], dict[str, float]]
+    floors: Callable[[], tuple[float, float]] | None = None
+
+
+def speed_rows(have: speed.Ceilings, peers: bool) -> Iterator[Row]:
+    """All rows: ours first, then flash-linear-attention's, which autotunes every new width for minutes."""
+    first = speed.SHAPES[0]
+    wide = [shape for shape in speed.SHAPES if shape.width == 128]
+    grouped = [first._replace(heads=heads) for heads in speed.GROUPED]
+    for shape in speed.SHAPES:
+        for writes in (1, 2, 4):
+            floors = partial(_floors, shape, writes, have)
+            yield Row("gated_delta", shape, f"PRISM L={writes}", partial(speed.ours, shape, writes), floors)
+        yield Row("attention", shape, "softmax attention (SDPA)", partial(speed.attention, shape))
+    for shape in wide:
+        yield Row("delta_product", shape, "Gated DeltaProduct n=2", partial(speed.ours, shape, 1, substeps=2))
+    for shape in grouped:
+        measure = partial(speed.ours, shape, 1, groups=first.heads)
+        yield Row("groups", shape, f"PRISM L=1, {first.heads} groups", measure)
+    for shape in speed_channels.SHAPES:
+        for rule in speed_channels.RULES:
+            yield Row(rule, shape, rule, partial(speed_channels.ours, shape, rule))
+    if not peers:
+        return
+    theirs = speed.flash_linear_attention
+    for shape in speed.SHAPES:
+        yield Row("gated_delta", shape, "fla Gated DeltaNet", partial(theirs, shape, "gated_delta", 1))
+    for shape in speed_channels.SHAPES:
+        for rule in speed_channels.RULES:
+            yield Row(rule, shape, f"fla {rule}", partial(speed_channels.flash_linear_attention, shape, rule))
+    for n, shapes in ((2, wide), (4, wide[:1])):
+        for shape in shapes:
+            measure = partial(theirs, shape, "delta_product", n)
+            yield Row("delta_product", shape, f"fla Gated DeltaProduct n={n}", measure)
+    yield Row("comba", wide[0], "PRISM L=2 through fla's Comba", partial(theirs, wide[0], "comba", 2))
+    for shape in grouped:
+        measure = partial(theirs, shape, "gated_delta", 1, first.heads)
+        yield Row("groups", shape, f"fla Gated DeltaNet, {first.heads} groups", measure)
+
+
+def _floors(shape: speed.Shape, writes: int, have: speed.Ceilings) -> tuple[float, float]:
+    return speed.floor(shape, writes, have, False), speed.floor(shape, writes, have, True)
+
+
+def time_all(chosen: list[Row], keep: Keep) -> None:
     table = Table("shape", "what", "forward ms", "both ms", "forward / floor", "both / floor")
     rows = []
-
-    def one(shape: speed.Shape, what: str, times: dict[str, float], floors: tuple[float, float] | None) -> None:
+    for row in chosen:
+        times, floors = row.measure(), None if row.floors is None else row.floors()
         shares = [""] * 2
         if floors is not None:
             shares = [f"{times[name] / f:.1f}" for name, f in zip(("forward", "both"), floors, strict=True)]
-        table.add_row(str(shape), what, f"{times['forward']:.3f}", f"{times['both']:.3f}", *shares)
-        rows.append({"shape": list(shape), "what": what, **times, "floors": floors})
+        table.add_row(str(row.shape), row.what, f"{times['forward']:.3f}", f"{times['both']:.3f}", *shares)
+        rows.append({"shape": list(row.shape), "what": row.what, **times, "floors": floors})
         keep(rows)
-        print(f"{shape!s:22} {what:32} {times['forward']:.3f} / {times['both']:.3f} ms", flush=True)
-
-    for shape in speed.SHAPES:
-        for writes in (1, 2, 4):
-            floors = (speed.floor(shape, writes, have, False), speed.floor(shape, writes, have, True))
-            one(shape, f"PRISM L={writes}", speed.ours(shape, writes), floors)
-        one(shape, "softmax attention (SDPA)", speed.attention(shape), None)
-    first = speed.SHAPES[0]
-    grouped = [first._replace(heads=heads) for heads in speed.GROUPED]
-    one(first, "Gated DeltaProduct n=2", speed.ours(first, 1, substeps=2), None)
-    for shape in grouped:
-        one(shape, f"PRISM L=1, {first.heads} groups", speed.ours(shape, 1, groups=first.heads), None)
-    for shape in speed_channels.SHAPES:
-        for rule in speed_channels.RULES:
-            one(shape, rule, speed_channels.ours(shape, rule), None)
-    if peers:  # every new width is autotuned, for minutes
-        for shape in speed.SHAPES:
-            one(shape, "fla Gated DeltaNet", speed.flash_linear_attention(shape, "gated_delta", 1), None)
-        wide = [shape for shape in speed.SHAPES if shape.width == 128]
-        for shape in speed_channels.SHAPES:
-            for rule in speed_channels.RULES:
-                one(shape, f"fla {rule}", speed_channels.flash_linear_attention(shape, rule), None)
-        for n, shapes in ((2, wide), (4, wide[:1])):
-            for shape in shapes:
-                times = speed.flash_linear_attention(shape, "delta_product", n)
-                one(shape, f"fla Gated DeltaProduct n={n}", times, None)
-        for shape in wide[:1]:
-            one(shape, "PRISM L=2 through fla's Comba", speed.flash_linear_attention(shape, "comba", 2), None)
-        for shape in grouped:
-            times = speed.flash_linear_attention(shape, "gated_delta", 1, first.heads)
-            one(shape, f"fla Gated DeltaNet, {first.heads} groups", times, None)
+        print(f"{row.shape!s:22} {row.what:32} {times['forward']:.3f} / {times['both']:.3f} ms", flush=True)
     Console().print(table)
 
 
@@ -164,6 +188,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to run (default: all)")
     parser.add_argument("--peers", action="store_true", help="also time flash-linear-attention")
+    parser.add_argument(
+        "--subjects", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="what is timed (default: all)"
+    )
+    parser.add_argument(
+        "--widths", nargs="+", type=int, choices=WIDTHS, default=WIDTHS, help="head sizes that are timed"
+    )
     parser.add_argument(
         "--part", nargs=2, type=int, default=(0, 1), metavar=("I", "N"),
         help="run only part I of N of the accuracy cases, counted from 0: parts can run in parallel",
@@ -204,7 +234,12 @@ def main() -> None:
         keep("first call", speed.first_call())
         print("seconds from an empty compile cache:", results["first call"])
     if "speed" in parts:
-        time_all(have, arguments.peers, lambda rows: keep("speed", rows))
+        chosen = [
+            row
+            for row in speed_rows(have, arguments.peers)
+            if row.subject in arguments.subjects and row.shape.width in arguments.widths
+        ]
+        time_all(chosen, lambda rows: keep("speed", rows))
 
 
 if __name__ == "__main__":

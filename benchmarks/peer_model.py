@@ -1,4 +1,4 @@
-"""Run our Gated DeltaNet model on flash-linear-attention's kernels, for comparison."""
+"""Gated DeltaNet by flash-linear-attention, for comparison: its kernel in our model, and its own whole model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,43 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import prism
 from candidates import compile_candidates_together
 from prism.engine import dispatch
 from prism.engine.fused import Columns
+from prism.models import PrismConfig
 from prism.rules import delta
+
+
+def fla_model(ours: PrismConfig, head_dim: int) -> nn.Module:
+    """Their own model at the sizes of ours, with its fused norms, SwiGLU, convolutions and linear cross-entropy."""
+    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
+
+    return GatedDeltaNetForCausalLM(
+        GatedDeltaNetConfig(
+            hidden_size=ours.hidden_size,
+            num_heads=ours.num_heads,
+            head_dim=head_dim,
+            expand_v=1.0,  # values as wide as keys
+            num_hidden_layers=ours.num_hidden_layers,
+            intermediate_size=ours.intermediate_size,
+            vocab_size=ours.vocab_size,
+            tie_word_embeddings=True,
+            fuse_cross_entropy=False,  # one of the two, and this one keeps no logits
+            fuse_linear_cross_entropy=True,
+            use_cache=False,
+        )
+    )
+
+
+def prepare_fla() -> None:
+    """Make flash-linear-attention run here, and its autotuner take seconds instead of minutes."""
+    from fla.ops.common import chunk_o
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True  # for timing only: with this compiler their backward refuses to run on Hopper
+    compile_candidates_together()
 
 
 @contextmanager
@@ -25,11 +55,9 @@ def fla_kernels(active: bool) -> Iterator[None]:
     if not active:
         yield
         return
-    from fla.ops.common import chunk_o
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    chunk_o.TRITON_ABOVE_3_7_1 = True  # for timing only: with this compiler their backward refuses to run on Hopper
-    compile_candidates_together()
+    prepare_fla()
 
     def unscaled(mixed: Tensor, beta: Tensor, key_dim: int, *_: Any) -> Columns:
         keys = beta.shape[-1] * key_dim

@@ -10,7 +10,8 @@ What is timed is the step of `prism train lm`: settings go in, and its own code 
 gradient norm and update, in bfloat16 autocast; only the tokens are random. Every batch holds the same number of tokens for
 every context, so that a column shows the cost of the context itself. Models run one after the other in one process. The
 contexts of a model take turns, because a GPU that has worked for some seconds is slower by two per cent; figures are the
-median over all turns. `gated_delta-fla` is the same model on flash-linear-attention's kernels. With `--graph`, forward and
+median over all turns. `gated_delta-fla` is our model with flash-linear-attention's kernel for the memory; `fla-gated_delta`
+is that library's own whole model at the same sizes, with all its fused parts, in the same steps. With `--graph`, forward and
 backward are a CUDA graph: otherwise memories that process mini-batch after mini-batch wait for Python.
 """
 
@@ -27,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from peer_model import fla_kernels
+from peer_model import fla_kernels, fla_model, prepare_fla
 from prism.language.model import build_model
 from prism.language.settings import DataSettings, ModelSettings, Settings
 from prism.language.task import LanguageTask
@@ -47,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "prism-4": {"layers": "prism", "options": ("prism.steps=4",)},
     "gated_delta": {"layers": "gated_delta"},
     "gated_delta-fla": {"layers": "gated_delta"},
+    "fla-gated_delta": {"layers": "gated_delta"},
     "mamba2": {"layers": "mamba2", "num_heads": 12, "head_dim": None},
     "transformer": {"layers": "softmax", "num_heads": 12, "head_dim": None},
 }
@@ -82,7 +85,7 @@ class RandomTokens(LanguageTask):
     def __init__(self, chosen: Settings, form: str | None) -> None:
         self.settings, self.weights, self.form = chosen, None, form
 
-    def build(self) -> PrismForCausalLM:
+    def build(self) -> nn.Module:
         model = build_model(self.settings.model, self.settings.model.vocab_size, 0)
         if self.form is not None:
             model.config.form = self.form
@@ -94,6 +97,19 @@ class RandomTokens(LanguageTask):
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
 
 
+class PeerTokens(RandomTokens):
+    """The same steps with flash-linear-attention's own model, which shifts the labels itself: the last token has none."""
+
+    def build(self) -> nn.Module:
+        chosen = self.settings.model
+        if torch.cuda.is_available():
+            prepare_fla()
+        return fla_model(super().build().config, chosen.head_dim or chosen.hidden_size // chosen.num_heads)
+
+    def loss(self, model: nn.Module, samples: Batch) -> torch.Tensor:
+        return model(samples.inputs, labels=samples.inputs, use_cache=False).loss * samples.targets.numel()
+
+
 class Trainer:
     """A model, and the steps of `prism train lm` at each of several contexts."""
 
@@ -102,7 +118,8 @@ class Trainer:
         form = "serial" if name.endswith("-serial") else None
         self.model, self.steps, self.made = None, {}, 0
         for context in contexts:
-            task = RandomTokens(settings(name, context, max(1, tokens // context), arguments), form)
+            chosen = settings(name, context, max(1, tokens // context), arguments)
+            task = (PeerTokens if name.startswith("fla-") else RandomTokens)(chosen, form)
             if self.model is None:
                 self.model = spread(task.build, task.initialize, world).train()
                 stepper = Stepper(task, world, self.model)
@@ -306,7 +323,7 @@ def main() -> None:
         parser.error("torch finds no GPU: use --tiny, which runs small models on the CPU")
     if arguments.device == "cpu" and arguments.graph:
         parser.error("--graph needs a GPU")
-    served = [name for name in MODELS if arguments.device == "cuda" or not name.endswith("-fla")]
+    served = [name for name in MODELS if arguments.device == "cuda" or "fla" not in name]
     arguments.models = served if arguments.models is None else arguments.models
     arguments.contexts = arguments.contexts or (list(CONTEXTS) if not arguments.tiny else [64, 256])
     arguments.tokens = arguments.tokens or (131072 if not arguments.tiny else 512)

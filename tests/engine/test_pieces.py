@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import pieces
+from prism.nn.mixer import Mixer
 from prism.rules.parts.norms import HeadNorm, gated_output
 from tests.engine.kernels.where import DEVICE, needs_kernels
 from tests.helpers import unwritten_memory_is_nan
@@ -55,6 +56,20 @@ def test_residual_norm(by_kernels: None, rows: int, added: bool) -> None:
 
 
 @needs_kernels
+def test_residual_sum(by_kernels: None) -> None:
+    x, delta = torch.randn(2, 30, 20, device=DEVICE), torch.randn(2, 30, 20, device=DEVICE).bfloat16()
+    x.requires_grad_()
+    delta.requires_grad_()
+    with unwritten_memory_is_nan():
+        s = pieces.residual_sum(x, delta)
+    assert "ResidualSum" in s.grad_fn.name() and s.dtype == torch.float32  # type: ignore[union-attr]
+    torch.testing.assert_close(s, x + delta, rtol=0, atol=0)
+    d_s = torch.randn_like(s)
+    found = torch.autograd.grad(s, [x, delta], d_s)
+    torch.testing.assert_close(found, (d_s, d_s.bfloat16()), rtol=0, atol=0)
+
+
+@needs_kernels
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3)])
 def test_swiglu(by_kernels: None, shape: tuple[int, int]) -> None:
     maps = [nn.Linear(12, 1030, bias=False), nn.Linear(12, 1030, bias=False), nn.Linear(1030, 12, bias=False)]
@@ -70,8 +85,52 @@ def test_gated_output(by_kernels: None, tokens: int) -> None:
     assert_equal(*both(lambda o, g: gated_output(norm, o, g, out), given, [norm, out]))
 
 
+def test_products(by_kernels: None) -> None:
+    maps = [nn.Linear(12, size, bias=False) for size in (30, 8, 1)]
+    call = lambda x: tuple(pieces.products(x, *(m.weight for m in maps)))  # noqa: E731
+    assert_equal(*both(call, [torch.randn(2, 5, 12)], maps))
+    x = torch.randn(3, 12, device=DEVICE, requires_grad=True)
+    first, second, _ = pieces.products(x, *(m.float().weight for m in maps))
+    assert first.grad_fn is second.grad_fn
+    found = torch.autograd.grad(second.sum(), [x, maps[1].weight, maps[0].weight], allow_unused=True)
+    assert found[2] is None  # an output that nothing reads costs no product
+    torch.testing.assert_close(found[0], maps[1].weight.sum(0).expand_as(x))
+
+
+def test_products_of_frozen_maps_have_the_gradient_of_their_input_only(by_kernels: None) -> None:
+    maps = [nn.Linear(4, 6, bias=False, device=DEVICE).requires_grad_(frozen) for frozen in (False, True)]
+    x = torch.randn(3, 4, device=DEVICE, requires_grad=True)
+    sum(y.sum() for y in pieces.products(x, *(m.weight for m in maps))).backward()  # type: ignore[union-attr]
+    assert x.grad is not None and maps[0].weight.grad is None and maps[1].weight.grad is not None
+    torch.testing.assert_close(x.grad, sum(m.weight.sum(0) for m in maps).expand_as(x))  # type: ignore[union-attr]
+
+
 @needs_kernels
-@pytest.mark.parametrize("piece", ["residual_norm", "swiglu", "gated_output"])
+@pytest.mark.parametrize("rule", ["prism", "gated_delta", "kda", "delta"])
+def test_a_layer_whose_maps_share_the_gradient_of_their_input(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients of a mixer, and with a hook on one map, which is then called."""
+    torch.manual_seed(0)
+    mixer, x = Mixer(rule, 32, 2, key_dim=16, value_dim=16).to(DEVICE), torch.randn(2, 20, 32, device=DEVICE)
+    counted = []
+    apply = pieces._Products.apply
+    monkeypatch.setattr(pieces._Products, "apply", lambda *given: counted.append(len(given)) or apply(*given))
+
+    def run() -> list[Tensor]:
+        own = x.clone().requires_grad_()
+        y = mixer(own)[0]
+        return [y, *torch.autograd.grad(y.square().sum(), [own, *mixer.parameters()])]
+
+    plain = run()
+    monkeypatch.setattr(pieces, "use_kernel", lambda x: True)
+    assert_equal(run(), [z.double() for z in plain])
+    assert counted == [3 if rule == "delta" else 4]
+    mixer.rule.qkv.register_forward_hook(lambda module, given, answer: None)
+    assert_equal(run(), [z.double() for z in plain])
+    assert len(counted) == 1
+
+
+@needs_kernels
+@pytest.mark.parametrize("piece", ["residual_norm", "swiglu", "gated_output", "products"])
 def test_half_precision_errs_at_most_twice_what_torch_does(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     norm, head = nn.RMSNorm(32, eps=1e-5), HeadNorm(16)
@@ -81,6 +140,7 @@ def test_half_precision_errs_at_most_twice_what_torch_does(piece: str, monkeypat
         "residual_norm": (lambda x, d: pieces.residual_norm(x, d, norm), [(2, 40, 32), (2, 40, 32)], [norm]),
         "swiglu": (lambda x: pieces.swiglu(x, *maps), [(2, 40, 32)], maps),
         "gated_output": (lambda o, g: gated_output(head, o, g, out), [(2, 40, 2, 16), (2, 40, 32)], [head, out]),
+        "products": (lambda x: tuple(pieces.products(x, *(m.weight for m in maps[:2]))), [(2, 40, 32)], maps[:2]),
     }
     call, shapes, modules = calls[piece]
     given = [torch.randn(shape) for shape in shapes]

@@ -1,8 +1,10 @@
 """The pieces of a layer around its mixer, and how they are trained on a GPU: few passes over memory, and little kept.
 
     residual_norm   s = x + delta,   y = RMSNorm(s) in autocast's dtype
+    residual_sum    x + delta
     swiglu          down(silu(gate x) ⊙ up x)
     gated_output    out(RMSNorm(o) ⊙ silu(g)), per head
+    products        x W₁ᵀ, x W₂ᵀ …: the gradient of x is summed inside the products of the backward pass
 
 Each function is its definition in torch. In training on a GPU an autograd function takes its place, if every module in it is
 an ordinary one without hooks: the same values up to rounding, from the kernels in engine/kernels/pieces.py. It keeps its
@@ -43,6 +45,14 @@ def residual_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Ten
     return s, replaceable(to_autocast_dtype(norm(s)), lambda z: to_autocast_dtype(norm(z)), s)
 
 
+def residual_sum(x: Tensor, delta: Tensor) -> Tensor:
+    """x + delta `[…, D]`. For a sum of two dtypes torch takes twice as long as memory allows."""
+    if x.dtype == torch.float32 != delta.dtype and x.shape == delta.shape and x.shape[-1] <= WIDEST_ROW and _serves(x):
+        s: Tensor = _ResidualSum.apply(x, delta)
+        return s
+    return x + delta
+
+
 def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
     """`[…, D]` → `[…, D]`: down(silu(gate x) ⊙ up x)."""
     if _serves(x) and x.dtype == _autocast_dtype(x) and all(map(plain_linear, (gate, up, down))):
@@ -66,6 +76,21 @@ def gated_output(
         return y
     (y,), _ = cheap(lambda o, g: ((norm(o, F.silu(g)),), None), o, g)
     return out(y)
+
+
+def products_serve(x: Tensor) -> bool:
+    """Whether `products` of x sums its gradient inside the products."""
+    return _serves(x) and x.dtype == _autocast_dtype(x)
+
+
+def products(x: Tensor, *weights: Tensor) -> list[Tensor]:
+    """x `[…, D]` and weights `[N_i, D]` → x W_iᵀ `[…, N_i]` for each weight.
+
+    The gradients of x by each product are otherwise summed by autograd, which reads and writes all of them once more.
+    """
+    if len(weights) > 1 and products_serve(x):
+        return list(_Products.apply(x, *weights))
+    return [F.linear(x, w) for w in weights]
 
 
 def plain_linear(m: nn.Module) -> bool:
@@ -153,6 +178,21 @@ class _ResidualNorm(torch.autograd.Function):
         return *shaped, d_weight, None, None
 
 
+class _ResidualSum(torch.autograd.Function):
+    """Keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor) -> Tensor:
+        from prism.engine.kernels import pieces as kernel
+
+        ctx.dtype = delta.dtype
+        return kernel.residual_sum(_rows(x, x.shape[-1]), _rows(delta, x.shape[-1])).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_s: Tensor) -> tuple[Tensor, Tensor]:
+        return d_s, d_s.to(ctx.dtype)
+
+
 class _SwiGLU(torch.autograd.Function):
     """Keeps x, both projections in one tensor, and the weights in x's dtype; the product is computed again."""
 
@@ -210,3 +250,28 @@ class _GatedOutput(torch.autograd.Function):
         d_o, d_g, y, d_weight = kernel.gated_norm_backward(o, g, weight, d_y, ctx.eps)
         d_out = _weight_gradient(flat, y.view(-1, back.shape[1]), ctx.dtype) if ctx.needs_input_grad[4] else None
         return d_o.view(ctx.shapes[0]), d_g.view(ctx.shapes[1]), d_weight, None, d_out
+
+
+class _Products(torch.autograd.Function):
+    """Keeps x and the weights in x's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        flat, cast = _rows(x, x.shape[-1]), [w.to(x.dtype) for w in weights]
+        ctx.save_for_backward(flat, *cast)
+        ctx.shape, ctx.dtypes = x.shape, [w.dtype for w in weights]
+        ctx.set_materialize_grads(False)
+        return tuple((flat @ w.T).view(*x.shape[:-1], len(w)) for w in cast)
+
+    @staticmethod
+    def backward(ctx: Any, *d_ys: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        x, *weights = ctx.saved_tensors
+        rows = [None if d is None else _rows(d, len(w)) for d, w in zip(d_ys, weights, strict=True)]
+        d_x = None
+        for d, w in zip(rows, weights, strict=True):
+            if d is not None and ctx.needs_input_grad[0]:
+                d_x = d @ w if d_x is None else d_x.addmm_(d, w)
+        wanted = zip(rows, ctx.dtypes, ctx.needs_input_grad[1:], strict=True)
+        d_weights = [_weight_gradient(d, x, dtype) if d is not None and wants else None for d, dtype, wants in wanted]
+        return None if d_x is None else d_x.view(ctx.shape), *d_weights

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from prism import rules
 from prism.engine import compat, layer_step
 from prism.engine.context import Context
-from prism.engine.pieces import plain_linear, residual_norm, swiglu
+from prism.engine.pieces import plain_linear, residual_norm, residual_sum, swiglu
 from prism.engine.recompute import recomputing
 from prism.engine.step_plan import GluPlan, Norm
 from prism.nn.mixer import Mixer
@@ -95,7 +95,7 @@ class Block(nn.Module):
             if self.has_mlp:
                 x, y = residual_norm(x, mixed, self.mlp_norm)
                 mixed = self.dropout(self.mlp(y))
-            return x + mixed, state if keep_state else State()
+            return residual_sum(x, mixed), state if keep_state else State()
 
     def _step(self, x: Tensor, state: State, form: str, backend: str) -> tuple[Tensor, State] | None:
         """One token per row in a few kernels, with the state after it; None if the ordinary forward pass must compute it."""

@@ -22,7 +22,7 @@ from prism.engine.compat import is_unmodified
 from prism.engine.fused import Columns, Corrections, conv_columns, delta_columns, one_operator_serves
 from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan, Norm
-from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, map_plan
+from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan
 from prism.rules.parts.decays import SoftplusDecay
 from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.rule import (
@@ -75,10 +75,18 @@ class DeltaFamily(Rule):
         self.decay_in: nn.Module | None = nn.Linear(width, heads, bias=False) if forget_gate else None
         self.decay: SoftplusDecay | None = SoftplusDecay(heads) if forget_gate else None
 
-    def beta_and_decay(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """β `[B, T·n, H]` for n = `substeps`, and the log-decay: `[B, T, H]`, `[B, T, H, K]` or None."""
-        maps = [self.beta] if self.decay_in is None else [self.beta, self.decay_in]
-        beta, *decay = fused_linears(x, *maps)
+    @property
+    def rate_maps(self) -> tuple[nn.Module, ...]:
+        """The maps to β and to the decay."""
+        return (self.beta,) if self.decay_in is None else (self.beta, self.decay_in)
+
+    def beta_and_decay(self, x: Tensor, mapped: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
+        """β `[B, T·n, H]` for n = `substeps`, and the log-decay: `[B, T, H]`, `[B, T, H, K]` or None.
+
+        Args:
+            mapped: the outputs of `rate_maps` of x, if they are known.
+        """
+        beta, *decay = fused_linears(x, *self.rate_maps) if mapped is None else mapped
         beta = beta.unflatten(-1, (self.substeps, self.heads)).flatten(1, 2)  # [B, T, n·H] -> [B, T·n, H]
         beta = beta.sigmoid() if self.beta_scale == 1.0 else self.beta_scale * beta.sigmoid()
         return beta, None if self.decay is None else self.decay(decay[0])
@@ -96,8 +104,12 @@ class DeltaFamily(Rule):
         return {"erase_strength": beta, "erase_first": True}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
-        beta, log_decay = self.beta_and_decay(x)
-        found, carried = self._columns(x, self.qkv(x), beta, carry, span)
+        """As in `Rule`; the extra is the gate's map of x, or None if `output` is to compute it."""
+        groups = [(self.qkv,), self.rate_maps, *([] if self.gate is None else [(self.gate,)])]
+        together = linear_groups(x, *groups)
+        [projected], rates, *gates = [[self.qkv(x)], None] if together is None else together
+        beta, log_decay = self.beta_and_decay(x, rates)
+        found, carried = self._columns(x, projected, beta, carry, span)
         q, k, w = found
         k, of_keys = self.placed(k, carry, span)
         update = Update(
@@ -110,7 +122,7 @@ class DeltaFamily(Rule):
             substeps=self.substeps,
             **self.erasure(x, beta, k),
         )
-        return update, {**carried, **of_keys}, None
+        return update, {**carried, **of_keys}, gates[0][0] if gates else None
 
     def _columns(
         self, x: Tensor, projected: Tensor, beta: Tensor, carry: Carry, span: Span
@@ -143,8 +155,10 @@ class DeltaFamily(Rule):
         sizes = self.conv.size, self.key_dim, self.value_dim, self.write_rank
         return self.conv.weight if plain and one_operator_serves(projected, window, *sizes) else None
 
-    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
-        return self.out(self.norm(o)) if self.gate is None else gated_output(self.norm, o, self.gate(x), self.out)
+    def output(self, o: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
+        if self.gate is None:
+            return self.out(self.norm(o))
+        return gated_output(self.norm, o, self.gate(x) if extra is None else extra, self.out)
 
     def step_plan(self) -> DeltaPlan | None:
         maps = {name: map_plan(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}

@@ -84,9 +84,10 @@ class Kda(DeltaFamily):
         else:
             self.decay = BoundedDecay(heads, K, lower_bound)
 
-    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+    def output(self, o: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
         assert self.gate is not None
-        return self.out(self.norm(o, self.gate(x).sigmoid()))
+        gate = self.gate(x) if extra is None else extra
+        return self.out(self.norm(o, gate.sigmoid()))
 
     def step_plan(self) -> DeltaPlan | None:
         plan = super().step_plan()

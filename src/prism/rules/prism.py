@@ -181,13 +181,15 @@ class Prism(GatedDelta):
         return {"erase_key": split_heads(strength, self.heads) * k[..., 0, :], "erase_write_first": True}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
-        update, carried, _ = super().update(x, carry, span)
-        return update, carried, span.shared if self.hands_over else None
+        """As in `DeltaFamily`; the extra is the gate's map of x and, if this layer hands its read to others, where to put it."""
+        update, carried, gate = super().update(x, carry, span)
+        return update, carried, (gate, span.shared if self.hands_over else None)
 
-    def output(self, o: Tensor, x: Tensor, extra: dict[str, Tensor] | None) -> Tensor:
-        if extra is not None:
-            extra[f"prism read {self.layer_index}"] = o
-        return super().output(o, x, None)
+    def output(self, o: Tensor, x: Tensor, extra: tuple[Tensor | None, dict[str, Tensor] | None]) -> Tensor:
+        gate, shared = extra
+        if shared is not None:
+            shared[f"prism read {self.layer_index}"] = o
+        return super().output(o, x, gate)
 
     def _read_below(self, span: Span) -> Tensor | None:
         """What the next layer below with residual="below" has read, `[B, T, H, V]`. Layers do not overwrite each other's: one

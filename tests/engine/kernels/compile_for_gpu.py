@@ -182,6 +182,7 @@ def pieces_of_a_layer() -> None:
         pieces.residual_norm(x, added, weight, 1e-6, torch.bfloat16)
     for above, dtype in ((x, torch.bfloat16), (None, None)):
         pieces.residual_norm_backward(x, weight, above, delta, 1e-6, dtype)
+    pieces.residual_sum(x, delta)
     pieces.product(delta)
     pieces.product_backward(delta, torch.zeros(5, 384, dtype=torch.bfloat16))
     o, head = delta.view(30, 128), torch.zeros(128)

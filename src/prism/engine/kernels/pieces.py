@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard
+from prism.engine.kernels.sigmoid import sigmoid
 
 ELEMENTS = 2048
 """Numbers per tile of a norm."""
@@ -43,7 +44,7 @@ def residual_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """x, delta (None: 0) `[rows, D]` → s (None: not stored) and y `[rows, D]`."""
+    """x, delta (None: 0) `[rows, D]` → s (None: not stored) and y (None: no norm) `[rows, D]`."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     inside = (r < rows)[:, None] & (c < D)[None, :]
@@ -55,9 +56,10 @@ def residual_norm_kernel(
         z = z.to(s.dtype.element_ty)
         tl.store(s + place, z, mask=inside)
         z = z.to(tl.float32)
-    shrink = tl.rsqrt(tl.sum(z * z, 1) / D + eps)
-    factor = tl.load(weight + c, mask=c < D, other=0.0).to(tl.float32)
-    tl.store(y + place, (z * shrink[:, None] * factor[None, :]).to(y.dtype.element_ty), mask=inside)
+    if y is not None:
+        shrink = tl.rsqrt(tl.sum(z * z, 1) / D + eps)
+        factor = tl.load(weight + c, mask=c < D, other=0.0).to(tl.float32)
+        tl.store(y + place, (z * shrink[:, None] * factor[None, :]).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "repeat"])
@@ -103,7 +105,7 @@ def residual_norm_backward_kernel(
 @triton.jit
 def silu_and_slope(g):
     """silu(g) and its derivative."""
-    s = tl.sigmoid(g)
+    s = sigmoid(g)
     return g * s, s * (1.0 + g * (1.0 - s))
 
 
@@ -114,7 +116,7 @@ def product_kernel(gu, h, F, BLOCK: tl.constexpr):
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gu + row * 2 * F + c, mask=c < F, other=0.0).to(tl.float32)
     u = tl.load(gu + row * 2 * F + F + c, mask=c < F, other=0.0).to(tl.float32)
-    tl.store(h + row * F + c, (g * tl.sigmoid(g) * u).to(h.dtype.element_ty), mask=c < F)
+    tl.store(h + row * F + c, (g * sigmoid(g) * u).to(h.dtype.element_ty), mask=c < F)
 
 
 @triton.jit
@@ -153,7 +155,7 @@ def gated_norm_kernel(
     z = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     if weight is not None:
         z *= tl.load(weight + v, mask=v < D, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + place, (z * gate * tl.sigmoid(gate)).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + place, (z * gate * sigmoid(gate)).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "repeat"])
@@ -178,7 +180,7 @@ def gated_norm_backward_kernel(
     factor = tl.full((BLOCK,), 1.0, tl.float32)
     if weight is not None:
         factor = tl.load(weight + v, mask=v < D, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)  # summed over rows at the end: warps need not wait for each other
     first = tl.program_id(0).to(tl.int64) * repeat * ROWS
     for i in range(repeat):
         r = first + i * ROWS + tl.arange(0, ROWS)
@@ -190,13 +192,13 @@ def gated_norm_backward_kernel(
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         unit = x * shrink
         scaled = unit * factor[None, :]
-        total += tl.sum(d_out * activated * unit, 0)
+        total += d_out * activated * unit
         d_unit = d_out * activated * factor[None, :]
         d_x = shrink * (d_unit - unit * (tl.sum(d_unit * unit, 1) / D)[:, None])
         tl.store(d_o + place, d_x.to(d_o.dtype.element_ty), mask=inside)
         tl.store(d_g + place, (d_out * scaled * slope).to(d_g.dtype.element_ty), mask=inside)
         tl.store(y + place, (scaled * activated).to(y.dtype.element_ty), mask=inside)
-    tl.store(d_weight + tl.program_id(0) * D + v, total, mask=v < D)
+    tl.store(d_weight + tl.program_id(0) * D + v, tl.sum(total, 0), mask=v < D)
 
 
 def residual_norm(
@@ -210,6 +212,16 @@ def residual_norm(
             x, delta, weight, None if delta is None else s, y, eps, len(x), **tile, num_warps=WARPS
         )
     return s, y
+
+
+def residual_sum(x: Tensor, delta: Tensor) -> Tensor:
+    """x + delta `[M, D]` in x's dtype. No gradient."""
+    s, tile = torch.empty_like(x), _tile(x)
+    with device_guard(x):
+        residual_norm_kernel[(-(-len(x) // tile["ROWS"]),)](
+            x, delta, None, s, None, 0.0, len(x), **tile, num_warps=WARPS
+        )
+    return s
 
 
 def residual_norm_backward(

@@ -33,7 +33,7 @@ from prism.engine.kernels.available import INTERPRETED
 from prism.engine.kernels.compat import descriptor_on
 from prism.engine.kernels.configurations import Configuration, Tiling
 
-THREADS = 8
+THREADS = 16
 """Threads that compile kernels in parallel."""
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from prism.engine.kernels.available import device_guard
 from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, gradient_like, present, schema_of
+from prism.engine.kernels.sigmoid import sigmoid
 
 # One warp walks along STRIP tokens and loads UNROLL of them at a time.
 TILE: dict[str, int] = {"COLUMNS": 128, "STRIP": 32, "UNROLL": 4, "num_warps": 1}
@@ -170,7 +171,7 @@ def short_conv_kernel(
                 now = places[u]
             z = convolved(values[u], now, before, numbers, factors, added, W)
             if SILU:
-                z *= tl.sigmoid(z)
+                z *= sigmoid(z)
             tl.store(y + (b * T + t) * D + c, z.to(y.dtype.element_ty), mask=c < tl.where(t < end, D, 0))
             before = pushed(values[u], before, W - 1)
             numbers = pushed(now, numbers, W - 1)
@@ -224,7 +225,7 @@ def short_conv_backward_kernel(
             z = convolved(values[u], now, before, numbers, factors, added, W)
             dz = answers[u]  # type: ignore[var-annotated]  # a tensor
             if SILU:
-                s = tl.sigmoid(z)
+                s = sigmoid(z)
                 dz *= s * (1.0 + z * (1.0 - s))
             own = tl.where(t < end, dz, 0.0)  # later tokens belong to the next strip
             sums = joined(weight_sums(sums, own, values[u], now, before, numbers, W), (sums[W] + own,))

@@ -26,6 +26,7 @@ from prism.engine.kernels.runtime import (
     only_given,
     schema_of,
 )
+from prism.engine.kernels.sigmoid import sigmoid
 
 ELEMENTS = 2048
 """Tokens × channels per program, of the kernels here and in columns.py."""
@@ -64,7 +65,7 @@ def correction(gain, r, GAINS: tl.constexpr, GELU: tl.constexpr, NONLINEAR: tl.c
             return x * cdf, slope * gain, slope * r
         return x, gain + 0.0 * r, r
     if GAINS and NONLINEAR:
-        share = tl.sigmoid(gain)
+        share = sigmoid(gain)
         return share * r, share, share * (1.0 - share) * r
     return gain * r, gain + 0.0 * r, r
 

@@ -3,6 +3,9 @@
 It has in registers what the taps of the convolution reach: the last W - 1 rows of the projections and, in the backward, of the
 gradient before the SiLU. Queries, keys and values do not depend on each other, so that each has its own programs: the
 `unit` kernels compute queries or keys, the `write` kernels the writes.
+
+Arithmetic limits these kernels, not memory. Widths are constants, and places advance from token to token, so that few
+instructions compute addresses; where a token does not exist, one predicate covers its row.
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from prism.engine.kernels.short_conv import (
     joined,
     pushed,
     repeated,
-    row,
     rows_before,
     weight_sums,
     weights_of,
 )
+from prism.engine.kernels.sigmoid import sigmoid
 from prism.engine.kernels.solver import correction
 
 
@@ -35,17 +38,34 @@ def strip_of_a_head(T, H, STRIP: tl.constexpr):
 
 
 @triton.jit
-def load_head(x, token, h, i, there, c, H, N, WIDTH):
-    """Row i of the N rows of a head, x `[B·T, H, N, WIDTH]`, in float32; zero where nothing is `there`."""
-    place = x + ((token * H + h) * N + i) * WIDTH + c
-    return tl.load(place, mask=c < tl.where(there, WIDTH, 0), other=0.0).to(tl.float32)
+def all_or_none(place, there):
+    """A mask for a row of places: one condition for all, so that one predicate serves them. (The interpreter does not
+    repeat a condition, but a number.)"""
+    return tl.zeros(place.shape, tl.int32) < there.to(tl.int32)
 
 
 @triton.jit
-def store_head(x, value, token, h, i, there, c, H, N, WIDTH):
-    """Store what `load_head` loads."""
-    place = x + ((token * H + h) * N + i) * WIDTH + c
-    tl.store(place, value.to(x.dtype.element_ty), mask=c < tl.where(there, WIDTH, 0))
+def row_at(place, there):
+    """What a row of places holds, in float32; zero if nothing is `there`."""
+    return tl.load(place, mask=all_or_none(place, there), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def number_at(place, there):
+    """What one place holds, in float32; zero if nothing is `there`."""
+    return tl.load(place, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def put_row(place, value, there):
+    """Store what `row_at` loads."""
+    tl.store(place, value.to(place.dtype.element_ty), mask=all_or_none(place, there))
+
+
+@triton.jit
+def put_number(place, value, there):
+    """Store what `number_at` loads."""
+    tl.store(place, value.to(place.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -82,8 +102,8 @@ def unit_strip_kernel(
     eps,
     start,
     T,
-    D,
-    H,
+    D: tl.constexpr,
+    H: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     W: tl.constexpr,
@@ -98,30 +118,38 @@ def unit_strip_kernel(
     factors = weights_of(weight, c, D, W)
     before = rows_before(x, window, b, first, c, T, D, W)
     numbers = documents_before(documents, b, first, T, W)
+    token, head = b * T + first, (b * T + first) * H + h
+    at_x, at_y, at_keys = x + token * D + start + h * K, y + head * (1 + N) * K, keys
+    if keys is not None:
+        at_keys += head * N * K
     for r in range(0, end - first, UNROLL):
         values, places, others = (), (), ()
         for j in tl.static_range(UNROLL):  # all loads first: they wait for nothing
             t = first + r + j
-            values = joined(values, (row(x, b, t, c, T, D),))
+            values = joined(values, (row_at(at_x + j * D + i, t < end),))
             if documents is not None:
                 places = joined(places, (document(documents, b, t, T),))
             if keys is not None:
                 for l in tl.static_range(N):
-                    others = joined(others, (load_head(keys, b * T + t, h, l, t < end, i, H, N, K),))
+                    others = joined(others, (row_at(at_keys + (j * H * N + l) * K + i, t < end),))
         for j in tl.static_range(UNROLL):
-            t = first + r + j
+            known = first + r + j < end
             now = 0
             if documents is not None:
                 now = places[j]
             z = convolved(values[j], now, before, numbers, factors, 0.0, W)
-            direction = unit_row(z * tl.sigmoid(z), eps) * scale
-            store_head(y, direction, b * T + t, h, 0, t < end, i, H, 1 + N, K)
+            direction = unit_row(z * sigmoid(z), eps) * scale
+            put_row(at_y + j * H * (1 + N) * K + i, direction, known)
             for l in tl.static_range(N):
                 if keys is not None:
                     direction = unit_row(others[j * N + l], eps)
-                store_head(y, direction, b * T + t, h, 1 + l, t < end, i, H, 1 + N, K)
+                put_row(at_y + (j * H * (1 + N) + 1 + l) * K + i, direction, known)
             before = pushed(values[j], before, W - 1)
             numbers = pushed(now, numbers, W - 1)
+        at_x += UNROLL * D
+        at_y += UNROLL * H * (1 + N) * K
+        if keys is not None:
+            at_keys += UNROLL * H * N * K
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -138,8 +166,8 @@ def write_strip_kernel(
     w,
     start,
     T,
-    D,
-    H,
+    D: tl.constexpr,
+    H: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
     W: tl.constexpr,
@@ -157,39 +185,56 @@ def write_strip_kernel(
     numbers = documents_before(documents, b, first, T, W)
     sizes = ()
     for l in tl.static_range(N):
-        sizes = joined(sizes, (load_head(scale, l, h, 0, h < H, i, H, 1, V),))
+        sizes = joined(sizes, (row_at(scale + (l * H + h) * V + i, h < H),))
+    token, head = b * T + first, (b * T + first) * H + h
+    at_x, at_w, at_u, at_p = x + token * D + start + h * V, w + head * (1 + N) * V, u, p
+    at_beta, at_betas = beta + head, betas
+    if u is not None:
+        at_u += head * V
+    if p is not None:
+        at_p += head * N * V
+    if N > 0:
+        at_betas += head * N
     for r in range(0, end - first, UNROLL):
         values, places, firsts, steps, expected, gains = (), (), (), (), (), ()
         for j in tl.static_range(UNROLL):  # all loads first: they wait for nothing
             t = first + r + j
-            values = joined(values, (row(x, b, t, c, T, D),))
-            firsts = joined(firsts, (load_head(beta, b * T + t, h, 0, t < end, 0, H, 1, 1),))
+            values = joined(values, (row_at(at_x + j * D + i, t < end),))
+            firsts = joined(firsts, (number_at(at_beta + j * H, t < end),))
             if documents is not None:
                 places = joined(places, (document(documents, b, t, T),))
             if N > 0 and u is not None:
-                expected = joined(expected, (load_head(u, b * T + t, h, 0, t < end, i, H, 1, V),))
+                expected = joined(expected, (row_at(at_u + j * H * V + i, t < end),))
             for l in tl.static_range(N):
-                steps = joined(steps, (load_head(betas, b * T + t, h, l, t < end, 0, H, N, 1),))
+                steps = joined(steps, (number_at(at_betas + j * H * N + l, t < end),))
                 if p is not None:
-                    gains = joined(gains, (load_head(p, b * T + t, h, l, t < end, i, H, N, V),))
+                    gains = joined(gains, (row_at(at_p + (j * H * N + l) * V + i, t < end),))
         for j in tl.static_range(UNROLL):
-            t = first + r + j
+            known = first + r + j < end
             now = 0
             if documents is not None:
                 now = places[j]
             z = convolved(values[j], now, before, numbers, factors, 0.0, W)
-            residual = z * tl.sigmoid(z)
-            store_head(w, firsts[j] * residual, b * T + t, h, 0, t < end, i, H, 1 + N, V)
+            residual = z * sigmoid(z)
+            put_row(at_w + j * H * (1 + N) * V + i, firsts[j] * residual, known)
             if N > 0 and u is not None:
                 residual -= expected[j]
             for l in tl.static_range(N):
                 gain = gain_of(gains, j * N + l, p is not None, GELU)
                 delta, _, _ = correction(gain, residual, p is not None, GELU, NONLINEAR)
-                written = delta * steps[j * N + l] * sizes[l]
-                store_head(w, written, b * T + t, h, 1 + l, t < end, i, H, 1 + N, V)
+                put_row(at_w + (j * H * (1 + N) + 1 + l) * V + i, delta * steps[j * N + l] * sizes[l], known)
                 residual -= delta
             before = pushed(values[j], before, W - 1)
             numbers = pushed(now, numbers, W - 1)
+        at_x += UNROLL * D
+        at_w += UNROLL * H * (1 + N) * V
+        at_beta += UNROLL * H
+        if N > 0:
+            at_betas += UNROLL * H * N
+        if u is not None:
+            at_u += UNROLL * H * V
+        if p is not None:
+            at_p += UNROLL * H * N * V
 
 
 @triton.jit
@@ -215,8 +260,8 @@ def unit_strip_backward_kernel(
     eps,
     start,
     T,
-    D,
-    H,
+    D: tl.constexpr,
+    H: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     W: tl.constexpr,
@@ -233,20 +278,26 @@ def unit_strip_backward_kernel(
     numbers = documents_before(documents, b, first, T, W)
     gradients = repeated(tl.zeros((K,), tl.float32), W - 1)
     sums = repeated(tl.zeros((K,), tl.float32), W)
+    token, head = b * T + first, (b * T + first) * H + h
+    at_x, at_d_y = x + token * D + start + h * K, d_y + head * (1 + N) * K
+    at_d_x, at_keys, at_d_keys = d_x + (token - (W - 1)) * D + start + h * K, keys, d_keys
+    if keys is not None:
+        at_keys += head * N * K
+        at_d_keys += head * N * K
     for r in range(0, end - first + W - 1, UNROLL):
         values, places, answers, others, later = (), (), (), (), ()
         for j in tl.static_range(UNROLL):  # all loads first: they wait for nothing
             t = first + r + j
-            values = joined(values, (row(x, b, t, c, T, D),))
-            answers = joined(answers, (load_head(d_y, b * T + t, h, 0, t < T, i, H, 1 + N, K),))
+            values = joined(values, (row_at(at_x + j * D + i, t < T),))
+            answers = joined(answers, (row_at(at_d_y + j * H * (1 + N) * K + i, t < T),))
             if documents is not None:
                 places = joined(places, (document(documents, b, t, T),))
             for l in tl.static_range(N):
+                known = t < T
                 if keys is not None:
-                    others = joined(others, (load_head(keys, b * T + t, h, l, t < end, i, H, N, K),))
-                    later = joined(later, (load_head(d_y, b * T + t, h, 1 + l, t < end, i, H, 1 + N, K),))
-                else:
-                    later = joined(later, (load_head(d_y, b * T + t, h, 1 + l, t < T, i, H, 1 + N, K),))
+                    known = t < end
+                    others = joined(others, (row_at(at_keys + (j * H * N + l) * K + i, known),))
+                later = joined(later, (row_at(at_d_y + (j * H * (1 + N) + 1 + l) * K + i, known),))
         for j in tl.static_range(UNROLL):
             t = first + r + j
             now = 0
@@ -257,19 +308,25 @@ def unit_strip_backward_kernel(
             for l in tl.static_range(N):
                 if keys is not None:
                     d_key = differentiate_unit_row(others[j * N + l], later[j * N + l], eps)
-                    store_head(d_keys, d_key, b * T + t, h, l, t < end, i, H, N, K)
+                    put_row(at_d_keys + (j * H * N + l) * K + i, d_key, t < end)
                 else:
                     d_unit += later[j * N + l]
-            s = tl.sigmoid(z)
-            dz = differentiate_unit_row(z * s, d_unit, eps) * s * (1.0 + z * (1.0 - s))
+            s = sigmoid(z)
+            y = z * s
+            dz = differentiate_unit_row(y, d_unit, eps) * (s + y * (1.0 - s))
             own = tl.where(t < end, dz, 0.0)  # later tokens belong to the next strip
             sums = weight_sums(sums, own, values[j], now, before, numbers, W)
-            done = t - (W - 1)
             dx = input_gradient(dz, now, gradients, numbers, factors, W)
-            store_head(d_x, dx, b * T + done, 0, 0, (done >= first) & (done < end), c, 1, 1, D)
+            put_row(at_d_x + j * D + i, dx, (r + j >= W - 1) & (t - (W - 1) < end))
             before = pushed(values[j], before, W - 1)
             numbers = pushed(now, numbers, W - 1)
             gradients = pushed(dz, gradients, W - 1)
+        at_x += UNROLL * D
+        at_d_x += UNROLL * D
+        at_d_y += UNROLL * H * (1 + N) * K
+        if keys is not None:
+            at_keys += UNROLL * H * N * K
+            at_d_keys += UNROLL * H * N * K
     store_sums(d_weight, sums, c, D, H, W)
 
 
@@ -294,8 +351,8 @@ def write_strip_backward_kernel(
     d_scale,
     start,
     T,
-    D,
-    H,
+    D: tl.constexpr,
+    H: tl.constexpr,
     N: tl.constexpr,
     V: tl.constexpr,
     W: tl.constexpr,
@@ -315,34 +372,38 @@ def write_strip_backward_kernel(
     sums = repeated(tl.zeros((V,), tl.float32), W)
     sizes = ()
     for l in tl.static_range(N):
-        sizes = joined(sizes, (load_head(scale, l, h, 0, h < H, i, H, 1, V),))
+        sizes = joined(sizes, (row_at(scale + (l * H + h) * V + i, h < H),))
     scaled = repeated(tl.zeros((V,), tl.float32), N)
+    token, head = b * T + first, (b * T + first) * H + h
+    at_x, at_d_x = x + token * D + start + h * V, d_x + (token - (W - 1)) * D + start + h * V
+    at_d_w, one, several = d_w + head * (1 + N) * V, head * V, head * N * V
     for r in range(0, end - first + W - 1, UNROLL):
         values, places, firsts, steps, expected, gains, answers = (), (), (), (), (), (), ()
         for j in tl.static_range(UNROLL):  # all loads first: they wait for nothing
             t = first + r + j
-            values = joined(values, (row(x, b, t, c, T, D),))
-            firsts = joined(firsts, (load_head(beta, b * T + t, h, 0, t < T, 0, H, 1, 1),))
-            answers = joined(answers, (load_head(d_w, b * T + t, h, 0, t < T, i, H, 1 + N, V),))
+            values = joined(values, (row_at(at_x + j * D + i, t < T),))
+            firsts = joined(firsts, (number_at(beta + head + j * H, t < T),))
+            answers = joined(answers, (row_at(at_d_w + j * H * (1 + N) * V + i, t < T),))
             if documents is not None:
                 places = joined(places, (document(documents, b, t, T),))
             if N > 0 and u is not None:
-                expected = joined(expected, (load_head(u, b * T + t, h, 0, t < T, i, H, 1, V),))
+                expected = joined(expected, (row_at(u + one + j * H * V + i, t < T),))
             for l in tl.static_range(N):
-                answers = joined(answers, (load_head(d_w, b * T + t, h, 1 + l, t < T, i, H, 1 + N, V),))
-                steps = joined(steps, (load_head(betas, b * T + t, h, l, t < T, 0, H, N, 1),))
+                answers = joined(answers, (row_at(at_d_w + (j * H * (1 + N) + 1 + l) * V + i, t < T),))
+                steps = joined(steps, (number_at(betas + (head + j * H) * N + l, t < T),))
                 if p is not None:
-                    gains = joined(gains, (load_head(p, b * T + t, h, l, t < T, i, H, N, V),))
+                    gains = joined(gains, (row_at(p + several + (j * H * N + l) * V + i, t < T),))
         for j in tl.static_range(UNROLL):
             t = first + r + j
             now = 0
             if documents is not None:
                 now = places[j]
             z = convolved(values[j], now, before, numbers, factors, 0.0, W)
-            s = tl.sigmoid(z)
-            residual = z * s
+            s = sigmoid(z)
+            y = z * s
+            residual = y
             d_value = firsts[j] * answers[j * (1 + N)]  # type: ignore[var-annotated]  # a tensor
-            store_head(d_beta, tl.sum(answers[j * (1 + N)] * residual, 0), b * T + t, h, 0, t < end, 0, H, 1, 1)
+            put_number(d_beta + head + j * H, tl.sum(answers[j * (1 + N)] * y, 0), t < end)
             if N > 0:
                 if u is not None:
                     residual -= expected[j]
@@ -359,25 +420,30 @@ def write_strip_backward_kernel(
                     own = tl.where(t < end, d_written, 0.0) * steps[j * N + l]
                     more = joined((scaled[l] + own * deltas[l],), more)
                     d_written *= sizes[l]
-                    d_step = tl.sum(d_written * deltas[l], 0)
-                    store_head(d_betas, d_step, b * T + t, h, l, t < end, 0, H, N, 1)
+                    put_number(d_betas + (head + j * H) * N + l, tl.sum(d_written * deltas[l], 0), t < end)
                     d_delta = d_written * steps[j * N + l] - d_residual
                     if p is not None:
-                        store_head(d_p, d_delta * by_gain[l], b * T + t, h, l, t < end, i, H, N, V)
+                        put_row(d_p + several + (j * H * N + l) * V + i, d_delta * by_gain[l], t < end)
                     d_residual += d_delta * by_residual[l]
                 scaled = more
                 if u is not None:
-                    store_head(d_u, -d_residual, b * T + t, h, 0, t < end, i, H, 1, V)
+                    put_row(d_u + one + j * H * V + i, -d_residual, t < end)
                 d_value += d_residual
-            dz = d_value * s * (1.0 + z * (1.0 - s))
+            dz = d_value * (s + y * (1.0 - s))
             own = tl.where(t < end, dz, 0.0)  # later tokens belong to the next strip
             sums = weight_sums(sums, own, values[j], now, before, numbers, W)
-            done = t - (W - 1)
             dx = input_gradient(dz, now, gradients, numbers, factors, W)
-            store_head(d_x, dx, b * T + done, 0, 0, (done >= first) & (done < end), c, 1, 1, D)
+            put_row(at_d_x + j * D + i, dx, (r + j >= W - 1) & (t - (W - 1) < end))
             before = pushed(values[j], before, W - 1)
             numbers = pushed(now, numbers, W - 1)
             gradients = pushed(dz, gradients, W - 1)
+        at_x += UNROLL * D
+        at_d_x += UNROLL * D
+        at_d_w += UNROLL * H * (1 + N) * V
+        head += UNROLL * H
+        one += UNROLL * H * V
+        several += UNROLL * H * N * V
     store_sums(d_weight, sums, c, D, H, W)
     for l in tl.static_range(N):
-        store_head(d_scale, scaled[l], (tl.program_id(0) // H).to(tl.int64) * N + l, h, 0, h < H, i, H, 1, V)
+        strip = (tl.program_id(0) // H).to(tl.int64)
+        put_row(d_scale + ((strip * N + l) * H + h) * V + i, scaled[l], h < H)

@@ -18,7 +18,7 @@ from prism.engine.compat import is_unmodified
 from prism.engine.fused import UNIT_EPS as UNIT_EPS
 from prism.engine.fused import history, short_conv
 from prism.engine.fused import l2_normalize as l2_normalize
-from prism.engine.pieces import plain_linear
+from prism.engine.pieces import plain_linear, products, products_serve
 from prism.engine.step_plan import LowRankPlan
 from prism.rules.rule import Carry, Span, set_initial_weights
 
@@ -34,15 +34,40 @@ def fused_linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     Plain linear maps, and the first halves of low-rank maps, are fused: separately, many maps with few outputs would each
     read x, and each add to its gradient. If one was replaced, hooked or quantised, every map is called as a module instead.
     """
+    weight = _joined_weight(maps)
+    return [m(x) for m in maps] if weight is None else _outputs(F.linear(x, weight), maps)
+
+
+def linear_groups(x: Tensor, *groups: tuple[nn.Module, ...]) -> list[list[Tensor]] | None:
+    """`fused_linears` of several groups of maps, one product each, which sum the gradient of x (`products` in pieces.py).
+
+    None if the products cannot do that here, or a map was replaced, hooked or quantised: call `fused_linears` then.
+    """
+    if not products_serve(x):
+        return None
+    weights = [weight for group in groups if (weight := _joined_weight(group)) is not None]
+    if len(weights) < len(groups):
+        return None
+    return [_outputs(y, group) for y, group in zip(products(x, *weights), groups, strict=True)]
+
+
+def _joined_weight(maps: tuple[nn.Module, ...]) -> Tensor | None:
+    """The weights of linear maps, and of low-rank maps' first halves, one below the other; None if one is not plain."""
     firsts = [m.down if type(m) is LowRank and is_unmodified(m) else m for m in maps]
     plain = [m for m in firsts if isinstance(m, nn.Linear) and plain_linear(m)]
     if len(plain) < len(maps) or len({(m.weight.dtype, m.weight.device) for m in plain}) > 1:
-        return [m(x) for m in maps]
-    sizes = [m.out_features for m in plain]
-    spare = -sum(sizes) % 8  # padding: a GPU's matrix units want rows of 16 bytes
-    zeros = plain[0].weight.new_zeros(spare, x.shape[-1])
-    *outputs, _ = F.linear(x, torch.cat([*[m.weight for m in plain], zeros])).split([*sizes, spare], -1)
-    return [m.widen(y) if isinstance(m, LowRank) else y for m, y in zip(maps, outputs, strict=True)]
+        return None
+    spare = -sum(m.out_features for m in plain) % 8  # padding: a GPU's matrix units want rows of 16 bytes
+    if len(plain) == 1 and not spare:
+        return plain[0].weight
+    return torch.cat([*[m.weight for m in plain], plain[0].weight.new_zeros(spare, plain[0].in_features)])
+
+
+def _outputs(y: Tensor, maps: tuple[nn.Module, ...]) -> list[Tensor]:
+    """Each map's outputs, from the product with `_joined_weight(maps)`."""
+    sizes = [m.down.out_features if isinstance(m, LowRank) else m.out_features for m in maps]  # type: ignore[union-attr]
+    outputs = y.split([*sizes, y.shape[-1] - sum(sizes)], -1) if y.shape[-1] > sizes[0] else [y]
+    return [m.widen(z) if isinstance(m, LowRank) else z for m, z in zip(maps, outputs, strict=False)]
 
 
 def map_plan(m: nn.Module | None) -> Tensor | LowRankPlan | None:
