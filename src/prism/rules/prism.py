@@ -185,8 +185,8 @@ class Prism(GatedDelta):
         update, carried, gate = super().update(x, carry, span)
         return update, carried, (gate, span.shared if self.hands_over else None)
 
-    def output(self, o: Tensor, x: Tensor, extra: tuple[Tensor | None, dict[str, Tensor] | None]) -> Tensor:
-        gate, shared = extra
+    def output(self, o: Tensor, x: Tensor, extra: Any) -> Tensor:
+        gate, shared = (None, None) if extra is None else extra
         if shared is not None:
             shared[f"prism read {self.layer_index}"] = o
         return super().output(o, x, gate)
