@@ -10,9 +10,10 @@ What is timed is the step of `prism train lm`: settings go in, and its own code 
 gradient norm and update, in bfloat16 autocast; only the tokens are random. Every batch holds the same number of tokens for
 every context, so that a column shows the cost of the context itself. Models run one after the other in one process. The
 contexts of a model take turns, because a GPU that has worked for some seconds is slower by two per cent; figures are the
-median over all turns. A turn starts with an empty queue, which a run does once, so that it has several steps. `gated_delta-fla` is our model with flash-linear-attention's kernel for the memory; `fla-gated_delta`
-is that library's own whole model at the same sizes, with all its fused parts, in the same steps. With `--graph`, forward and
-backward are a CUDA graph: otherwise memories that process mini-batch after mini-batch wait for Python.
+median over all turns. A turn starts with an empty queue, as only the first step of a run does, so it has several steps.
+`gated_delta-fla` is our model with flash-linear-attention's kernel for the memory; `fla-gated_delta` is that library's own
+whole model at the same sizes, with all its fused parts, in the same steps. With `--graph`, forward and backward are a CUDA
+graph: otherwise memories that process mini-batch after mini-batch wait for Python.
 """
 
 from __future__ import annotations
