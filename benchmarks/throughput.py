@@ -105,7 +105,12 @@ class PeerTokens(RandomTokens):
         chosen = self.settings.model
         if torch.cuda.is_available():
             prepare_fla()
-        return fla_model(super().build().config, chosen.head_dim or chosen.hidden_size // chosen.num_heads)
+        ours = super().build()
+        theirs = fla_model(ours.config, chosen.head_dim or chosen.hidden_size // chosen.num_heads)
+        counts = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
+        if counts[0] != counts[1]:
+            raise AssertionError(f"the models have {counts[0]} and {counts[1]} parameters: they must have equal sizes")
+        return theirs
 
     def loss(self, model: nn.Module, samples: Batch) -> torch.Tensor:
         return model(samples.inputs, labels=samples.inputs, use_cache=False).loss * samples.targets.numel()

@@ -97,7 +97,9 @@ class DeltaFamily(Rule):
         """As in `Rule`; the extra is the gate's map of x, or None if `output` is to compute it."""
         groups = [(self.qkv,), self.rate_maps, *([] if self.gate is None else [(self.gate,)])]
         together = linear_groups(x, *groups)
-        [projected], rates, *gates = [[self.qkv(x)], None] if together is None else together
+        projected, rates, gate = self.qkv(x) if together is None else together[0][0], None, None
+        if together is not None:
+            rates, gate = together[1], together[2][0] if self.gate is not None else None
         beta, log_decay = self.beta_and_decay(x, rates)
         found, carried = self._columns(x, projected, beta, carry, span)
         q, k, w = found
@@ -112,7 +114,7 @@ class DeltaFamily(Rule):
             mask=span.mask,
             substeps=self.substeps,
         )
-        return update, carried, gates[0][0] if gates else None
+        return update, carried, gate
 
     def _columns(
         self, x: Tensor, projected: Tensor, beta: Tensor, carry: Carry, span: Span
