@@ -95,11 +95,7 @@ class DeltaFamily(Rule):
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Tensor | None]:
         """As in `Rule`; the extra is the gate's map of x, or None if `output` is to compute it."""
-        groups = [(self.qkv,), self.rate_maps, *([] if self.gate is None else [(self.gate,)])]
-        together = linear_groups(x, *groups)
-        projected, rates, gate = self.qkv(x) if together is None else together[0][0], None, None
-        if together is not None:
-            rates, gate = together[1], together[2][0] if self.gate is not None else None
+        projected, rates, gate = self._maps(x)
         beta, log_decay = self.beta_and_decay(x, rates)
         found, carried = self._columns(x, projected, beta, carry, span)
         q, k, w = found
@@ -115,6 +111,14 @@ class DeltaFamily(Rule):
             substeps=self.substeps,
         )
         return update, carried, gate
+
+    def _maps(self, x: Tensor) -> tuple[Tensor, list[Tensor] | None, Tensor | None]:
+        """The outputs of `qkv`, of `rate_maps` and of the gate; the last two are None where they are computed later."""
+        gates = [] if self.gate is None else [(self.gate,)]
+        found = linear_groups(x, (self.qkv,), self.rate_maps, *gates)
+        if found is None:
+            return self.qkv(x), None, None
+        return found[0][0], found[1], found[2][0] if gates else None
 
     def _columns(
         self, x: Tensor, projected: Tensor, beta: Tensor, carry: Carry, span: Span
