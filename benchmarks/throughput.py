@@ -10,9 +10,10 @@ What is timed is the step of `prism train lm`: settings go in, and its own code 
 gradient norm and update, in bfloat16 autocast; only the tokens are random. Every batch holds the same number of tokens for
 every context, so that a column shows the cost of the context itself. Models run one after the other in one process. The
 contexts of a model take turns, because a GPU that has worked for some seconds is slower by two per cent; figures are the
-median over all turns. `gated_delta-fla` is our model with flash-linear-attention's kernel for the memory; `fla-gated_delta`
-is that library's own whole model at the same sizes, with all its fused parts, in the same steps. With `--graph`, forward and
-backward are a CUDA graph: otherwise memories that process mini-batch after mini-batch wait for Python.
+median over all turns. A turn starts with an empty queue, as only the first step of a run does, so it has several steps.
+`gated_delta-fla` is our model with flash-linear-attention's kernel for the memory; `fla-gated_delta` is that library's own
+whole model at the same sizes, with all its fused parts, in the same steps. With `--graph`, forward and backward are a CUDA
+graph: otherwise memories that process mini-batch after mini-batch wait for Python.
 """
 
 from __future__ import annotations
@@ -104,7 +105,12 @@ class PeerTokens(RandomTokens):
         chosen = self.settings.model
         if torch.cuda.is_available():
             prepare_fla()
-        return fla_model(super().build().config, chosen.head_dim or chosen.hidden_size // chosen.num_heads)
+        ours = super().build()
+        theirs = fla_model(ours.config, chosen.head_dim or chosen.hidden_size // chosen.num_heads)
+        counts = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
+        if counts[0] != counts[1]:
+            raise AssertionError(f"the models have {counts[0]} and {counts[1]} parameters: they must have equal sizes")
+        return theirs
 
     def loss(self, model: nn.Module, samples: Batch) -> torch.Tensor:
         return model(samples.inputs, labels=samples.inputs, use_cache=False).loss * samples.targets.numel()
@@ -300,7 +306,7 @@ def main() -> None:
     )
     parser.add_argument("--contexts", nargs="+", type=int, help=f"default: {' '.join(map(str, CONTEXTS))}")
     parser.add_argument("--tokens", type=int, help="tokens per batch (default: 131072)")
-    parser.add_argument("--steps", type=int, default=3, help="steps per turn, timed together")
+    parser.add_argument("--steps", type=int, default=6, help="steps per turn, timed together")
     parser.add_argument("--turns", type=int, default=3, help="turns per context")
     parser.add_argument(
         "--decode", nargs="*", default=["prism-2", "gated_delta", "mamba2", "transformer"],

@@ -98,5 +98,5 @@ class Comba(DeltaFamily):
         q, k, v = mixed.split(self.sizes, -1)
         return torch.cat([q - factor.to(q.dtype).repeat_interleave(self.key_dim) * k, k, v], -1)
 
-    def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
+    def output(self, o: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
         return self.out(self.norm(o, None if self.gate is None else self.gate(x).sigmoid()))

@@ -3,8 +3,8 @@
     x = silu(conv(projected))        q = K^-½ · unit(x_q)        k_1 = unit(x_k)        w_1 = β x_v        later columns
 
 The definition in torch is `short_conv`, then `delta_columns` (`engine/fused.py`). short_conv.py and columns.py compute the same
-in two passes; here x is never in memory (the kernels are in strips.py). Only the inputs are saved for the backward. The
-gradients of weights and γ are summed over each strip in the kernel, and over strips by torch, in a fixed order.
+in two passes; here x is never in memory (kernels: strips.py, strips_backward.py). Only the inputs are saved for the backward.
+The gradients of weights and γ are summed over each strip in the kernel, and over strips by torch, in a fixed order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,8 @@ from prism.engine.kernels.runtime import (
     schema_of,
 )
 from prism.engine.kernels.solver import empty_like, summed_shares
-from prism.engine.kernels.strips import (
-    unit_strip_backward_kernel,
-    unit_strip_kernel,
-    write_strip_backward_kernel,
-    write_strip_kernel,
-)
+from prism.engine.kernels.strips import unit_strip_kernel, write_strip_kernel
+from prism.engine.kernels.strips_backward import unit_strip_backward_kernel, write_strip_backward_kernel
 
 # One warp walks along STRIP tokens and loads UNROLL of them at a time.
 TILE: dict[str, int] = {"STRIP": 32, "UNROLL": 4, "num_warps": 1}

@@ -65,8 +65,10 @@ def _joined_weight(maps: tuple[nn.Module, ...]) -> Tensor | None:
 
 def _outputs(y: Tensor, maps: tuple[nn.Module, ...]) -> list[Tensor]:
     """Each map's outputs, from the product with `_joined_weight(maps)`."""
-    sizes = [m.down.out_features if isinstance(m, LowRank) else m.out_features for m in maps]  # type: ignore[union-attr]
-    outputs = y.split([*sizes, y.shape[-1] - sum(sizes)], -1) if y.shape[-1] > sizes[0] else [y]
+    firsts = [m.down if isinstance(m, LowRank) else m for m in maps]
+    sizes = [m.out_features for m in firsts if isinstance(m, nn.Linear)]
+    spare = y.shape[-1] - sum(sizes)
+    outputs = y.split([*sizes, *[spare] * (spare > 0)], -1) if y.shape[-1] > sizes[0] else [y]
     return [m.widen(z) if isinstance(m, LowRank) else z for m, z in zip(maps, outputs, strict=False)]
 
 
