@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from prism import rules as registry
-from prism.compare.entries import Entry, PlanSettings
+from prism.compare.entries import Budget, Entry, PlanSettings
 from prism.compare.kinds import Kind, kind_of
 from prism.compare.matching import TOLERANCE, closest
 from prism.messages import did_you_mean
@@ -231,15 +231,7 @@ def _entry(
     budget, (name, options) = settings.budget, rule
     changed: dict[str, int] = {}
     if budget.match == "parameters" and target is not None:
-        what = "hidden" if budget.hidden else "width"
-        try:
-            found = closest(lambda n: kind.sizes(kind.settings(name, options, key_dim, **{what: n}))[0], target[0])
-        except ValueError as error:
-            raise ValueError(
-                f"its number of parameters cannot be matched by another {what}: {error}; omit the rule, give it other "
-                'options, or set budget.match = "none"'
-            ) from error
-        changed = {what: found}
+        changed = _matched(kind, name, options, key_dim, settings.budget, target[0])
     made = kind.settings(name, options, key_dim, **changed)
     parameters, state_size = kind.sizes(made)
     grows = not registry.get(name).constant_state
@@ -252,3 +244,27 @@ def _entry(
     return Entry(
         "", label, kind.function, own, kind.steps, settings.seeds, settings.learning_rate, parameters, state_size, grows
     )
+
+
+def _matched(
+    kind: Kind, rule: str, options: dict[str, Any], key_dim: int, budget: Budget, target: int
+) -> dict[str, int]:
+    """The width of the SwiGLU, or without one of the model, at which the rule has about `target` parameters."""
+    what = "hidden" if budget.hidden else "width"
+
+    def count(value: int) -> int:
+        return kind.sizes(kind.settings(rule, options, key_dim, **{what: value}))[0]
+
+    try:
+        try:
+            return {what: closest(count, target)}
+        except ValueError:
+            if what == "hidden" or budget.heads == 1:
+                raise
+            return {what: budget.heads * closest(lambda n: count(n * budget.heads), target)}  # heads divide the width
+    except ValueError as error:
+        advice = "" if budget.hidden else "set budget.hidden (the width of a SwiGLU can be matched closely), "
+        raise ValueError(
+            f"its number of parameters cannot be matched by another {what}: {error}; {advice}give it other options, omit "
+            'it, or set budget.match = "none"'
+        ) from error
