@@ -90,9 +90,11 @@ def test_every_choice_is_its_equations(steps: int, keys: str, rest: dict[str, An
     assert_close("y", mixer(x.unsqueeze(0))[0][0], loops(p, x, options), 1e-11)
 
 
-def test_paper_with_gate_and_convolutions_is_its_equations() -> None:
+@pytest.mark.parametrize("rank", [None, 3])
+def test_paper_with_gate_and_convolutions_is_its_equations(rank: int | None) -> None:
     V = D // H
-    mixer = perturbed(Mixer("prism", D, H, preset="paper", steps=2, key_dim=K, gate=True, qkv_conv=True))
+    options = {"preset": "paper", "steps": 2, "key_dim": K, "gate": True, "qkv_conv": True, "rank": rank}
+    mixer = perturbed(Mixer("prism", D, H, **options))
     p = {name.removeprefix("rule."): value for name, value in mixer.state_dict().items()}
     x = torch.randn(T, D, dtype=torch.float64)
     u = convolve(x, p["conv.weight"])
@@ -104,7 +106,8 @@ def test_paper_with_gate_and_convolutions_is_its_equations() -> None:
         q, keys = unit(qs[:, h * K : (h + 1) * K]) / K**0.5, unit(ks.view(T, H, 2, K)[:, h])
         beta = (u @ p["beta.weight"].view(H, 2, D)[h].T).sigmoid()
         alpha = (u @ p["alpha.weight"][h] + p["alpha.bias"][h]).sigmoid()
-        gains = [u @ m.T for m in p["gain.weight"].view(H, 2, V, D)[h]]
+        gain = p["gain.weight"] if rank is None else p["gain.up.weight"] @ p["gain.down.weight"]
+        gains = [u @ m.T for m in gain.view(H, 2, V, D)[h]]
         deltas = corrections(vs[:, values] - u[:, values], gains, "gelu")
         S, outputs = x.new_zeros(V, K), []
         for t in range(T):
