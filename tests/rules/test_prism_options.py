@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prism import Mixer, rules
 from prism.engine import FORMS
+from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn.block import Block
 from prism.rules.parts.writes import ResidualWrites
 from tests.helpers import assert_close, relative_error
@@ -239,3 +240,45 @@ def test_the_second_halves_of_maps_start_as_asked() -> None:
 def test_bad_choices_are_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Mixer("prism", 16, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"residual": "below"},
+        {"keys": "previous", "erase": "channel"},
+        {"preset": "paper", "gate": True, "qkv_conv": True},
+    ],
+    ids=str,
+)
+def test_a_model_is_the_same_recomputed_decoded_and_padded(options: dict[str, Any]) -> None:
+    config = PrismConfig(32, 16, 2, "prism", 3, rule_options={"prism": options})
+    model, ids = PrismForCausalLM(config).train(), torch.randint(0, 32, (2, 14))
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        return [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    plain = gradients()
+    for layer in model.model.layers:
+        layer.recompute = True
+    recomputed = gradients()
+    for layer in model.model.layers:
+        layer.recompute = False
+    model.gradient_checkpointing_enable()
+    for other in (recomputed, gradients()):
+        for a, b in zip(other, plain, strict=True):
+            assert_close("gradient", a, b, 1e-5)
+    model.gradient_checkpointing_disable()
+    model.eval()
+    with torch.no_grad():
+        whole, prompt = model(ids).logits, model(ids[:, :6], use_cache=True)
+        cache = prompt.past_key_values
+        parts = [prompt.logits, *(model(token, past_key_values=cache).logits for token in ids[:, 6:].split(1, 1))]
+        mask = torch.ones_like(ids)
+        mask[0, :5] = 0
+        padded = model(ids, attention_mask=mask).logits
+    assert_close("decoded", torch.cat(parts, 1), whole, 1e-5)
+    assert_close("padded", padded[:1, 5:], model(ids[:1, 5:]).logits, 1e-5)
