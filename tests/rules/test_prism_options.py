@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prism import Mixer, rules
 from prism.engine import FORMS
+from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn.block import Block
 from prism.rules.parts.writes import ResidualWrites
 from tests.helpers import assert_close, relative_error
@@ -90,9 +91,11 @@ def test_every_choice_is_its_equations(steps: int, keys: str, rest: dict[str, An
     assert_close("y", mixer(x.unsqueeze(0))[0][0], loops(p, x, options), 1e-11)
 
 
-def test_paper_with_gate_and_convolutions_is_its_equations() -> None:
+@pytest.mark.parametrize("rank", [None, 3])
+def test_paper_with_gate_and_convolutions_is_its_equations(rank: int | None) -> None:
     V = D // H
-    mixer = perturbed(Mixer("prism", D, H, preset="paper", steps=2, key_dim=K, gate=True, qkv_conv=True))
+    options = {"preset": "paper", "steps": 2, "key_dim": K, "gate": True, "qkv_conv": True, "rank": rank}
+    mixer = perturbed(Mixer("prism", D, H, **options))
     p = {name.removeprefix("rule."): value for name, value in mixer.state_dict().items()}
     x = torch.randn(T, D, dtype=torch.float64)
     u = convolve(x, p["conv.weight"])
@@ -104,7 +107,8 @@ def test_paper_with_gate_and_convolutions_is_its_equations() -> None:
         q, keys = unit(qs[:, h * K : (h + 1) * K]) / K**0.5, unit(ks.view(T, H, 2, K)[:, h])
         beta = (u @ p["beta.weight"].view(H, 2, D)[h].T).sigmoid()
         alpha = (u @ p["alpha.weight"][h] + p["alpha.bias"][h]).sigmoid()
-        gains = [u @ m.T for m in p["gain.weight"].view(H, 2, V, D)[h]]
+        gain = p["gain.weight"] if rank is None else p["gain.up.weight"] @ p["gain.down.weight"]
+        gains = [u @ m.T for m in gain.view(H, 2, V, D)[h]]
         deltas = corrections(vs[:, values] - u[:, values], gains, "gelu")
         S, outputs = x.new_zeros(V, K), []
         for t in range(T):
@@ -236,3 +240,45 @@ def test_the_second_halves_of_maps_start_as_asked() -> None:
 def test_bad_choices_are_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Mixer("prism", 16, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"residual": "below"},
+        {"keys": "previous", "erase": "channel"},
+        {"preset": "paper", "gate": True, "qkv_conv": True},
+    ],
+    ids=str,
+)
+def test_a_model_is_the_same_recomputed_decoded_and_padded(options: dict[str, Any]) -> None:
+    config = PrismConfig(32, 16, 2, "prism", 3, rule_options={"prism": options})
+    model, ids = PrismForCausalLM(config).train(), torch.randint(0, 32, (2, 14))
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        return [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+
+    plain = gradients()
+    for layer in model.model.layers:
+        layer.recompute = True
+    recomputed = gradients()
+    for layer in model.model.layers:
+        layer.recompute = False
+    model.gradient_checkpointing_enable()
+    for other in (recomputed, gradients()):
+        for a, b in zip(other, plain, strict=True):
+            assert_close("gradient", a, b, 1e-5)
+    model.gradient_checkpointing_disable()
+    model.eval()
+    with torch.no_grad():
+        whole, prompt = model(ids).logits, model(ids[:, :6], use_cache=True)
+        cache = prompt.past_key_values
+        parts = [prompt.logits, *(model(token, past_key_values=cache).logits for token in ids[:, 6:].split(1, 1))]
+        mask = torch.ones_like(ids)
+        mask[0, :5] = 0
+        padded = model(ids, attention_mask=mask).logits
+    assert_close("decoded", torch.cat(parts, 1), whole, 1e-5)
+    assert_close("padded", padded[:1, 5:], model(ids[:1, 5:]).logits, 1e-5)

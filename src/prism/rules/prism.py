@@ -223,6 +223,7 @@ class PaperPrism(Rule):
         gain: whether the solver has a learned gain; False sets every p_l to 1 (`closed`: every P to ½).
         nonlinearity: whether the solver has its non-linearity, GELU (`closed`: the sigmoid).
         shared_key: whether all L corrections are written along k₁.
+        rank: rank of the map to the gains, the largest; None: a full linear map, as in the paper.
         negative_eigenvalues: whether β₁ is 2σ(·) instead of σ(·).
         qkv_conv: whether q, v and every k_l are maps of x with a short convolution, as in Gated DeltaNet, not maps of u.
         gate: whether the output has Gated DeltaNet's gate.
@@ -248,6 +249,7 @@ class PaperPrism(Rule):
         gain: bool = True,
         nonlinearity: bool = True,
         shared_key: bool = False,
+        rank: int | None = None,
         conv_size: int = 4,
         qkv_conv: bool = False,
         gate: bool = False,
@@ -271,7 +273,10 @@ class PaperPrism(Rule):
         self.value = nn.Linear(width, values, bias=False)
         self.key = nn.Linear(width, keys * key_count, bias=False)
         self.qkv_conv = ShortConv(sum(self.sizes), conv_size) if qkv_conv else None
-        self.gain = nn.Linear(width, values * steps, bias=False) if gain else None
+        self.gain: nn.Module | None = None
+        if gain:
+            out = values * steps
+            self.gain = nn.Linear(width, out, bias=False) if rank is None else LowRank(width, out, rank)
         self.beta = nn.Linear(width, heads * steps, bias=False)
         self.alpha = nn.Linear(width, heads)
         self.norm = HeadNorm(self.value_dim)

@@ -197,7 +197,8 @@ def _rates(model: nn.Module, settings: OptimizerSettings, exempt: set[str]) -> d
         factor, decay = 1.0, settings.weight_decay
         if found is not None:
             taken[found] += 1
-            factor, decay = groups[found].lr, decay if groups[found].wd is None else groups[found].wd
+            _, factor, own = groups[found]
+            decay = decay if own is None else own
         rates[name] = Rates(factor, 0.0 if name in exempt else decay)
     for text, count in zip(settings.groups, taken, strict=True):
         if not count:
