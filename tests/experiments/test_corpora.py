@@ -59,11 +59,11 @@ def test_novels_are_held_out_by_title(tmp_path: Path, monkeypatch: pytest.Monkey
         assert sum(story(n, 300) in text for text in found.values()) == 1
 
 
-def test_code_is_held_out_by_package_and_copies_leave_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_is_held_out_by_package_and_copies_leave_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = tmp_path / "site"
-    sources = {name: "\n".join(f"def {name}_{i}(argument):\n    return argument" for i in range(40)) for name in "abcdef"}
+    sources = {
+        name: "\n".join(f"def {name}_{i}(argument):\n    return argument" for i in range(40)) for name in "abcdef"
+    }
     for name, source in sources.items():
         (site / name).mkdir(parents=True)
         (site / name / "one.py").write_text(source)
