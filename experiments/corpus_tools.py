@@ -68,11 +68,11 @@ def hold_out(sizes: Mapping[str, int], held_bytes: int, largest: int, seed: int)
     return parts
 
 
-def write(folder: Path, splits: Mapping[str, list[str]], bpe_size: int, note: dict[str, object]) -> None:
+def write(folder: Path, splits: Mapping[str, list[str]], bpe_size: int, note: Mapping[str, object]) -> None:
     """Train a BPE on the training part, write the tokens of all splits and note.json; replaces the folder."""
     partial = fresh_folder(folder.with_name(f".{folder.name}.partial"))
     manifest = write_splits(partial, splits, train_bpe(_up_to(BPE_TRAINING_BYTES, splits["train"]), bpe_size))
-    (partial / "note.json").write_text(json.dumps(note, indent=1, ensure_ascii=False), encoding="utf-8")
+    (partial / "note.json").write_text(json.dumps(dict(note), indent=1, ensure_ascii=False), encoding="utf-8")
     commit_folder(partial, folder)
     for name, split in manifest.splits.items():
         bytes_per_token = split.text_bytes / split.tokens

@@ -46,20 +46,14 @@ def test_a_batch_equals_each_passage_alone(lm: LanguageModel, batch: int, longes
 
 def test_an_answer_counts_only_if_every_token_is_right(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that always says " ab": right for that word, wrong for one that shares its beginning or end."""
-    seen = torch.zeros(1)
 
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        logits = torch.zeros(len(hidden), 270)
-        word = [ord(c) for c in " ab"]
-        for row in range(len(hidden)):
-            logits[row, word[row % 3]] = 5.0
-        seen.add_(len(hidden))
-        return logits
+    def logits(model: object, hidden: torch.Tensor) -> torch.Tensor:
+        said = torch.tensor([ord(" "), ord("a"), ord("b")])
+        return torch.nn.functional.one_hot(said, 270).float()
 
-    monkeypatch.setattr(lm.model.lm_head, "forward", head)
+    monkeypatch.setattr("prism.language.lambada.head_logits", logits)
     answers = {word: lambada(lm.model, lm.tokenizer, [f"say {word}"])["accuracy"] for word in ("ab", "ac", "xb")}
     assert answers == {"ab": 1.0, "ac": 0.0, "xb": 0.0}
-    assert seen > 0
 
 
 def test_a_file_without_a_last_word_is_refused(tmp_path: Path) -> None:

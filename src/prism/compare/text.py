@@ -156,10 +156,11 @@ def train_text(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
     task, stepper = prepare(run, corpus)
     loop = Loop(run, task, stepper, report)
     loop.train()
+    stepper.graphed = None  # a captured graph keeps its memory, and other trainings share the GPU
     model = stepper.model.eval()
     assert isinstance(model, PrismForCausalLM)
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # other trainings share the GPU
+        torch.cuda.empty_cache()
     with stepper.autocast():
         measured = measure(run, corpus, model)
     validation = measured["validation"][str(run.context)]

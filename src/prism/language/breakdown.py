@@ -39,23 +39,24 @@ WANTED = {"logits_to_keep": 1, "output_hidden_states": True}
 """Arguments with which a model returns what `head_nats` needs."""
 
 
-@torch.no_grad()
-def head_nats(model: PrismForCausalLM, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Nats of every target `[B, T]`, float32, from the last hidden states `[B, T, D]`.
+def head_logits(model: PrismForCausalLM, hidden: Tensor) -> Tensor:
+    """Logits `[N, V]` in float32 of last hidden states `[N, D]`, with the precision of the training loss.
 
-    Products have the precision of the training loss: inputs rounded as autocast does, sums in float32.
+    Inputs are rounded as autocast does, sums are float32: a head in bfloat16 would round the logits too.
     """
     head, device = model.lm_head, hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
     with torch.autocast(device, enabled=False):
-        weight = head.weight.to(dtype).float()
         bias = None if head.bias is None else head.bias.float()
-        rows = max(1, _LOGITS // len(weight))
-        parts = zip(hidden.flatten(0, 1).split(rows), targets.to(hidden.device).flatten().split(rows), strict=True)
-        nats = [
-            F.cross_entropy(F.linear(part.to(dtype).float(), weight, bias), answers, reduction="none")
-            for part, answers in parts
-        ]
+        return F.linear(hidden.to(dtype).float(), head.weight.to(dtype).float(), bias)
+
+
+@torch.no_grad()
+def head_nats(model: PrismForCausalLM, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Nats of every target `[B, T]`, float32, from the last hidden states `[B, T, D]`; 0 for targets of -100."""
+    rows = max(1, _LOGITS // len(model.lm_head.weight))
+    parts = zip(hidden.flatten(0, 1).split(rows), targets.to(hidden.device).flatten().split(rows), strict=True)
+    nats = [F.cross_entropy(head_logits(model, part), answers, reduction="none") for part, answers in parts]
     return torch.cat(nats).view(targets.shape)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from prism.language import text
-from prism.language.breakdown import WANTED
+from prism.language.breakdown import WANTED, head_logits
 from prism.language.tokenizer import Tokenizer
 from prism.models import PrismForCausalLM
 
@@ -75,7 +75,7 @@ def _answer(model: PrismForCausalLM, rows: list[tuple[np.ndarray, np.ndarray]], 
     hidden = model(inputs.to(model.device), use_cache=False, **WANTED).hidden_states[-1]
     places = [(number, len(start) - 1 + i) for number, (start, word) in enumerate(rows) for i in range(len(word))]
     which, when = (torch.tensor(part, device=hidden.device) for part in zip(*places, strict=True))
-    logits = model.lm_head(hidden[which, when]).float()
+    logits = head_logits(model, hidden[which, when])
     answers = torch.from_numpy(np.concatenate([word for _, word in rows]).astype(np.int64)).to(hidden.device)
     nats = float(torch.nn.functional.cross_entropy(logits, answers, reduction="sum"))
     wrong = torch.zeros(len(rows), dtype=torch.bool, device=hidden.device)
