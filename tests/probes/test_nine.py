@@ -149,6 +149,40 @@ def test_released_answers_are_in_the_tokens(kind: str, seed: int, ids: int, more
         assert len(possible) == 1 or kind in UNCERTAIN
 
 
+@pytest.mark.parametrize(
+    ("kind", "mark", "first", "last"),
+    [
+        ("parity", 3, 3, 18),
+        ("local_xor", 2, 2, 17),
+        ("modulo_add", 30, 2, 20),
+        ("palindrome", 3, 4, 22),
+        ("poly_recall", 2, 0, 14),
+        ("mux", 2, 3, 16),
+        ("silence_gate", 1, 0, 18),
+    ],
+)
+def test_released_patterns_are_anywhere(kind: str, mark: int, first: int, last: int) -> None:
+    """The marker (or trigger) is at every place that the released ranges allow, equally often."""
+    used: Counter[int] = Counter()
+    for tokens, _ in rows(NineProbes(kind, "released", length=24), 6000, 0):
+        if tokens.count(mark) == 1:
+            used[tokens.index(mark)] += 1
+    if kind in UNCERTAIN:  # noise has the marker too, in front and behind
+        used = Counter({place: count for place, count in used.items() if first <= place <= last})
+    assert sorted(used) == list(range(first, last + 1))
+    assert min(used.values()) > 0.7 * max(used.values())
+
+
+def test_palindromes_differ_from_others_at_either_end() -> None:
+    shapes: Counter[tuple[bool, bool]] = Counter()
+    for tokens, answer in rows(NineProbes("palindrome"), 2000, 0):
+        a, b, c = tokens[tokens.index(2) - 3 : tokens.index(2)]
+        shapes[a == b, b == c] += 1
+        assert answer == (a == c)
+    assert shapes[False, False] == pytest.approx(1000, abs=100)
+    assert shapes[True, False] == pytest.approx(500, abs=80) and shapes[False, True] == pytest.approx(500, abs=80)
+
+
 def test_released_noise_hides_answers_as_often_as_published() -> None:
     """Patterns by chance: about 3.7 % for mux, 15.6 % for the gate; 2.6 % of the writes are overwritten."""
     counts: dict[str, list[bool]] = {kind: [] for kind in UNCERTAIN}
