@@ -52,15 +52,17 @@ def sequences(text: Tensor, count: int, length: int, random: torch.Generator) ->
     return text[start + torch.arange(length)].long()
 
 
-def train(text: Tensor, conv_size: int, seed: int, settings: argparse.Namespace) -> tuple[PrismForCausalLM, float]:
-    """A model whose anchors (all other convolutions keep width 4) are `conv_size` wide, and its last training loss."""
+def train(
+    text: Tensor, conv_size: int, seed: int, settings: argparse.Namespace, rank: int = 2
+) -> tuple[PrismForCausalLM, float]:
+    """A model with writes of `rank` whose anchors (no other convolution) are `conv_size` wide, and its last training loss."""
     torch.manual_seed(seed)
     config = PrismConfig(
         hidden_size=settings.width,
         num_heads=2,
         layers="prism",
         num_hidden_layers=settings.layers,
-        rule_options={"prism": {"steps": 2, "key_dim": 32, "value_dim": settings.width // 2}},
+        rule_options={"prism": {"steps": rank, "key_dim": 32, "value_dim": settings.width // 2}},
     )
     model = PrismForCausalLM(config)
     for layer in model.modules():
