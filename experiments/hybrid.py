@@ -2,8 +2,8 @@
 
     python experiments/hybrid.py            # experiments/results/hybrid.jsonl: one line per model and seed
 
-Associative recall (`prism.probes.mqar`) with more pairs than a memory of this size can hold. Four stacks of two layers and
-equal width: memory alone (`prism`, `gated_delta`), half of it attention (`prism+softmax`), attention alone (`softmax`). All
+Associative recall (`prism.probes.mqar`) with more pairs than a memory of this size can hold. Stacks of two layers of equal
+width: memory alone (PRISM, Gated DeltaNet), PRISM below attention, and attention alone. All
 have a short convolution of width 4 in every layer. They train on one number of pairs and length; the test has that and
 longer sequences with as many pairs, whose questions are further away. One layer with its convolution suffices for recall
 in principle; the second gives the hybrid its attention.
@@ -54,10 +54,8 @@ class Stack(nn.Module):
 
     def __init__(self, stack: str, settings: dict[str, Any]) -> None:
         super().__init__()
-        width, sizes = (
-            settings["width"],
-            {"key_dim": settings["key_dim"], "value_dim": settings["width"], "conv_size": 1},
-        )
+        width = settings["width"]
+        sizes = {"key_dim": settings["key_dim"], "value_dim": width, "conv_size": 1}
         self.embedding = nn.Embedding(settings["vocabulary"], width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.norms, self.convolutions, self.mixers = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
