@@ -129,7 +129,7 @@ def test_a_command_that_does_not_exist_is_found(line: str) -> None:
         check(line)
 
 
-_FILE = re.compile(r"`((?:src/prism|docs|tests|scripts|benchmarks|examples|engine|rules)/[\w./-]*)`")
+_FILE = re.compile(r"`((?:src/prism|docs|tests|scripts|benchmarks|examples|experiments|engine|rules)/[\w./-]*)`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -148,7 +148,7 @@ def test_the_parts_of_rules_that_a_page_names_exist() -> None:
 
 
 def _source_names() -> set[str]:
-    folders = ("src", "benchmarks", "scripts", "examples", "tests", "docs")
+    folders = ("src", "benchmarks", "scripts", "examples", "experiments", "tests", "docs")
     return {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
 
 
@@ -182,7 +182,7 @@ def test_figures_of_pictures_stand_in_the_tables_too() -> None:
     """A picture and the table next to it must not drift apart."""
     figures = json.loads((ROOT / "docs" / "figures.json").read_text(encoding="utf-8"))
     pages = {"ranks": "performance", "kernels": "kernels", "state": "performance", "cpu": "performance"}
-    assert set(figures) == set(pages)
+    assert set(tool("figures").DRAW) == set(pages)
     for figure, page in pages.items():
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace(",", "")
         numbers = [number for row in figures[figure]["rows"].values() for number in row if number not in (None, 1.0)]
