@@ -3,8 +3,8 @@
     python docs/tools/claims.py             # rewrites the blocks
     python docs/tools/claims.py --check     # fails if a page says something else (`make docs-check`, and a test)
 
-A block is `<!-- claims:NAME -->` … `<!-- end -->`. Its text comes from experiments/results and docs/figures.json alone:
-evidence.py reads them, verdicts.py judges them.
+A block is `<!-- claims:NAME -->` … `<!-- end -->`. Its text comes from experiments/results, docs/figures.json and
+docs/tables.json alone: evidence.py and tables.py read them, verdicts.py judges them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
 
 from evidence import ROOT, Evidence
 from verdicts import CLAIMS, NOT_RUN, Finding, networks, paragraph, table
+
+import tables as stored_tables
 
 _BLOCK = re.compile(r"(<!-- claims:([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -113,6 +115,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "networks": lambda: networks(evidence),
         "unfinished": lambda: unfinished(evidence),
     }
+    found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
     return found | {slug: (lambda finding=finding: section(finding)) for slug, finding in findings.items()}
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from evidence import Evidence, Group, Pair, has_option, is_default, is_rule
 
 from prism.compare.statistics import Estimate, estimate
+from tables import grid
 
 HOLDS, PART, UNSEEN, FAILS, NOT_RUN = "holds", "holds in part", "not seen", "does not hold", "not run yet"
 WIDTH = 100
@@ -57,8 +58,7 @@ def paragraph(*sentences: str, indent: str = "") -> str:
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A Markdown table whose first `left` columns are aligned to the left."""
     align = "|".join(["", *["---" if i < left else "--:" for i in range(len(header))], ""])
-    first, *rest = ("| " + " | ".join(line) + " |" for line in (header, *rows))
-    return "\n".join([first, align, *rest])
+    return grid(header, align, rows)
 
 
 def joined(*parts: str) -> str:
