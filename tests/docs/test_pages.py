@@ -201,10 +201,11 @@ def _numbers(text: str) -> set[str]:
     return set(re.findall(r"\d*\.?\d+", text))
 
 
-def test_tables_of_performance_come_from_stored_figures() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["performance", "recommendation-results", "claims"])
+def test_tables_of_results_are_written_from_stored_figures(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     outside = re.sub(r"<!-- claims:.*?<!-- end -->", "", text, flags=re.DOTALL)
-    assert "\n|" not in outside, "run `python docs/tools/tables.py docs/performance.md`"
+    assert "\n|" not in outside, f"run `python docs/tools/tables.py docs/{page}.md`"
 
 
 def test_a_table_is_stored_and_written_back() -> None:
