@@ -18,7 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
 
 from evidence import ROOT, Evidence
-from verdicts import CLAIMS, NOT_RUN, Finding, networks, paragraph, table
+from verdicts import CLAIMS, NOT_RUN, Finding, networks
+from wording import paragraph, table
 
 import tables as stored_tables
 

@@ -1,7 +1,8 @@
-"""Read the results that claims rest on: experiments/results/*.json and *.jsonl, and docs/figures.json.
+"""Read the results that claims rest on: those in experiments/results, and docs/figures.json.
 
-A .json file is one result (`{"machine", "command", "results"}`). A .jsonl file has the lines of a comparison, one per training,
-as `prism compare` and the scripts of experiments/ write them; the last line of a training counts.
+NAME.json is one result (`{"machine", "command", "results"}`). NAME.jsonl and NAME/results.jsonl have the lines of a comparison,
+as `prism compare` and the scripts of experiments/ write them: the last line of a training counts, and one that was started and
+never ended was stopped.
 docs/figures.json has figures of earlier runs whose raw results were not kept, with the command that measured them.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -78,6 +79,21 @@ class Pair:
     def gain(self) -> Estimate:
         return self.first.gain(self.second)
 
+    @property
+    def scale(self) -> tuple[int, int]:
+        """Parameters and seeds: which of two pairs on the same task says more."""
+        return self.first.parameters or 0, self.gain.count
+
+
+def largest(pairs: Iterable[Pair]) -> list[Pair]:
+    """Of the pairs on the same task, at the same place of state size, the one with the most parameters; the rest stays."""
+    best: dict[tuple[str, int], Pair] = {}
+    for pair in pairs:
+        place = (pair.first.task, pair.first.size if pair.first.kind != "text" else 0)
+        if place not in best or pair.scale > best[place].scale:
+            best[place] = pair
+    return list(best.values())
+
 
 Test = Callable[[Group], bool]
 
@@ -118,10 +134,13 @@ class Evidence:
     def lines(self) -> list[dict[str, Any]]:
         """The last line of every training, with the name of its file."""
         found: dict[tuple[str, str], dict[str, Any]] = {}
-        for path in sorted(self.folder.glob("*.jsonl")):
+        for path in [*sorted(self.folder.glob("*.jsonl")), *sorted(self.folder.glob("*/results.jsonl"))]:
+            name = path.stem if path.parent == self.folder else path.parent.name
             for text in path.read_text(encoding="utf-8").splitlines():
                 line = json.loads(text)
-                found[path.stem, line["key"]] = {**line, "file": path.stem}
+                if line["status"] == "started":
+                    line |= {"status": "stopped", "error": "killed"}
+                found[name, line["key"]] = {**line, "file": name}
         return list(found.values())
 
     @cached_property

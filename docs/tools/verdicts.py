@@ -6,20 +6,15 @@ differences paired by seed. Without results a verdict is "not run yet". claims.p
 
 from __future__ import annotations
 
-import re
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from evidence import Evidence, Group, Pair, has_option, is_default, is_rule
+from evidence import Evidence, Group, Pair, has_option, is_default, is_rule, largest
+from wording import brief, joined, number, paragraph, shown, table
 
 from prism.compare.statistics import Estimate, estimate
-from tables import grid
 
 HOLDS, PART, UNSEEN, FAILS, NOT_RUN = "holds", "holds in part", "not seen", "does not hold", "not run yet"
-WIDTH = 100
-FIGURE_WIDTH = 44
-"""Characters of a figure in the table of claims, so that its lines fit."""
 
 
 @dataclass(frozen=True)
@@ -33,37 +28,8 @@ class Finding:
     """Markdown: a paragraph, and perhaps a table."""
 
 
-def number(value: float, digits: int, sign: bool = False) -> str:
-    """`.2039`, `+.0063`, `−.0017`: without a leading zero."""
-    text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
-    return re.sub(r"^([+-]?)0(?=\.)", r"\1", text).replace("-", "−")
-
-
-def shown(value: Estimate, digits: int = 4, sign: bool = False) -> str:
-    """A mean with its standard error, if there are several seeds."""
-    text = number(value.mean, digits, sign)
-    return text if value.count < 2 else f"{text} ± {number(value.error, digits)}"
-
-
 def digits_of(group: Group) -> int:
     return 4 if group.kind in ("text", "recommendation") else 3
-
-
-def paragraph(*sentences: str, indent: str = "") -> str:
-    """Sentences as lines that fit; lines after the first are indented."""
-    text = " ".join(sentences)
-    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table whose first `left` columns are aligned to the left."""
-    align = "|".join(["", *["---" if i < left else "--:" for i in range(len(header))], ""])
-    return grid(header, align, rows)
-
-
-def joined(*parts: str) -> str:
-    """Parts of a text, each its own paragraph; empty ones are left out."""
-    return "\n\n".join(filter(None, parts))
 
 
 def judge(gains: Sequence[Estimate]) -> str:
@@ -90,6 +56,12 @@ def judge_equal(gains: Sequence[Estimate]) -> str:
     return FAILS if all(worse) else PART if any(worse) else HOLDS
 
 
+def where(group: Group) -> str:
+    """Task, size and metric of a group."""
+    size = f", {group.parameters / 1e6:.0f} M" if group.kind == "text" and group.parameters else ""
+    return f"{group.task}{size}, {group.metric}"
+
+
 def against(pairs: Sequence[Pair]) -> str:
     """A table of pairs: both scores and the gain; empty without pairs."""
     if not pairs:
@@ -100,26 +72,15 @@ def against(pairs: Sequence[Pair]) -> str:
         gain = pair.gain
         seeds = str(gain.count)
         scores = [shown(group.score(), digits) for group in (pair.first, pair.second)]
-        rows.append([f"{pair.first.task}, {pair.first.metric}", *scores, shown(gain, digits, sign=True), seeds])
+        rows.append([where(pair.first), *scores, shown(gain, digits, sign=True), seeds])
     names = {(pair.first.label, pair.second.label) for pair in pairs}
     first, second = names.pop() if len(names) == 1 else ("first", "second")
     return table(["task", f"`{first}`", f"`{second}`", "better by", "seeds"], rows)
 
 
-def brief(*parts: str) -> str:
-    """As many parts as fit into the column of figures."""
-    said = ""
-    for part in filter(None, parts):
-        longer = f"{said}; {part}" if said else part
-        if len(longer) > FIGURE_WIDTH and said:
-            break
-        said = longer
-    return said
-
-
 def gains_of(pairs: Sequence[Pair]) -> list[str]:
-    """The gains of pairs as short phrases, text first."""
-    ordered = sorted(pairs, key=lambda pair: pair.first.kind != "text")
+    """The gains of the largest pairs as short phrases, text first."""
+    ordered = sorted(largest(pairs), key=lambda pair: pair.first.kind != "text")
     return [f"{pair.first.task} {shown(pair.gain, digits_of(pair.first), sign=True)}" for pair in ordered]
 
 
@@ -188,7 +149,7 @@ def networks(evidence: Evidence) -> str:
 
 def transformer(evidence: Evidence) -> Finding:
     pairs = evidence.pairs(is_default, is_rule("softmax"), "text", "recommendation")
-    gains = [pair.gain for pair in pairs]
+    gains = [pair.gain for pair in largest(pairs)]
     said, parts = [], []
     if not any(pair.first.kind == "recommendation" for pair in pairs):
         old = earlier(evidence, "prism-3", "sasrec")
@@ -206,7 +167,7 @@ def transformer(evidence: Evidence) -> Finding:
 def gated_delta(evidence: Evidence) -> Finding:
     pairs = evidence.pairs(is_default, is_rule("gated_delta"), "text", "recommendation")
     said = []
-    gains = [pair.gain for pair in pairs]
+    gains = [pair.gain for pair in largest(pairs)]
     parts = gains_of(pairs)
     if not any(pair.first.kind == "recommendation" for pair in pairs):
         olds = {L: earlier(evidence, f"prism-{L}", "gated_delta") for L in (2, 3)}
@@ -218,14 +179,27 @@ def gated_delta(evidence: Evidence) -> Finding:
     if not any(pair.first.kind == "text" for pair in pairs):
         said.append("Text was not run yet.")
         verdict = UNSEEN if verdict == FAILS else verdict  # half of the evidence refutes nothing
-    return Finding(verdict, brief(*parts), joined(against(pairs), paragraph(*said)))
+    return Finding(verdict, brief(*parts), joined(against(pairs), paragraph(*said), on_probes(evidence)))
+
+
+def on_probes(evidence: Evidence) -> str:
+    """Where rank 2 is better or worse than rank 1 on synthetic tasks."""
+    kinds = {group.kind for group in evidence.groups} - {"text", "recommendation", "hybrid"}
+    pairs = evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
+    if not pairs:
+        return "Synthetic tasks were not run yet."
+    counts = {1: 0, -1: 0}
+    for gain in (pair.gain for pair in pairs if pair.gain.significant):
+        counts[1 if gain.mean > 0 else -1] += 1
+    said = f"Synthetic tasks: better on {counts[1]} of {len(pairs)}, worse on {counts[-1]}, beyond two standard errors."
+    return joined(said, against(pairs))
 
 
 def retrieval(evidence: Evidence) -> Finding:
     def tested(*kinds: str) -> list[Pair]:
         return evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
 
-    recall, text = tested("recall"), tested("text")
+    recall, text = tested("recall"), largest(tested("text"))
     if not recall or not text:
         missing = "recall and text" if not recall and not text else "recall" if not recall else "text"
         done = "" if not (recall or text) else "\n\n" + against(recall or text)
@@ -247,7 +221,7 @@ def shared_keys(evidence: Evidence) -> Finding:
     pairs = evidence.pairs(is_default, has_option("shared_key", True), "text", "recall")
     if not pairs:
         return Finding(NOT_RUN, "", NOTHING)
-    return Finding(judge([pair.gain for pair in pairs]), brief(*gains_of(pairs)), against(pairs))
+    return Finding(judge([pair.gain for pair in largest(pairs)]), brief(*gains_of(pairs)), against(pairs))
 
 
 def parameters(evidence: Evidence) -> Finding:
