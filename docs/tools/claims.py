@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
 
+import comparisons
 from evidence import ROOT, Evidence
 from verdicts import CLAIMS, NOT_RUN, Finding, networks
 from wording import paragraph, table
@@ -114,6 +115,8 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "library": lambda: library(evidence),
         "known": lambda: known(findings),
         "networks": lambda: networks(evidence),
+        "text": lambda: comparisons.text(evidence),
+        "probes": lambda: comparisons.probes(evidence),
         "unfinished": lambda: unfinished(evidence),
     }
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}

@@ -16,6 +16,7 @@ FIGURE_WIDTH = 44
 
 def number(value: float, digits: int, sign: bool = False) -> str:
     """`.2039`, `+.0063`, `−.0017`: without a leading zero."""
+    value = round(value, digits) + 0.0  # no negative zero
     text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
     return re.sub(r"^([+-]?)0(?=\.)", r"\1", text).replace("-", "−")
 

@@ -77,6 +77,7 @@ def test_verdicts(gains: list[Estimate], better: str, equal: str) -> None:
 
 def test_numbers_have_no_leading_zero() -> None:
     assert [number(0.25, 2), number(-0.5, 1, sign=True), number(10.25, 1)] == [".25", "−.5", "10.2"]
+    assert number(-0.001, 2) == ".00"
     assert shown(Estimate(0.5, 0.25, 2), 2) == ".50 ± .25"
     assert shown(ONE, 1) == "2.0"
 
@@ -129,6 +130,22 @@ def test_lines_of_a_comparison_become_verdicts(tmp_path: Path) -> None:
     assert found["gated-delta"].figure.startswith("novels +.1050 ± .0050")
     assert found["shared-keys"].verdict == "not seen"  # one seed
     assert "no memory" in claims.unfinished(evidence)
+
+
+def test_tables_of_comparisons(tmp_path: Path) -> None:
+    lines = [line(rule, seed, 3.0 + seed) for rule in ("prism", "gated_delta") for seed in (0, 1)]
+    tasks = [f"task {n}" for n in range(6)]
+    settings = {"task": "nine", "model": {"rule": "prism", "options": {}}}
+    result = {"scores": {"": 0.5}, "better": "higher", "metric": "accuracy"}
+    lines += [
+        line("prism", 0, None, key=task, task=task, settings=settings, function="probe", result=result)
+        for task in tasks
+    ]
+    evidence = write(tmp_path, *lines)
+    written = claims.blocks(evidence)
+    assert "| prism | 0.0 M | 3.5000 ± .5000 | +.0000 ± .0000 | | 2 |" in written["text"]()
+    assert "| rule | task 0 | task 1 | task 2 | task 3 |" in written["probes"]()
+    assert "| rule | task 4 | task 5 |\n|---|--:|--:|\n| prism | .500 | .500 |" in written["probes"]()
 
 
 def test_rules_are_compared_at_equal_places_of_state_size(tmp_path: Path) -> None:
