@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export PRISM_OUTPUT ?= runs
 
-.PHONY: setup demo test lint typecheck unit test-slow test-gpu bench bench-gpu docs dist clean
+.PHONY: setup demo test lint typecheck unit test-slow test-gpu bench bench-gpu docs docs-check dist clean
 
 setup: $(VENV)/ready
 
@@ -62,6 +62,10 @@ docs: $(VENV)/base
 	$(PIP) --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
 	$(BIN)/python docs/tools/check_site.py build/site
+
+# Figures in README and docs that differ from the results in experiments/results and docs/figures.json.
+docs-check: $(VENV)/ready
+	$(BIN)/python docs/tools/claims.py --check
 
 # A wheel and an sdist, each installed into an empty environment, where the README's first example must run.
 dist: $(VENV)/base

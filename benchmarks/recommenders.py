@@ -94,6 +94,7 @@ def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]
             "last_step": curve[-1]["step"],
             "epochs": best.get("epoch"),
             "train_seconds": trained,
+            "events_per_second": statistics.median(r["events_per_second"] for r in records if "events_per_second" in r),
             "validation": {name: best[f"validation_{name}"] for name in FIGURES},
             "curve": [[r["step"], r["validation_NDCG@10"]] for r in curve],
             "losses": [[r["step"], r["loss"]] for r in records if r.get("loss") is not None][::10],

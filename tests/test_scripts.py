@@ -1,4 +1,4 @@
-"""Scripts outside the package import names that it has: benchmarks, examples and tools, also inside functions."""
+"""Scripts outside the package import names that it has: benchmarks, examples, experiments and tools, also inside functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
-    for folder in ("benchmarks", "examples", "scripts", "docs/tools")
+    for folder in ("benchmarks", "examples", "experiments", "scripts", "docs/tools")
     for path in (ROOT / folder).rglob("*.py")
 )
 

@@ -129,7 +129,7 @@ def test_a_command_that_does_not_exist_is_found(line: str) -> None:
         check(line)
 
 
-_FILE = re.compile(r"`((?:src/prism|docs|tests|scripts|benchmarks|examples|engine|rules)/[\w./-]*)`")
+_FILE = re.compile(r"`((?:src/prism|docs|tests|scripts|benchmarks|examples|experiments|engine|rules)/[\w./-]*)`")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -148,7 +148,7 @@ def test_the_parts_of_rules_that_a_page_names_exist() -> None:
 
 
 def _source_names() -> set[str]:
-    folders = ("src", "benchmarks", "scripts", "examples", "tests", "docs")
+    folders = ("src", "benchmarks", "scripts", "examples", "experiments", "tests", "docs")
     return {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
 
 
@@ -178,16 +178,48 @@ def test_one_version() -> None:
     assert "\nversion =" not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-def test_figures_of_pictures_stand_in_the_tables_too() -> None:
-    """A picture and the table next to it must not drift apart."""
+PAGE_OF_FIGURE = {"kernels": "kernels", "recommenders": "recommendation-results"}
+"""Where the tables of a figure are, if not on the page of performance."""
+
+
+def test_figures_stand_in_the_tables_too() -> None:
+    """A picture or a claim, and the table with its figures, must not drift apart."""
     figures = json.loads((ROOT / "docs" / "figures.json").read_text(encoding="utf-8"))
-    pages = {"ranks": "performance", "kernels": "kernels", "state": "performance", "cpu": "performance"}
-    assert set(figures) == set(pages)
-    for figure, page in pages.items():
+    assert set(tool("figures").DRAW) <= set(figures)
+    for figure, about in figures.items():
+        page = PAGE_OF_FIGURE.get(figure, "performance")
         text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace(",", "")
-        numbers = [number for row in figures[figure]["rows"].values() for number in row if number not in (None, 1.0)]
-        absent = [n for n in numbers if str(n) not in text and f"{n:.2f}" not in text]
-        assert not absent, f"docs/{page}.md does not have {absent} of the picture {figure}"
+        numbers = [number for row in about["rows"].values() for number in row if number not in (None, 1.0)]
+        absent = [
+            n for n in numbers if not {str(n), f"{n:.2f}", f"{n:.3f}", f"{abs(n):.4f}".lstrip("0")} & _numbers(text)
+        ]
+        assert not absent, f"docs/{page}.md does not have {absent} of {figure}"
+
+
+def _numbers(text: str) -> set[str]:
+    """Every number in a text, as it is written."""
+    return set(re.findall(r"\d*\.?\d+", text))
+
+
+@pytest.mark.parametrize("page", ["performance", "recommendation-results", "claims"])
+def test_tables_of_results_are_written_from_stored_figures(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    outside = re.sub(r"<!-- claims:.*?<!-- end -->", "", text, flags=re.DOTALL)
+    assert "\n|" not in outside, f"run `python docs/tools/tables.py docs/{page}.md`"
+
+
+def test_a_table_is_stored_and_written_back() -> None:
+    tables = tool("tables")
+    page = "# P\n\n## A part, here\n\n| a | b |\n|---|--:|\n| 1 | |\n\n```text\n| no | table |\n```\n\n| c |\n|---|\n| 2 |\n"
+    stored: dict[str, object] = {"page-gone-1": {}, "other-1": {}}
+    text = tables.adopt(page, "page", stored)
+    assert list(stored) == ["other-1", "page-a-part-here-1", "page-a-part-here-2"]
+    assert re.sub(r"<!-- .*? -->\n\n?", "", text).replace("|\n\n\n", "|\n\n") == page + "\n"
+    assert tables.markdown(stored["page-a-part-here-1"]) == "| a | b |\n|---|--:|\n| 1 | |"
+    again = dict(stored)
+    assert tables.adopt(text, "page", again) == text and again == stored
+    more = tables.adopt(text + "\n| d |\n|---|\n", "page", again)
+    assert "claims:table-page-a-part-here-3" in more
 
 
 def test_a_site_that_loads_from_elsewhere_is_found(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Write what docs/claims.md, README and other pages say of results, from the results themselves.
+
+    python docs/tools/claims.py             # rewrites the blocks
+    python docs/tools/claims.py --check     # fails if a page says something else (`make docs-check`, and a test)
+
+A block is `<!-- claims:NAME -->` … `<!-- end -->`. Its text comes from experiments/results, docs/figures.json and
+docs/tables.json alone: evidence.py and tables.py read them, verdicts.py judges them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
+
+import comparisons
+from evidence import ROOT, Evidence
+from verdicts import CLAIMS, NOT_RUN, Finding, networks
+from wording import paragraph, table
+
+import tables as stored_tables
+
+_BLOCK = re.compile(r"(<!-- claims:([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def summary(findings: dict[str, Finding]) -> str:
+    """The table of all claims."""
+    rows = [[claim.title, f"**{findings[claim.slug].verdict}**", findings[claim.slug].figure] for claim in CLAIMS]
+    return table(["claim of the paper", "verdict", "figure"], rows, left=3)
+
+
+def section(finding: Finding) -> str:
+    """The end of a claim's section: the verdict and what it rests on."""
+    return f"**Verdict: {finding.verdict}.**\n\n{finding.text}"
+
+
+def known(findings: dict[str, Finding]) -> str:
+    """What the page on PRISM says of the central claims."""
+    said = ["That a rank-$L$ write is cheap [holds](../performance.md)."]
+    names = {"gated-delta": "That it is better than rank 1", "retrieval": "That rank 1 hurts retrieval most"}
+    for slug, what in names.items():
+        found = findings[slug]
+        verb = {"not seen": "was **not seen**", NOT_RUN: "was **not run yet**"}.get(
+            found.verdict, f"**{found.verdict}**"
+        )
+        said.append(f"{what} {verb}{f' ({found.figure})' if found.figure else ''}.")
+    said.append("[Claims](../claims.md) has all of them, with figures and commands.")
+    return paragraph(*said)
+
+
+def highlights(evidence: Evidence) -> str:
+    """The README's list of what the library is good for, as far as it has figures."""
+    figures = evidence.figures
+    ranks = figures["ranks"]["rows"]["ours, rank 2"]
+    ours, peer = (figures["channels"]["rows"][name][0] for name in ("KDA", "fla, KDA"))
+    step = figures["decoding"]["rows"]["PRISM, rank 2"][0]
+    items = [
+        f"- **Fast**: forward and backward of rank 2 take {min(ranks):.2f} to {max(ranks):.2f} of the time of"
+        f" flash-linear-attention's rank 1, and KDA {ours / peer:.2f} of its KDA (H200, [benchmark](docs/performance.md)).",
+        f"- **Constant memory**: {step:.2f} ms per token for 32 rows (118 M parameters, H200) after any context."
+        " CUDA-graph decoding is built in.",
+    ]
+    return "\n".join(paragraph(item, indent="  ") for item in items)
+
+
+def library(evidence: Evidence) -> str:
+    """Claims of the library's own, on speed."""
+    ranks, contexts = evidence.figures["ranks"]["rows"], evidence.figures["contexts"]
+    spans = {L: (min(found := ranks[f"ours, rank {L}"]), max(found)) for L in (2, 4)}
+    count = len(contexts["contexts"])
+    ours, attention = (contexts["rows"][name][:count] for name in ("PRISM, rank 2", "Transformer"))
+    rows = [
+        ["rank L costs what rank 1 costs", *cost(spans)],
+        [
+            "speed does not fall with context",
+            "**holds**" if ours[-1] > 0.95 * ours[0] else "**does not hold**",
+            f"{ours[0]} → {ours[-1]}; Transformer {attention[0]} → {attention[-1]} ²",
+        ],
+    ]
+    return table(["claim of the library", "verdict", "figure"], rows, left=3)
+
+
+def cost(spans: dict[int, tuple[float, float]]) -> list[str]:
+    """Verdict and figure on the cost of writes: at most that of the peer's rank 1 at every shape, up to a fifth more."""
+    verdict = "holds" if all(high <= 1.2 for _, high in spans.values()) else "does not hold"
+    said = ", ".join(f"rank {L}: {low:.2f} to {high:.2f}" for L, (low, high) in spans.items())
+    return [f"**{verdict}**", f"{said} ¹"]
+
+
+def unfinished(evidence: Evidence) -> str:
+    """What was started and did not finish."""
+    lines = evidence.unfinished
+    if not lines:
+        return "No run of the stored results failed or was stopped."
+    rows = [
+        [f"{line['task']}, `{line['rule']}`, seed {line.get('seed')}", line["status"], short(line)] for line in lines
+    ]
+    return table(["run", "status", "why"], rows, left=3)
+
+
+def short(line: dict[str, object]) -> str:
+    return str(line.get("error", ""))[:60].replace("|", "/")
+
+
+def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
+    """What writes each block."""
+    findings = {claim.slug: claim.check(evidence) for claim in CLAIMS}
+    found: dict[str, Callable[[], str]] = {
+        "table": lambda: summary(findings),
+        "highlights": lambda: highlights(evidence),
+        "library": lambda: library(evidence),
+        "known": lambda: known(findings),
+        "networks": lambda: networks(evidence),
+        "text": lambda: comparisons.text(evidence),
+        "probes": lambda: comparisons.probes(evidence),
+        "unfinished": lambda: unfinished(evidence),
+    }
+    found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
+    return found | {slug: (lambda finding=finding: section(finding)) for slug, finding in findings.items()}
+
+
+def rewritten(text: str, evidence: Evidence) -> str:
+    """A page with every block as the results have it."""
+    known_blocks = blocks(evidence)
+
+    def write(match: re.Match[str]) -> str:
+        if match[2] not in known_blocks:
+            raise ValueError(f"there is no block {match[2]!r}: choose from {', '.join(known_blocks)}")
+        return f"{match[1]}\n{known_blocks[match[2]]()}\n\n{match[4]}"
+
+    return _BLOCK.sub(write, text)
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """The pages that have blocks."""
+    found = [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))]
+    return [page for page in found if _BLOCK.search(page.read_text(encoding="utf-8"))]
+
+
+def stale(evidence: Evidence | None = None, root: Path = ROOT) -> list[Path]:
+    """The pages that say something else than the results."""
+    evidence = evidence or Evidence()
+    texts = {page: page.read_text(encoding="utf-8") for page in pages(root)}
+    return [page for page, text in texts.items() if rewritten(text, evidence) != text]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
+    arguments = parser.parse_args()
+    evidence = Evidence()
+    old = stale(evidence)
+    names = ", ".join(page.relative_to(ROOT).as_posix() for page in old)
+    if arguments.check:
+        sys.exit(f"{names}: out of date; run `python docs/tools/claims.py`" if old else 0)
+    for page in old:
+        page.write_text(rewritten(page.read_text(encoding="utf-8"), evidence), encoding="utf-8")
+    print(f"rewritten: {names}" if old else "all pages are up to date")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Tables of whole comparisons: every rule on text, and every rule on every synthetic task."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from evidence import Evidence, Group, is_rule
+from wording import joined, shown, table
+
+COLUMNS = 4
+"""Tasks side by side in a table, so that its lines fit."""
+RARE = "repeated rare bigrams"
+ELSEWHERE = ("text", "recommendation", "hybrid")
+
+
+def text(evidence: Evidence) -> str:
+    """A table per corpus and size: nats, the gain over Gated DeltaNet, and recall in the wild."""
+    parts = []
+    for (file, task), groups in _by_task(evidence.of("text")).items():
+        reference = next(filter(is_rule("gated_delta"), groups), None)
+        rows = []
+        for group in sorted(groups, key=lambda group: group.score().mean):
+            gain = "" if reference in (None, group) else shown(group.gain(reference), 4, sign=True)
+            rare = shown(group.score(RARE), 3) if any(group.values(RARE)) else ""
+            size = f"{(group.parameters or 0) / 1e6:.1f} M"
+            rows.append([group.label, size, shown(group.score(), 4), gain, rare, str(len(group.runs))])
+        header = ["rule", "parameters", "nats a token", "better by", "rare bigrams", "seeds"]
+        parts.append(joined(f"{task} (`{file}`):", table(header, rows)))
+    return joined(*parts) or "No comparison on text is in the repository yet."
+
+
+def probes(evidence: Evidence) -> str:
+    """A table per comparison: rules by synthetic tasks, each task's main score."""
+    files: dict[str, list[Group]] = defaultdict(list)
+    for group in evidence.groups:
+        if group.kind not in ELSEWHERE:
+            files[group.file].append(group)
+    parts = []
+    for file, groups in files.items():
+        tasks = list(dict.fromkeys(group.task for group in groups))
+        rules = list(dict.fromkeys(group.label for group in groups))
+        cells: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for group in sorted(groups, key=lambda group: group.size):
+            cells[group.label, group.task].append(shown(group.score(), 3))
+        seeds = max(len(group.runs) for group in groups)
+        for start in range(0, len(tasks), COLUMNS):
+            shown_tasks = tasks[start : start + COLUMNS]
+            rows = [[rule, *["; ".join(cells[rule, task]) for task in shown_tasks]] for rule in rules]
+            said = f"`{file}`, {groups[0].metric}, up to {seeds} seeds:" if start == 0 else ""
+            parts.append(joined(said, table(["rule", *shown_tasks], [row for row in rows if any(row[1:])])))
+    return joined(*parts) or "No comparison on synthetic tasks is in the repository yet."
+
+
+def _by_task(groups: list[Group]) -> dict[tuple[str, str], list[Group]]:
+    found: dict[tuple[str, str], list[Group]] = defaultdict(list)
+    for group in groups:
+        found[group.file, group.task].append(group)
+    return found

@@ -1,0 +1,206 @@
+"""Read the results that claims rest on: those in experiments/results, and docs/figures.json.
+
+NAME.json is one result (`{"machine", "command", "results"}`). NAME.jsonl and NAME/results.jsonl have the lines of a comparison,
+as `prism compare` and the scripts of experiments/ write them: the last line of a training counts, and one that was started and
+never ended was stopped.
+docs/figures.json has figures of earlier runs whose raw results were not kept, with the command that measured them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from prism.compare.statistics import Estimate, estimate, paired
+
+ROOT = Path(__file__).parents[2]
+SIZES = {"key_dim", "value_dim", "head_dim", "conv_size", "heads"}
+"""Options that a budget sets, which do not tell rules apart."""
+RECALL = ("mqar", "mqar_mix", "multi_pair", "needle")
+RECOMMENDERS = {
+    "sasrec": ("softmax", {}),
+    "gated_delta": ("gated_delta", {}),
+    "prism-2": ("prism", {"steps": 2}),
+    "prism-3": ("prism", {"steps": 3}),
+}
+
+
+@dataclass
+class Group:
+    """All finished final trainings of one rule on one task at one state size."""
+
+    file: str
+    task: str
+    kind: str
+    """`text`, `recall`, `recommendation`, `hybrid`, or the name of another synthetic task."""
+    label: str
+    rule: str
+    options: dict[str, Any]
+    size: int
+    parameters: int | None = None
+    lower: bool = False
+    """Whether lower scores are better."""
+    metric: str = ""
+    runs: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Scores by seed."""
+    commands: set[str] = field(default_factory=set)
+
+    @property
+    def main(self) -> str:
+        """Label of the main score."""
+        return next(iter(next(iter(self.runs.values()))))
+
+    def values(self, label: str | None = None) -> dict[int, float]:
+        wanted = self.main if label is None else label
+        return {seed: scores[wanted] for seed, scores in self.runs.items() if scores.get(wanted) is not None}
+
+    def score(self, label: str | None = None) -> Estimate:
+        return estimate(self.values(label).values())
+
+    def gain(self, other: Group, label: str | None = None) -> Estimate:
+        """By how much this rule is better than another, paired by seed; positive is better, whatever the metric."""
+        found = paired(self.values(label), other.values(label))
+        return Estimate(-found.mean, found.error, found.count) if self.lower else found
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two rules on one task at equal state size."""
+
+    first: Group
+    second: Group
+
+    @property
+    def gain(self) -> Estimate:
+        return self.first.gain(self.second)
+
+    @property
+    def scale(self) -> tuple[int, int]:
+        """Parameters and seeds: which of two pairs on the same task says more."""
+        return self.first.parameters or 0, self.gain.count
+
+
+def largest(pairs: Iterable[Pair]) -> list[Pair]:
+    """Of the pairs on the same task, at the same place of state size, the one with the most parameters; the rest stays."""
+    best: dict[tuple[str, int], Pair] = {}
+    for pair in pairs:
+        place = (pair.first.task, pair.first.size if pair.first.kind != "text" else 0)
+        if place not in best or pair.scale > best[place].scale:
+            best[place] = pair
+    return list(best.values())
+
+
+Test = Callable[[Group], bool]
+
+
+def is_default(group: Group) -> bool:
+    """PRISM as `prism` builds it, or with L = 2 spelled out."""
+    return group.rule == "prism" and group.options in ({}, {"steps": 2})
+
+
+def is_rule(name: str, **options: Any) -> Test:
+    """A test for one rule with exactly these options."""
+    return lambda group: group.rule == name and group.options == options
+
+
+def has_option(name: str, value: Any) -> Test:
+    """A test for PRISM of rank 2 with one option, and nothing else, changed."""
+    return lambda group: group.rule == "prism" and {**group.options, "steps": 2} == {"steps": 2, name: value}
+
+
+class Evidence:
+    """Everything that was measured. `results` and `figures` are the folder and the file to read."""
+
+    def __init__(self, results: Path | None = None, figures: Path | None = None) -> None:
+        self.folder = ROOT / "experiments" / "results" if results is None else results
+        self.figures_file = ROOT / "docs" / "figures.json" if figures is None else figures
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.figures_file.read_text(encoding="utf-8"))
+        return found
+
+    def single(self, name: str) -> Any:
+        """The results of `name`.json; None if there is no such file."""
+        path = self.folder / f"{name}.json"
+        return json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else None
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """The last line of every training, with the name of its file."""
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for path in [*sorted(self.folder.glob("*.jsonl")), *sorted(self.folder.glob("*/results.jsonl"))]:
+            name = path.stem if path.parent == self.folder else path.parent.name
+            for text in path.read_text(encoding="utf-8").splitlines():
+                line = json.loads(text)
+                if line["status"] == "started":
+                    line |= {"status": "stopped", "error": "killed"}
+                found[name, line["key"]] = {**line, "file": name}
+        return list(found.values())
+
+    @cached_property
+    def unfinished(self) -> list[dict[str, Any]]:
+        """Lines of trainings that failed or were stopped."""
+        return [line for line in self.lines if line["status"] in ("failed", "stopped")]
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        found: dict[tuple[Any, ...], Group] = {}
+        for line in self.lines:
+            if line["status"] != "done" or line.get("phase", "final") != "final":
+                continue
+            rule, options = identity(line)
+            size = int(line.get("state_size") or 0)
+            place = (line["file"], line["task"], line["rule"], size)
+            if place not in found:
+                found[place] = Group(*place[:2], kind_of(line), line["rule"], rule, options, size)
+            group, result = found[place], line["result"]
+            group.runs[int(line["seed"])] = result["scores"]
+            group.parameters, group.metric = result.get("parameters"), result.get("metric", "")
+            group.lower = result.get("better") == "lower"
+            group.commands.add(line.get("command", ""))
+        return [group for group in found.values() if any(group.runs.values())]
+
+    def of(self, *kinds: str) -> list[Group]:
+        return [group for group in self.groups if group.kind in kinds]
+
+    def pairs(self, first: Test, second: Test, *kinds: str) -> list[Pair]:
+        """Two rules on every task of these kinds that has both, size by size in increasing order."""
+        tasks: dict[tuple[str, str], list[Group]] = defaultdict(list)
+        for group in self.of(*kinds):
+            tasks[group.file, group.task].append(group)
+        found = []
+        for groups in tasks.values():
+            sides = [sorted(filter(test, groups), key=lambda g: (g.size, len(g.options))) for test in (first, second)]
+            one, two = (list({group.size: group for group in reversed(side)}.values())[::-1] for side in sides)
+            found += [Pair(a, b) for a, b in zip(one, two, strict=False)]
+        return found
+
+
+def identity(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and options of a line's rule, without sizes, however it is labelled."""
+    settings, label = line.get("settings", {}), str(line["rule"])
+    if label in RECOMMENDERS and isinstance(settings, list):
+        return RECOMMENDERS[label]
+    model = settings.get("model") if isinstance(settings, dict) else None
+    if not isinstance(model, dict):
+        return label, {}
+    name = model.get("rule") or model.get("layers") or label
+    options = model.get("options") or model.get("rule_options", {}).get(name) or {}
+    return str(name), {key: value for key, value in options.items() if key not in SIZES}
+
+
+def kind_of(line: dict[str, Any]) -> str:
+    """What a line's task is about."""
+    settings = line.get("settings", {})
+    if isinstance(settings, list):
+        return "recommendation"
+    if str(line.get("function", "")).endswith(":train_text"):
+        return "text"
+    task = str(settings.get("task") or line["task"])
+    return "recall" if task in RECALL else task.split()[0]

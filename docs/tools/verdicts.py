@@ -1,0 +1,356 @@
+"""What the results say of each claim of the paper: a verdict, a figure for the table, and text with a table.
+
+The criteria are code, so that results cannot choose them: a difference counts if it exceeds two standard errors of the
+differences paired by seed. Without results a verdict is "not run yet". claims.py writes the findings into the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from evidence import Evidence, Group, Pair, has_option, is_default, is_rule, largest
+from wording import brief, joined, number, paragraph, shown, table
+
+from prism.compare.statistics import Estimate, estimate
+
+HOLDS, PART, UNSEEN, FAILS, NOT_RUN = "holds", "holds in part", "not seen", "does not hold", "not run yet"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the results say of a claim."""
+
+    verdict: str
+    figure: str
+    """For the table; empty if nothing was run."""
+    text: str
+    """Markdown: a paragraph, and perhaps a table."""
+
+
+def digits_of(group: Group) -> int:
+    return 4 if group.kind in ("text", "recommendation") else 3
+
+
+def judge(gains: Sequence[Estimate]) -> str:
+    """The verdict on "is better" from gains, where positive is better."""
+    if not gains:
+        return NOT_RUN
+    better = [gain.significant and gain.mean > 0 for gain in gains]
+    worse = [gain.significant and gain.mean < 0 for gain in gains]
+    if all(better):
+        return HOLDS
+    if any(better):
+        return PART
+    return FAILS if any(worse) else UNSEEN
+
+
+def judge_equal(gains: Sequence[Estimate]) -> str:
+    """The verdict on "is as good": nowhere worse by more than two standard errors. One seed decides nothing."""
+    known = [gain for gain in gains if gain.count > 1]
+    if not gains:
+        return NOT_RUN
+    if not known:
+        return UNSEEN
+    worse = [gain.significant and gain.mean < 0 for gain in known]
+    return FAILS if all(worse) else PART if any(worse) else HOLDS
+
+
+def where(group: Group) -> str:
+    """Task, size and metric of a group."""
+    size = f", {group.parameters / 1e6:.0f} M" if group.kind == "text" and group.parameters else ""
+    return f"{group.task}{size}, {group.metric}"
+
+
+def against(pairs: Sequence[Pair]) -> str:
+    """A table of pairs: both scores and the gain; empty without pairs."""
+    if not pairs:
+        return ""
+    rows = []
+    for pair in pairs:
+        digits = digits_of(pair.first)
+        gain = pair.gain
+        seeds = str(gain.count)
+        scores = [shown(group.score(), digits) for group in (pair.first, pair.second)]
+        rows.append([where(pair.first), *scores, shown(gain, digits, sign=True), seeds])
+    names = {(pair.first.label, pair.second.label) for pair in pairs}
+    first, second = names.pop() if len(names) == 1 else ("first", "second")
+    return table(["task", f"`{first}`", f"`{second}`", "better by", "seeds"], rows)
+
+
+def gains_of(pairs: Sequence[Pair]) -> list[str]:
+    """The gains of the largest pairs as short phrases, text first."""
+    ordered = sorted(largest(pairs), key=lambda pair: pair.first.kind != "text")
+    return [f"{pair.first.task} {shown(pair.gain, digits_of(pair.first), sign=True)}" for pair in ordered]
+
+
+def earlier(evidence: Evidence, model: str, other: str) -> Estimate:
+    """An earlier difference in NDCG@10 on MovieLens-1M, of which only mean and error were kept."""
+    figure = evidence.figures["recommenders"]
+    place = {"sasrec": 2, "gated_delta": 4}[other]
+    mean, error = figure["rows"][model][place : place + 2]
+    return Estimate(mean, error, figure["seeds"])
+
+
+NOTHING = "No run of this is in the repository yet."
+EARLIER = "On MovieLens-1M (NDCG@10, three seeds, an earlier run of which means and errors were kept)"
+
+
+def rank(evidence: Evidence) -> Finding:
+    rows = evidence.single("write_rank")
+    if rows is None:
+        return Finding(NOT_RUN, "", NOTHING)
+    own = [row for row in rows if not row["shared_key"]]
+    exact = all(row["rank"] == [row["L"]] * 2 for row in own)
+    one = all(row["rank"] == [1, 1] for row in rows if row["shared_key"])
+
+    def effective(weights: str, preset: str, L: int) -> Estimate:
+        chosen = [r for r in own if (r["weights"], r["preset"], r["L"]) == (weights, preset, L)]
+        return estimate(row["effective"] for row in chosen)
+
+    kinds = [("`lm`, random weights", "random", "lm"), ("`paper`, random weights", "random", "paper")]
+    kinds += [("`lm`, trained on text", "trained", "lm")] if any(r["weights"] == "trained" for r in own) else []
+    cells = [[name, *[shown(effective(*kind, L), 2) for L in (2, 3, 4)]] for name, *kind in kinds]
+    seeds = len({row["seed"] for row in rows})
+    last = effective("trained" if len(kinds) > 2 else "random", "lm", 4)
+    text = [
+        f"The rank is {'exactly L at every token' if exact else 'not L at every token'}, for L = 1 to 4, both presets and",
+        f"{seeds} seeds. With a shared key it is {'1' if one else 'not 1'}. But the parts are far from equal: the effective",
+        "rank (Σσ²)² / Σσ⁴ is much smaller than L.",
+    ]
+    figure = f"rank L; effective rank {shown(last, 2)} of 4"
+    verdict = HOLDS if exact else FAILS
+    return Finding(verdict, figure, joined(paragraph(*text), table(["effective rank", "L = 2", "3", "4"], cells)))
+
+
+def speed(evidence: Evidence) -> Finding:
+    figure = evidence.figures["networks"]
+    ours, *others = figure["rows"].items()
+    ratios = {name: ours[1][0] / rate for name, (rate, _) in others}
+    serial = next(ratio for name, ratio in ratios.items() if "serial" in name)
+    verdict = HOLDS if serial >= figure["paper"] else FAILS
+    text = paragraph(
+        f"PRISM of rank 2 is {serial:.0f} times as fast as a serial TTT-MLP that is one fused kernel, not",
+        f"{figure['paper']} times. One run on one H200, so without a spread.",
+    )
+    return Finding(verdict, f"{serial:.0f} × a serial form in one fused kernel", joined(text, networks(evidence)))
+
+
+def networks(evidence: Evidence) -> str:
+    """The table of memories that are networks."""
+    rows = list(evidence.figures["networks"]["rows"].items())
+    ours = rows[0][1][0]
+    cells = [
+        [name, f"{rate:g}", "" if rate == ours else f"{ours / rate:.2g}×", f"{memory} GiB"]
+        for name, (rate, memory) in rows
+    ]
+    return table(["model", "thousand tokens/s", "PRISM is faster by", "peak memory"], cells)
+
+
+def transformer(evidence: Evidence) -> Finding:
+    pairs = evidence.pairs(is_default, is_rule("softmax"), "text", "recommendation")
+    gains = [pair.gain for pair in largest(pairs)]
+    said, parts = [], []
+    if not any(pair.first.kind == "recommendation" for pair in pairs):
+        old = earlier(evidence, "prism-3", "sasrec")
+        gains.append(old)
+        parts.append(f"MovieLens-1M {shown(old, sign=True)}")
+        said.append(f"{EARLIER}, PRISM with L = 3 is better than SASRec by {shown(old)}.")
+    if not any(pair.first.kind == "text" for pair in pairs):
+        said.append("Text was not run yet.")
+        verdict = judge_equal(gains) if judge_equal(gains) != HOLDS else PART
+    else:
+        verdict = judge_equal(gains)
+    return Finding(verdict, brief(*gains_of(pairs), *parts), joined(against(pairs), paragraph(*said)))
+
+
+def gated_delta(evidence: Evidence) -> Finding:
+    pairs = evidence.pairs(is_default, is_rule("gated_delta"), "text", "recommendation")
+    said = []
+    gains = [pair.gain for pair in largest(pairs)]
+    parts = gains_of(pairs)
+    if not any(pair.first.kind == "recommendation" for pair in pairs):
+        olds = {L: earlier(evidence, f"prism-{L}", "gated_delta") for L in (2, 3)}
+        gains += olds.values()
+        cells = ", ".join(f"L = {L} {shown(old, sign=True)}" for L, old in olds.items())
+        said.append(f"{EARLIER}: {cells}.")
+        parts += [f"MovieLens-1M {shown(old, sign=True)} (L = {L})" for L, old in olds.items()]
+    verdict = judge(gains)
+    if not any(pair.first.kind == "text" for pair in pairs):
+        said.append("Text was not run yet.")
+        verdict = UNSEEN if verdict == FAILS else verdict  # half of the evidence refutes nothing
+    return Finding(verdict, brief(*parts), joined(against(pairs), paragraph(*said), on_probes(evidence)))
+
+
+def on_probes(evidence: Evidence) -> str:
+    """Where rank 2 is better or worse than rank 1 on synthetic tasks."""
+    kinds = {group.kind for group in evidence.groups} - {"text", "recommendation", "hybrid"}
+    pairs = evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
+    if not pairs:
+        return "Synthetic tasks were not run yet."
+    counts = {1: 0, -1: 0}
+    for gain in (pair.gain for pair in pairs if pair.gain.significant):
+        counts[1 if gain.mean > 0 else -1] += 1
+    said = f"Synthetic tasks: better on {counts[1]} of {len(pairs)}, worse on {counts[-1]}, beyond two standard errors."
+    return joined(said, against(pairs))
+
+
+def retrieval(evidence: Evidence) -> Finding:
+    def tested(*kinds: str) -> list[Pair]:
+        return evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
+
+    recall, text = tested("recall"), largest(tested("text"))
+    if not recall or not text:
+        missing = "recall and text" if not recall and not text else "recall" if not recall else "text"
+        done = "" if not (recall or text) else "\n\n" + against(recall or text)
+        return Finding(NOT_RUN, "", f"Runs on {missing} with both ranks are not in the repository yet.{done}")
+
+    def loss(pair: Pair) -> float:
+        """By which share rank 1 is worse."""
+        return pair.gain.mean / abs(pair.first.score().mean)
+
+    hurt = [pair for pair in recall if pair.gain.significant and pair.gain.mean > 0]
+    most = max(loss(pair) for pair in text)
+    verdict = UNSEEN if not hurt else HOLDS if all(loss(p) > most for p in recall) else PART
+    worst = max(recall, key=loss)
+    figure = f"L = 1: −{loss(worst):.1%} {worst.first.task}, −{most:.1%} text"
+    return Finding(verdict, figure, against([*recall, *text]))
+
+
+def shared_keys(evidence: Evidence) -> Finding:
+    pairs = evidence.pairs(is_default, has_option("shared_key", True), "text", "recall")
+    if not pairs:
+        return Finding(NOT_RUN, "", NOTHING)
+    return Finding(judge([pair.gain for pair in largest(pairs)]), brief(*gains_of(pairs)), against(pairs))
+
+
+def parameters(evidence: Evidence) -> Finding:
+    rows = evidence.single("parameters")
+    if rows is None:
+        return Finding(NOT_RUN, "", NOTHING)
+    added: dict[str, list[float]] = {
+        preset: [r["mixer_over_gated_delta"] for r in rows if r.get("preset") == preset and r["steps"] > 1]
+        for preset in ("lm", "paper")
+    }
+    below = [max(values) < 0.1 for values in added.values()]
+    verdict = HOLDS if all(below) else PART if any(below) else FAILS
+    cells = []
+    for preset in ("lm", "paper"):
+        for L in (2, 3, 4):
+            chosen = [row for row in rows if row.get("preset") == preset and row["steps"] == L]
+            columns = [[row[f"{what}_over_gated_delta"] for row in chosen] for what in ("mixer", "model")]
+            cells.append([f"`{preset}`, L = {L}", *[f"{min(c):.1%} to {max(c):.1%}" for c in columns]])
+    sizes = [row["size"] for row in rows if row["rule"] == "gated_delta"]
+    text = paragraph(
+        f"Parameters that PRISM has more than Gated DeltaNet, over the sizes {', '.join(sizes)} of `prism train lm`. With",
+        "low-rank maps (`lm`) the claim holds up to L = 4; with the full maps of the paper's equations (`paper`) it does not.",
+    )
+    figure = f"+{min(added['lm']):.0%} to +{max(added['lm']):.0%}; with full maps +{max(added['paper']):.0%}"
+    return Finding(verdict, figure, joined(text, table(["", "of the layer", "of the whole model"], cells)))
+
+
+def forgetting(evidence: Evidence) -> Finding:
+    results = evidence.single("forgetting")
+    if results is None:
+        return Finding(NOT_RUN, "", NOTHING)
+    cells, stable, free = [], [], []
+    for row in results["cases"]:
+        last = estimate([seed[-1] for seed in row["norm"] if seed[-1] is not None])
+        growth = None if row["diverges"] else estimate(row["growth"])
+        bounded = growth is not None and growth.mean < 0.1
+        within = row["bound"] is None or last.mean <= 1.1 * row["bound"]
+        if row["decay"] < 1 and row["erase"] == "sigmoid":
+            stable.append(bounded and within)
+        if row["erase"] == "none":
+            free.append(growth is not None and growth.mean > 0.4)
+        size = f"{last.mean:.0e}" if growth is None else f"{last.mean:,.0f}" if last.mean > 100 else f"{last.mean:.1f}"
+        bound = "" if row["bound"] is None else f"{row['bound']:.1f}"
+        cells.append([row["case"], "diverges" if growth is None else shown(growth, 2), size, bound])
+    tokens, seeds = results["tokens"][-1], results["seeds"]
+    verdict = HOLDS if all(stable) and all(free) else PART if all(stable) or all(free) else FAILS
+    text = paragraph(
+        f"Growth is the exponent of the error in the length (0: bounded, ½: random walk, 1: proportional); {seeds} seeds,",
+        f"{tokens:,} tokens, float64. The decay bounds the error within the theorem's bound. The erase alone does so only for",
+        "keys that are erased sometimes. And β must be bounded: linear as in the paper's Eq. 11 the memory diverges.",
+    )
+    header = ["memory", "growth", f"‖error‖ after {tokens:,}", "bound"]
+    pick = {row["case"]: cell for row, cell in zip(results["cases"], cells, strict=True)}
+    figure = f"growth {pick['PRISM, α = .99'][1]}; without decay {pick['no forgetting'][1]}"
+    return Finding(verdict, figure, joined(text, table(header, cells)))
+
+
+def anchor(evidence: Evidence) -> Finding:
+    rows = evidence.single("anchor_error")
+    if rows is None:
+        return Finding(NOT_RUN, "", NOTHING)
+    widths = sorted({row["conv_size"] for row in rows})
+    wide = [row for row in rows if any(name.startswith("window_") for name in row)]
+
+    def of(name: str, width: int) -> Estimate:
+        return estimate(row[name] for row in rows if row["conv_size"] == width)
+
+    window = {w: estimate(row[f"window_{w}"] for row in wide) for w in widths if wide and f"window_{w}" in wide[0]}
+    cells = [
+        [str(w), shown(of("own", w), 2), shown(of("fitted", w), 2), shown(window[w], 2) if w in window else ""]
+        for w in widths
+    ]
+    grows = bool(window) and window[widths[-1]].mean > window[widths[0]].mean
+    predicts = max(of("own", w).mean for w in widths) > 0
+    verdict = NOT_RUN if not window else HOLDS if grows and predicts else PART if grows else FAILS
+    first, last = widths[0], widths[-1]
+    seeds = len({row["seed"] for row in rows})
+    said = [
+        "Share of the variance of the memory's answer Sᵀk that is explained on held-out text (1: all; 0: its mean; negative:",
+        f"worse than its mean); small byte-level models, {seeds} seed{'s' * (seeds > 1)}.",
+    ]
+    if grows:
+        said.append("A wider window can predict more: the best linear map of the last w inputs gains with w.")
+    if not predicts:
+        said.append(
+            "But what the model subtracts, W_u u, is worse than the mean at every width: training does not make"
+        )
+        said.append("the anchor an estimate of Sᵀk.")
+    header = ["width w", "the model's own, W_u u", "best linear map of u", "best linear map of w inputs"]
+    own = number(max(of("own", w).mean for w in widths), 2)
+    ends = " → ".join(number(window[w].mean, 2) for w in (first, last)) if window else ""
+    figure = brief(f"window {first} → {last}: {ends}" if ends else "", f"own anchor ≤ {own}")
+    return Finding(verdict, figure, joined(paragraph(*said), table(header, cells)))
+
+
+def hybrid(evidence: Evidence) -> Finding:
+    pairs = evidence.pairs(is_rule("prism+softmax"), is_rule("prism+prism"), "hybrid")
+    if not pairs:
+        return Finding(NOT_RUN, "", NOTHING)
+    (pair,) = pairs[:1]
+    stacks = evidence.of("hybrid")
+    labels = list(pair.first.runs[next(iter(pair.first.runs))])
+    cells = [[f"`{group.label}`", *[shown(group.score(label), 3) for label in labels]] for group in stacks]
+    gains = [pair.first.gain(pair.second, label) for label in labels]
+    both = [shown(group.score(labels[-1]), 2) for group in (pair.first, pair.second)]
+    figure = f"{labels[-1]}: {' against '.join(both)}"
+    said = paragraph(
+        f"Accuracy by length of the test, {len(pair.first.runs)} seeds; more pairs than the memory has room for."
+    )
+    return Finding(judge(gains), figure, joined(said, table(["stack", *labels], cells)))
+
+
+@dataclass(frozen=True)
+class Claim:
+    slug: str
+    title: str
+    """The heading of its section on docs/claims.md."""
+    check: Callable[[Evidence], Finding]
+
+
+CLAIMS = (
+    Claim("rank", "Writes of rank L", rank),
+    Claim("speed", "174 × test-time training", speed),
+    Claim("transformer", "Transformer-level quality", transformer),
+    Claim("gated-delta", "Beats Gated DeltaNet", gated_delta),
+    Claim("retrieval", "L = 1 hurts retrieval most", retrieval),
+    Claim("shared-keys", "Shared keys hurt", shared_keys),
+    Claim("parameters", "Under 10 % more parameters", parameters),
+    Claim("forgetting", "Forgetting bounds errors", forgetting),
+    Claim("anchor", "A wider anchor predicts more", anchor),
+    Claim("hybrid", "Hybrids restore long range", hybrid),
+)

@@ -1,0 +1,187 @@
+"""What pages say of results is what the results say, and verdicts follow from their numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prism.compare.statistics import Estimate
+from tests.docs.test_pages import ROOT, tool
+
+claims = tool("claims")
+from evidence import Evidence, has_option, is_default, is_rule  # noqa: E402
+from verdicts import CLAIMS, judge, judge_equal  # noqa: E402
+from wording import number, shown  # noqa: E402
+
+
+def test_pages_say_what_the_results_say() -> None:
+    assert not claims.stale(), "run `python docs/tools/claims.py`"
+
+
+def test_every_claim_has_its_section() -> None:
+    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    for claim in CLAIMS:
+        section = text.split(f"## {claim.title}\n")[1].split("\n## ")[0]
+        assert f"<!-- claims:{claim.slug} -->" in section
+
+
+def test_a_changed_figure_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("<!-- claims:table -->\nold\n<!-- end -->\n", encoding="utf-8")
+    assert claims.stale(root=tmp_path) == [page]
+    page.write_text(claims.rewritten(page.read_text(encoding="utf-8"), Evidence()), encoding="utf-8")
+    assert claims.stale(root=tmp_path) == []
+    page.write_text(page.read_text(encoding="utf-8").replace("22 ×", "174 ×"), encoding="utf-8")
+    assert claims.stale(root=tmp_path) == [page]
+
+
+def test_an_unknown_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="no block 'nosuch'"):
+        claims.rewritten("<!-- claims:nosuch -->\n<!-- end -->", Evidence())
+
+
+def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
+    evidence = Evidence(tmp_path)
+    measured = {"speed", "transformer", "gated-delta"}  # these also have figures of earlier runs
+    for claim in CLAIMS:
+        found = claim.check(evidence)
+        if claim.slug not in measured:
+            assert found.verdict == "not run yet"
+            assert not any(letter.isdigit() for letter in found.figure + found.text)
+
+
+UP, DOWN, LEVEL, ONE = Estimate(2, 0.9, 3), Estimate(-2, 0.9, 3), Estimate(1, 0.9, 3), Estimate(2, math.nan, 1)
+
+
+@pytest.mark.parametrize(
+    ("gains", "better", "equal"),
+    [
+        ([], "not run yet", "not run yet"),
+        ([UP, UP], "holds", "holds"),
+        ([UP, LEVEL], "holds in part", "holds"),
+        ([UP, DOWN], "holds in part", "holds in part"),
+        ([LEVEL], "not seen", "holds"),
+        ([ONE], "not seen", "not seen"),
+        ([DOWN, LEVEL], "does not hold", "holds in part"),
+        ([DOWN], "does not hold", "does not hold"),
+    ],
+)
+def test_verdicts(gains: list[Estimate], better: str, equal: str) -> None:
+    assert judge(gains) == better
+    assert judge_equal(gains) == equal
+
+
+def test_numbers_have_no_leading_zero() -> None:
+    assert [number(0.25, 2), number(-0.5, 1, sign=True), number(10.25, 1)] == [".25", "−.5", "10.2"]
+    assert number(-0.001, 2) == ".00"
+    assert shown(Estimate(0.5, 0.25, 2), 2) == ".50 ± .25"
+    assert shown(ONE, 1) == "2.0"
+
+
+def line(rule: str, seed: int, score: float | None, **more: Any) -> dict[str, Any]:
+    """A line of a comparison on text."""
+    name, _, option = rule.partition(":")
+    options = {"key_dim": 8, **({option: True} if option else {})}
+    return {
+        "key": f"{rule} {seed}",
+        "status": "done",
+        "task": "novels",
+        "rule": rule,
+        "phase": "final",
+        "seed": seed,
+        "state_size": 64,
+        "function": "prism.compare.text:train_text",
+        "settings": {"model": {"layers": name, "rule_options": {name: options}}},
+        "result": {"scores": {"nats": score}, "better": "lower", "metric": "nats a token", "parameters": 10},
+        **more,
+    }
+
+
+def write(folder: Path, *lines: dict[str, Any]) -> Evidence:
+    (folder / "text.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    return Evidence(folder)
+
+
+def test_lines_of_a_comparison_become_verdicts(tmp_path: Path) -> None:
+    evidence = write(
+        tmp_path,
+        line("prism", 0, 9.0, key="a"),
+        line("prism", 0, 3.0, key="a"),  # the last line of a training counts
+        line("prism", 1, 3.2),
+        line("prism", 2, 9.0, phase="search"),
+        line("gated_delta", 0, 3.1),
+        line("gated_delta", 1, 3.31),
+        line("prism:shared_key", 0, 3.4),
+        line("prism:shared_key", 1, None, status="failed", error="no memory"),
+        line("prism:shared_key", 2, None, status="started"),
+    )
+    (pair,) = evidence.pairs(is_default, is_rule("gated_delta"), "text")
+    assert pair.first.score().mean == pytest.approx(3.1)
+    assert pair.gain.count == 2 and pair.gain.mean == pytest.approx(0.105)  # lower is better: a gain is positive
+    (pair,) = evidence.pairs(is_default, has_option("shared_key", True), "text")
+    assert pair.gain.count == 1 and pair.gain.mean == pytest.approx(0.4)
+    assert [failed["error"] for failed in evidence.unfinished] == ["no memory", "killed"]
+    found = {claim.slug: claim.check(evidence) for claim in CLAIMS}
+    assert found["gated-delta"].verdict == "holds in part"  # on text, not on MovieLens-1M
+    assert found["gated-delta"].figure.startswith("novels +.1050 ± .0050")
+    assert found["shared-keys"].verdict == "not seen"  # one seed
+    assert "no memory" in claims.unfinished(evidence)
+
+
+def test_tables_of_comparisons(tmp_path: Path) -> None:
+    lines = [line(rule, seed, 3.0 + seed) for rule in ("prism", "gated_delta") for seed in (0, 1)]
+    tasks = [f"task {n}" for n in range(6)]
+    settings = {"task": "nine", "model": {"rule": "prism", "options": {}}}
+    result = {"scores": {"": 0.5}, "better": "higher", "metric": "accuracy"}
+    lines += [
+        line("prism", 0, None, key=task, task=task, settings=settings, function="probe", result=result)
+        for task in tasks
+    ]
+    evidence = write(tmp_path, *lines)
+    written = claims.blocks(evidence)
+    assert "| prism | 0.0 M | 3.5000 ± .5000 | +.0000 ± .0000 | | 2 |" in written["text"]()
+    assert "| rule | task 0 | task 1 | task 2 | task 3 |" in written["probes"]()
+    assert "| rule | task 4 | task 5 |\n|---|--:|--:|\n| prism | .500 | .500 |" in written["probes"]()
+
+
+def test_rules_are_compared_at_equal_places_of_state_size(tmp_path: Path) -> None:
+    lines = [
+        line(rule, 0, score, key=f"{rule} {size}", state_size=size)
+        for rule, size, score in [("prism", 64, 3.0), ("prism", 128, 2.0), ("softmax", 8, 3.5), ("softmax", 16, 2.5)]
+    ]
+    pairs = write(tmp_path, *lines).pairs(is_default, is_rule("softmax"), "text")
+    assert [(pair.first.size, pair.second.size) for pair in pairs] == [(64, 8), (128, 16)]
+
+
+def test_the_largest_comparison_decides(tmp_path: Path) -> None:
+    (tmp_path / "search").mkdir()
+    small = [line("prism", seed, 3.0) for seed in (0, 1)] + [
+        line("gated_delta", seed, 2.0 + seed / 9) for seed in (0, 1)
+    ]
+    (tmp_path / "search" / "results.jsonl").write_text("\n".join(map(json.dumps, small)), encoding="utf-8")
+    evidence = write(tmp_path, *[_larger(rule, seed) for rule in ("prism", "gated_delta") for seed in (0, 1)])
+    found = next(claim for claim in CLAIMS if claim.slug == "gated-delta").check(evidence)
+    assert found.verdict == "holds in part"  # better on text at the larger size; MovieLens-1M is not
+    assert found.figure.startswith("novels +.5000 ± .0500")
+    assert "| novels, 20 M, nats a token | 2.0500 ± .0500 | 2.5500" in found.text and "−" in found.text
+
+
+def _larger(rule: str, seed: int) -> dict[str, Any]:
+    score = 2.0 + 0.1 * seed if rule == "prism" else 2.45 + 0.2 * seed
+    result = {"scores": {"nats": score}, "better": "lower", "metric": "nats a token", "parameters": 20_000_000}
+    return line(rule, seed, score, result=result)
+
+
+def test_stored_lines_are_whole() -> None:
+    """Every stored result says what it is, how it ended, on which machine and by which command."""
+    for path in sorted((ROOT / "experiments" / "results").rglob("*.json*")):
+        texts = path.read_text(encoding="utf-8").splitlines() if path.suffix == ".jsonl" else [path.read_text("utf-8")]
+        for stored in map(json.loads, texts):
+            if path.suffix == ".jsonl":
+                assert stored["status"] in ("started", "done", "failed", "stopped"), path.name
+            if stored.get("status") != "started":  # only the end of a training knows more
+                assert stored["machine"] and stored["command"].startswith(("python ", "prism ")), path.name
