@@ -120,6 +120,7 @@ def test_a_layer_whose_maps_share_the_gradient_of_their_input(rule: str, monkeyp
         y = mixer(own)[0]
         return [y, *torch.autograd.grad(y.square().sum(), [own, *mixer.parameters()])]
 
+    monkeypatch.setattr(pieces, "use_kernel", lambda x: False)
     plain = run()
     monkeypatch.setattr(pieces, "use_kernel", lambda x: True)
     assert_equal(run(), [z.double() for z in plain])
