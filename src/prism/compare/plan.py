@@ -65,9 +65,12 @@ class Plan:
         return sum(len(entry.search()) + len(entry.seeds) for entry in self.entries)
 
     def only(self, wanted: Any) -> Plan:
-        """The entries whose name a compiled regular expression finds, and the reference's."""
-        chosen = tuple(e for e in self.entries if wanted.search(e.name) or e.rule == self.reference)
-        if not any(wanted.search(e.name) for e in self.entries):
+        """The entries whose name a compiled regular expression finds, and the reference's on the same tasks."""
+        tasks = {e.task for e in self.entries if wanted.search(e.name)}
+        chosen = tuple(
+            e for e in self.entries if wanted.search(e.name) or (e.rule == self.reference and e.task in tasks)
+        )
+        if not tasks:
             raise ValueError(f"--only {wanted.pattern!r} finds none of the runs, such as {self.entries[0].name!r}")
         return replace(self, entries=chosen)
 
