@@ -53,6 +53,12 @@ def test_the_search_decides_and_every_seed_is_trained_once(tmp_path: Path) -> No
     assert len(calls(log)) == 6
 
 
+def test_an_entry_is_completed_before_the_next(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    run_grid([Toy(str(log), "first"), Toy(str(log), "second")], Records(tmp_path / "results.jsonl"), 1)
+    assert [words[1] for words in calls(log)] == ["first"] * 4 + ["second"] * 4
+
+
 def test_a_new_seed_adds_only_its_own_runs(tmp_path: Path) -> None:
     log, path = tmp_path / "log", tmp_path / "results.jsonl"
     run_grid([Toy(str(log))], Records(path), 1)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism import rules
 from prism.compare.matching import TOLERANCE, closest
 from prism.compare.plan import make_plan, read_plan
+from prism.models import PrismConfig, PrismForCausalLM
+from prism.nn import Mixer
 from prism.probes.training import ProbeRun
 
 PLAN: dict[str, Any] = {
@@ -167,7 +172,7 @@ KEPT = [name for name in rules.names() if "value_dim" in rules.get(name).option_
 """Rules whose memory does not follow the width of the model."""
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.sampled_from(rules.names()), st.integers(1, 2), st.sampled_from([32, 48]))
 def test_parameters_match_within_one_percent_by_the_width_of_the_swiglu(name: str, layers: int, width: int) -> None:
     sizes = {"width": width, "layers": layers, "heads": 2, "hidden": 64, "equal_state": False, "key_dim": 8}
@@ -184,7 +189,7 @@ def test_parameters_match_within_one_percent_by_the_width_of_the_swiglu(name: st
     assert other.settings["model"]["width"] == width
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.sampled_from(KEPT), st.integers(1, 2), st.sampled_from([64, 96]))
 def test_without_a_swiglu_they_match_by_the_width_of_the_model(name: str, layers: int, width: int) -> None:
     sizes = {"width": width, "layers": layers, "heads": 2, "equal_state": False, "key_dim": 8, "match": "parameters"}
@@ -207,3 +212,44 @@ def test_the_roundest_close_width_is_found(slope: int, start: int, target: int) 
     found = closest(count, target)
     assert found in reachable
     assert all(width % 64 for width in reachable) or found % 64 == 0
+
+
+def test_text_is_a_task_with_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules get the budget's sizes as options, and parameters are matched by the width of the SwiGLU."""
+
+    def sizes(model: dict[str, Any], vocabulary: int) -> tuple[int, int]:
+        config = PrismConfig(vocab_size=vocabulary, **model)
+        with torch.device("meta"):
+            built = PrismForCausalLM(config)
+        states = [part.state_size for part in built.modules() if isinstance(part, Mixer)]
+        return sum(p.numel() for p in built.parameters()), sum(states)
+
+    corpus = SimpleNamespace(manifest=SimpleNamespace(vocab_size=100))
+    found = {"TextRun": SimpleNamespace(context=1024), "sizes": sizes, "open_corpus": lambda folder, verify: corpus}
+    monkeypatch.setitem(sys.modules, "prism.compare.text", SimpleNamespace(**found))
+    budget = {"tokens": 64_000, "batch": 4, "width": 32, "heads": 2, "key_dim": 8, "hidden": 64, "match": "parameters"}
+    table = {"task": "text", "label": "novels", "options": {"data": "tokens", "context": 64, "micro": 2}}
+    values = changed(rules=["gated_delta", "prism:steps=2", "softmax"], budget=budget, tasks=[table])
+    plan = make_plan(values, "file")
+    base, ours, attention = plan.entries
+    assert base.function == "prism.compare.text:train_text" and base.steps == 250
+    assert ours.state_size == base.state_size == 2 * 8 * 16 and attention.grows
+    assert abs(ours.parameters - base.parameters) <= TOLERANCE * base.parameters
+    model = ours.settings["model"]
+    assert model["layers"] == "prism" and model["hidden_size"] == 32 and model["intermediate_size"] < 64
+    assert model["rule_options"] == {"prism": {"key_dim": 8, "value_dim": 16, "conv_size": 4, "steps": 2}}
+    (training, *_) = ours.final(1e-3)
+    assert {
+        "data": "tokens",
+        "context": 64,
+        "micro": 2,
+        "batch": 4,
+        "precision": "fp32",
+    }.items() <= training.settings.items()
+    assert {"seed": 0, "learning_rate": 1e-3, "test": True, "steps": 250}.items() <= training.settings.items()
+    for wrong, sentence in (
+        ({"options": {}}, "options.data must be a folder"),
+        ({"tests": {}}, "tests is for synthetic"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            make_plan({**values, "tasks": [{**table, **wrong}]}, "file")

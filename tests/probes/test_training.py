@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from prism.probes import catalogue
+from prism.probes import batches, catalogue
 from prism.probes.batches import Curriculum, ahead, held_out, is_asked, questions, training_batches
 from prism.probes.catalogue import TASKS, build_task, task_class
 from prism.probes.model import ModelSettings, ProbeModel
-from prism.probes.task import IGNORE, SHARES, Batch, Task, draw, hash_rows, stream
+from prism.probes.task import IGNORE, SHARES, Task, draw, hash_rows, stream
 from prism.probes.training import ProbeRun, Trainer, evaluate, loss_of, probe_job, schedule, train_probe
 from tests.probes.toys import Copy, Negate, Places
 
@@ -84,15 +84,14 @@ def test_training_validation_and_test_share_no_sequence() -> None:
 
 def test_places_are_those_that_are_asked() -> None:
     batch = draw(Copy(), 12, "train", stream("train", 3))
-    parts = questions(batch, 3)
-    assert len(parts) == 3 and {len(part.inputs) for part in parts} == {4}
-    assert len({part.asked.shape for part in parts}) == 1
-    for part, wanted in zip(parts, batch.targets.split(4), strict=True):
-        real = is_asked(part.targets)
-        assert torch.equal(wanted.flatten()[part.asked], part.targets)
-        assert real.sum() == (wanted != IGNORE).sum() and len(set(part.asked[real].tolist())) == real.sum()
-    (numbers,) = questions(draw(Negate(), 5, "train", stream("train", 3)))
-    assert numbers.targets.shape == (5, 2) and numbers.asked.tolist() == [2, 5, 8, 11, 14]
+    inputs, places, targets = questions(batch, 3)
+    assert inputs.shape == (3, 4, 8) and torch.equal(inputs.flatten(0, 1), batch.inputs)
+    for asked, found, wanted in zip(places, targets, batch.targets.split(4), strict=True):
+        real = is_asked(found)
+        assert torch.equal(wanted.flatten()[asked], found)
+        assert real.sum() == (wanted != IGNORE).sum() and len(set(asked[real].tolist())) == real.sum()
+    numbers = questions(draw(Negate(), 5, "train", stream("train", 3)))
+    assert numbers.targets.shape == (1, 5, 2) and numbers.asked.tolist() == [[2, 5, 8, 11, 14]]
 
 
 def test_losses_ignore_what_is_not_asked() -> None:
@@ -173,7 +172,7 @@ def test_a_mixture_of_memories_is_balanced() -> None:
     run = replace(RUN, model=ModelSettings("mom", {"top_k": 1, "memories": 2}, width=16), steps=1)
     model = ProbeModel(Copy(), run.model)
     shared: dict[str, torch.Tensor] = {}
-    (batch,) = questions(draw(Copy(), 4, "train", stream("train", 0)))
+    batch = next(training_batches([(1, Copy())], 4, 0, CPU))
     model(batch.inputs, batch.asked, shared)
     assert "balance_loss" in shared
     trainer = Trainer(model, run, CPU)
@@ -183,8 +182,10 @@ def test_a_mixture_of_memories_is_balanced() -> None:
 
 def test_a_thread_draws_the_same_batches_and_passes_its_errors_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    stages = [(40, Copy())]
-    direct, threaded = training_batches(stages, 2, 0, CPU), ahead(training_batches(stages, 2, 0, CPU), CPU)
+    direct = list(training_batches([(200, Copy())], 2, 0, CPU))
+    monkeypatch.setattr(batches, "draws_on", lambda task, device: False)
+    threaded = list(training_batches([(200, Copy())], 2, 0, CPU))
+    assert len(direct) == len(threaded) == 200
     for a, b in zip(direct, threaded, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -234,6 +235,16 @@ def test_low_precision_products_train_too() -> None:
     assert math.isfinite(result["loss"])
 
 
-def test_batches_are_split_into_equal_parts() -> None:
-    batch = Batch(torch.arange(12).view(6, 2), torch.full((6, 2), IGNORE))
-    assert [len(part.inputs) for part in questions(batch, 2)] == [3, 3]
+@pytest.mark.gpu
+def test_a_captured_step_computes_what_an_ordinary_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = replace(RUN, device="cuda", steps=12, test=False)
+    captured = train_probe(run)
+    assert captured["graph"]
+    ordinary = Trainer.__init__
+
+    def without(self: Trainer, *arguments: Any) -> None:
+        ordinary(self, *arguments)
+        self.captures = False
+
+    monkeypatch.setattr(Trainer, "__init__", without)
+    assert train_probe(run)["loss"] == pytest.approx(captured["loss"], rel=1e-4)

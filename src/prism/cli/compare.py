@@ -36,7 +36,7 @@ def compare(
         out: Folder for results.jsonl, report.html and pictures. None: runs/ and the file's name.
         jobs: Trainings side by side. None: the plan's number.
         retry: Repeat runs that failed.
-        only: Regular expression; only runs whose name it finds, and those of the reference.
+        only: Regular expression; only runs whose name it finds, and those of the reference on the same tasks.
         dry_run: Show the runs with their parameters and state sizes, and train nothing.
     """
     out = check_target(Path("runs") / file.stem if out is None else out, folder=True, name="out")

@@ -5,7 +5,8 @@
   training that never ended (it is computed again) or half a line (it is dropped).
 - A training that failed is kept with its error, and repeated only if asked for.
 - One process writes a file; a second is refused.
-- The search for a learning rate comes first. An entry's final trainings start as soon as its own search has ended.
+- The search for a learning rate comes first. An entry's final trainings come next, before the search of other entries: a
+  comparison that is stopped early has complete entries.
 """
 
 from __future__ import annotations
@@ -244,9 +245,10 @@ def run_grid(entries: Iterable[Searched], records: Records, jobs: int, retry: bo
                     else:
                         error = f"{type(outcome.error).__name__}: {outcome.error}"
                         record = records.add(training, "failed", error=error, details=outcome.details, **provenance)
-                    pool.progress.console.print(f"{count}/{total} {training.name}: {summary(record)}", highlight=False)
+                    line = f"{count}/{total} {training.name}: {summary(record)}"
+                    pool.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
                     queue.active.discard(training.key)
-                    waiting.extend(jobs_of(queue.next()))
+                    waiting.extendleft(reversed(list(jobs_of(queue.next()))))
             except BaseException as error:
                 for job in pool.running():
                     records.add(trainings[id(job)], "stopped", error=type(error).__name__, **provenance)

@@ -101,7 +101,7 @@ class Text:
                 raise ValueError(f"{name} is for synthetic tasks, not for {TEXT!r}")
         if not isinstance(self.options.get("data"), str):
             raise ValueError(f"options.data must be a folder of prepared tokens, got {self.options.get('data')!r}")
-        corpus = import_module("prism.language.corpus").open_corpus(Path(self.options["data"]), verify=False)
+        corpus = self.text.open_corpus(Path(self.options["data"]), verify=False)
         self.vocabulary: int = corpus.manifest.vocab_size
         self.budget, self.plan = settings.budget, settings
         self.steps = settings.budget.steps_for(self.options.get("context", self.text.TextRun.context))

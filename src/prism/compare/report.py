@@ -305,8 +305,11 @@ def _picture(panels: dict[str, Curves], x: str, y: str, path: Path) -> None:
             )
             axis.fill_between(at, low, high, color=colors[name], alpha=0.18, lw=0)
         axis.set(title=task, xlabel=x, ylabel=y)
-        if min(point[0] for points in curves.values() for point in points) > 0 and x != "seconds" and x != "tokens":
+        places = sorted({point[0] for points in curves.values() for point in points})
+        if x not in ("tokens", "seconds") and places[0] > 0:  # a few sizes or lengths, usually powers of two
             axis.set_xscale("log", base=2)
+            axis.set_xticks(places, [f"{place:g}" for place in places])
+            axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize="small")
     for axis in list(axes.flat)[len(panels) :]:

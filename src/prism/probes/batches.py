@@ -18,8 +18,8 @@ from torch import Tensor
 
 from prism.probes.task import IGNORE, Batch, Task, draw, stream
 
-AHEAD = 32
-"""Batches that are drawn ahead."""
+AHEAD = 4
+"""Groups of batches that are drawn ahead."""
 _VALUES = 1 << 18
 """About how many input values are drawn at once: small batches are drawn several at a time."""
 
@@ -46,8 +46,8 @@ def is_asked(targets: Tensor) -> Tensor:
     return ~targets.isnan().any(-1) if targets.is_floating_point() else targets != IGNORE
 
 
-def questions(batch: Batch, count: int = 1) -> list[Questions]:
-    """Split sequences into `count` equal batches and find the places that are asked.
+def questions(batch: Batch, count: int = 1) -> Questions:
+    """Split sequences into `count` equal batches, stacked in a new first dimension, and find the places that are asked.
 
     Every sequence gets as many places as the one that asks most, so that shapes are the same from batch to batch.
     """
@@ -57,10 +57,8 @@ def questions(batch: Batch, count: int = 1) -> list[Questions]:
     places = (~asked).byte().argsort(dim=1, stable=True)[:, :most]
     every = torch.arange(rows, device=places.device).unsqueeze(1)
     targets = batch.targets[every, places].flatten(0, 1)
-    size = rows // count
-    flat = ((every % size) * length + places).flatten()
-    parts = zip(batch.inputs.split(size), flat.split(size * most), targets.split(size * most), strict=True)
-    return [Questions(*part) for part in parts]
+    flat = (every % (rows // count)) * length + places
+    return Questions(*(x.unflatten(0, (count, -1)) for x in (batch.inputs, flat.flatten(), targets)))
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,12 @@ def training_batches(
 ) -> Iterator[Questions]:
     """Batches of the split `train` on a device."""
     if all(draws_on(task, device) for _, task in stages):
-        yield from _drawn(stages, batch, seed, device)
+        groups = _drawn(stages, batch, seed, device)
     else:
-        yield from ahead(_drawn(stages, batch, seed, torch.device("cpu")), device)
+        groups = ahead(_drawn(stages, batch, seed, torch.device("cpu")), device)
+    for group in groups:
+        for place in range(len(group.inputs)):
+            yield Questions(*(x[place] for x in group))
 
 
 def draws_on(task: Task, device: torch.device) -> bool:
@@ -119,17 +120,18 @@ def _generator(split: str, seed: int, name: str, device: torch.device) -> torch.
 
 
 def _drawn(stages: Sequence[tuple[int, Task]], batch: int, seed: int, device: torch.device) -> Iterator[Questions]:
+    """Groups of batches, stacked: one transfer to a GPU serves several steps."""
     generator = _generator("train", seed, stages[-1][1].name, device)
     for steps, task in stages:
         values = task.sample(batch, torch.Generator().manual_seed(0)).inputs.numel()
         at_once = max(1, min(16, _VALUES // values))
         for start in range(0, steps, at_once):
             count = min(at_once, steps - start)
-            yield from questions(draw(task, batch * count, "train", generator), count)
+            yield questions(draw(task, batch * count, "train", generator), count)
 
 
 def ahead(batches: Iterator[Questions], device: torch.device) -> Iterator[Questions]:
-    """Batches from the CPU on a GPU, drawn by a thread."""
+    """Groups of batches from the CPU on a GPU, drawn by a thread."""
     ready: queue.Queue[Questions | BaseException | None] = queue.Queue(AHEAD)
     over = threading.Event()
     thread = threading.Thread(target=_fill, args=(batches, ready, over), daemon=True)

@@ -52,7 +52,7 @@ class _Worker:
     """A process that computes one job after the other."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context(START)
+        context: Any = multiprocessing.get_context(START)
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
         self.process.start()
@@ -120,15 +120,15 @@ class Workers:
                 worker.end()
                 self.workers.remove(worker)
         while waiting:
-            worker = next((w for w in self.workers if w.job is None), None)
-            if worker is None:
+            idle = next((w for w in self.workers if w.job is None), None)
+            if idle is None:
                 if len(self.workers) >= self.count:
                     return
-                worker = _Worker()
-                self.workers.append(worker)
+                idle = _Worker()
+                self.workers.append(idle)
             job = waiting.popleft()
             started(job)
-            worker.start(job, self.progress.add_task(job.name, total=job.steps, loss=""))
+            idle.start(job, self.progress.add_task(job.name, total=job.steps, loss=""))
 
     def _ready(self) -> list[_Worker]:
         """Workers that have something to say."""

@@ -261,7 +261,7 @@ def evaluate(model: nn.Module, task: Task, data: list[Batch], autocast: Callable
     device = next(model.parameters()).device
     scores = []
     for batch in data:
-        (asked,) = questions(batch)
+        asked = Questions(*(x[0] for x in questions(batch)))
         with autocast():
             outputs = model(asked.inputs.to(device), asked.asked.to(device)).float()
         found = (outputs if asked.targets.is_floating_point() else outputs.argmax(-1)).cpu()

@@ -1,0 +1,121 @@
+"""`prism compare` and `prism probe TASK`: the how-to's plan runs, is resumed, and mistakes are said before any training."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from prism.cli import main
+from prism.probes import jobs
+
+HOWTO = Path(__file__).parents[2] / "docs" / "howto" / "compare.md"
+SMALL = ["--steps", "2", "--seeds", "2", "--width", "16", "--batch", "4", "--jobs", "1", "--device", "cpu"]
+SETS = ["budget.validation_sequences=8", "budget.test_sequences=8", "budget.evaluations=1"]
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "START", "fork")
+
+
+def howto_plan() -> str:
+    (found,) = re.findall(r"^```toml title=\"recall.toml\"\n(.*?)^```$", HOWTO.read_text(), re.DOTALL | re.MULTILINE)
+    return str(found)
+
+
+def test_the_plan_of_the_howto_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on the page, with fewer steps."""
+    text = re.sub(r"^(steps|test_sequences|validation_sequences) = \d+", r"\1 = 2", howto_plan(), flags=re.MULTILINE)
+    text = text.replace("seeds = [0, 1, 2]", "seeds = [0, 1]")
+    plan, out = tmp_path / "recall.toml", tmp_path / "out"
+    plan.write_text(text)
+    assert main(["compare", str(plan), "--out", str(out), "--dry-run"]) == 0
+    assert "24 runs" in capsys.readouterr().out and not out.exists()
+    words = ["compare", str(plan), "--out", str(out), "--jobs", "2", "--only", "linear, state 512"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "recall, linear, state 512" in printed and "report.html" in printed
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert sum(line["status"] == "done" for line in lines) == 12, "those of 512, and the reference's"
+    assert main(words) == 0
+    assert len((out / "results.jsonl").read_text().splitlines()) == len(lines), "nothing is repeated"
+    assert (out / "score-by-length.png").exists() and (out / "report.html").exists()
+
+
+def test_a_probe_is_a_plan_of_one_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prism.probes.catalogue import TASKS
+
+    monkeypatch.setitem(TASKS, "recall", "mqar:Recall")
+    words = ["probe", "recall", *SMALL, "--set", "pairs=2", "length=8", "vocabulary=16", *SETS]
+    assert main([*words, "--learning-rates", "1e-2", "--output", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "difference to gated_delta" in printed and "two standard errors" in printed
+    lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    done = [line for line in lines if line["status"] == "done"]
+    assert len(done) == 4 and {line["settings"]["task_options"]["pairs"] for line in done} == {2}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["probe", "parrity"], "unknown task 'parrity' (did you mean 'parity'?)"),
+        (["probe", "mqar2", "--seeds", "0"], "seeds must be at least 1, got 0"),
+        (["probe", "mqar2", "--rules"], "rules is empty: name one or more of prism, "),
+        (["compare", "PLAN", "--only", "("], "--only must be a regular expression, got '('"),
+        (["compare", "PLAN", "--only", "xyz"], "--only 'xyz' finds none of the runs"),
+        (["compare", "PLAN", "--jobs", "0"], "jobs must be at least 1, got 0"),
+        (["compare", "NONE"], "there is no settings file"),
+    ],
+)
+def test_mistakes_are_said_before_any_training(
+    words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recall.toml").write_text(howto_plan())
+    places = {"PLAN": "recall.toml", "NONE": "none.toml"}
+    assert main([places.get(word, word) for word in words]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and len(said.splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_wrong_set_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prism.probes.catalogue import TASKS
+
+    monkeypatch.setitem(TASKS, "recall", "mqar:Recall")
+    for item, sentence in (
+        ("pairs", "--set 'pairs' must look like name=value"),
+        ("model.width=3", "--set 'model.width=3' must look like"),
+        ("budget.widht=3", "budget.widht that does not exist"),
+        ("pars=3", "has a setting pars that does not exist"),
+    ):
+        assert main(["probe", "recall", "--set", item, "--output", str(tmp_path / "out")]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_a_failed_run_is_said_and_gives_an_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prism.probes.catalogue import TASKS
+
+    monkeypatch.setitem(TASKS, "recall", "mqar:Recall")
+    words = ["probe", "recall", *SMALL, "--rules", "linear", "--learning-rates", "1e30"]
+    words += [
+        "--set",
+        "pairs=2",
+        "length=8",
+        "vocabulary=16",
+        "budget.clip=1e30",
+        *SETS,
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert main(words) == 1
+    assert "runs failed, the first with FloatingPointError" in capsys.readouterr().out
