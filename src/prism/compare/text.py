@@ -169,6 +169,7 @@ def train_text(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
         test = measured["test"][str(run.context)]
         scores = {"nats": test["nats_per_token"], "bits per byte": test["bits_per_byte"]}
         scores["repeated rare bigrams"] = test["bigrams"]["repeated_rare"]["nats_per_token"]
+        scores |= {f"nats at {length:,}": measured["test"][str(length)]["nats_per_token"] for length in run.contexts}
     return {
         "scores": scores,
         "validation": validation["nats_per_token"],
