@@ -22,7 +22,9 @@ def number(value: float, digits: int, sign: bool = False) -> str:
 
 
 def shown(value: Estimate, digits: int = 4, sign: bool = False) -> str:
-    """A mean with its standard error, if there are several seeds."""
+    """A mean with its standard error, if there are several seeds; empty without any."""
+    if value.count == 0:
+        return ""
     text = number(value.mean, digits, sign)
     return text if value.count < 2 else f"{text} ± {number(value.error, digits)}"
 
