@@ -31,7 +31,7 @@ def shown(value: Estimate, digits: int = 4, sign: bool = False) -> str:
 
 def paragraph(*sentences: str, indent: str = "") -> str:
     """Sentences as lines that fit; lines after the first are indented."""
-    text = " ".join(sentences)
+    text = " ".join(filter(None, sentences))
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
