@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "write_rank.json")
     arguments = parser.parse_args()
-    shown = ["--text", arguments.text.name] if arguments.text else []
-    command = shlex.join(["python", "experiments/write_rank.py", *shown])
+    words = [arguments.text.name if word == str(arguments.text) else word for word in sys.argv[1:]]
+    command = shlex.join(["python", "experiments/write_rank.py", *words])
     rows = [row for seed in arguments.seeds for row in untrained(seed)]
     if arguments.text is not None:
         text = read_bytes(arguments.text)

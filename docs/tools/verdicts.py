@@ -112,11 +112,13 @@ def rank(evidence: Evidence) -> Finding:
     kinds += [("`lm`, trained on text", "trained", "lm")] if any(r["weights"] == "trained" for r in own) else []
     cells = [[name, *[shown(effective(*kind, L), 2) for L in (2, 3, 4)]] for name, *kind in kinds]
     seeds = len({row["seed"] for row in rows})
-    last = effective("trained" if len(kinds) > 2 else "random", "lm", 4)
+    last = next(found for kind in ("trained", "random") if (found := effective(kind, "lm", 4)).count)
+    small = effective("trained", "lm", 4).count > 0 and last.mean < 1.2
     text = [
         f"The rank is {'exactly L at every token' if exact else 'not L at every token'}, for L = 1 to 4, both presets and",
-        f"{seeds} seeds. With a shared key it is {'1' if one else 'not 1'}. But the parts are far from equal: the effective",
-        "rank (Σσ²)² / Σσ⁴ is much smaller than L.",
+        f"{seeds} seeds. With a shared key it is {'1' if one else 'not 1'}. But the parts are not equal: the effective",
+        "rank (Σσ²)² / Σσ⁴ is smaller than L.",
+        "In trained models it is near 1: the extra writes are small next to the first." if small else "",
     ]
     figure = f"rank L; effective rank {shown(last, 2)} of 4"
     verdict = HOLDS if exact else FAILS

@@ -22,14 +22,16 @@ def number(value: float, digits: int, sign: bool = False) -> str:
 
 
 def shown(value: Estimate, digits: int = 4, sign: bool = False) -> str:
-    """A mean with its standard error, if there are several seeds."""
+    """A mean with its standard error, if there are several seeds; empty without any."""
+    if value.count == 0:
+        return ""
     text = number(value.mean, digits, sign)
     return text if value.count < 2 else f"{text} ± {number(value.error, digits)}"
 
 
 def paragraph(*sentences: str, indent: str = "") -> str:
     """Sentences as lines that fit; lines after the first are indented."""
-    text = " ".join(sentences)
+    text = " ".join(filter(None, sentences))
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 

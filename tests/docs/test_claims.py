@@ -80,6 +80,7 @@ def test_numbers_have_no_leading_zero() -> None:
     assert number(-0.001, 2) == ".00"
     assert shown(Estimate(0.5, 0.25, 2), 2) == ".50 ± .25"
     assert shown(ONE, 1) == "2.0"
+    assert shown(Estimate(math.nan, math.nan, 0)) == ""
 
 
 def line(rule: str, seed: int, score: float | None, **more: Any) -> dict[str, Any]:
