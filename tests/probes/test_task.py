@@ -8,12 +8,17 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from prism.probes.catalogue import TASKS as NAMES
+from prism.probes.catalogue import task_class
+from prism.probes.groups import GroupWords
 from prism.probes.mqar import FILLERS, Recall
 from prism.probes.mqar_mix import RecallMix
 from prism.probes.multi_pair import MultiPair
 from prism.probes.needle import Needle
+from prism.probes.nine import KINDS, MODES, NineProbes
 from prism.probes.regression import Regression
 from prism.probes.task import IGNORE, SHARES, Batch, Task, draw, hash_rows, stream
+from prism.probes.tracking import ModularArithmetic, Parity
 
 TASKS = st.one_of(
     st.builds(Recall, st.integers(1, 3), st.sampled_from([12, 14]), st.sampled_from([8, 30]), st.sampled_from(FILLERS)),
@@ -21,6 +26,10 @@ TASKS = st.one_of(
     st.builds(MultiPair, st.integers(1, 3), st.integers(1, 3), st.sampled_from([20, 41])),
     st.builds(Needle, st.integers(1, 3), st.integers(38, 50), st.integers(1, 2)),
     st.builds(Regression, st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.floats(0, 2)),
+    st.builds(Parity),
+    st.builds(ModularArithmetic, brackets=st.booleans()),
+    st.builds(GroupWords, st.sampled_from(["Z2", "S3", "A5"]), st.integers(16, 20)),
+    st.builds(NineProbes, st.sampled_from(KINDS), st.sampled_from(MODES)),
 )
 
 
@@ -159,7 +168,16 @@ def test_every_task_keeps_what_the_interface_says(task: Task, seed: int) -> None
     assert (task.score(torch.where(asked, targets + 1, 7), targets) < 0.5).all()
     assert task.baseline() <= task.ceiling() <= 1.0
     tests = list(task.tests().values())
-    assert tests[0].sample(1, stream("test", 0)).inputs.shape[1:] == inputs.shape[1:]
+    assert tests[0].sample(1, stream("test", 0)).inputs.shape[2:] == inputs.shape[2:]
     assert {(test.vocabulary, test.answers, test.metric) for test in tests} == {
         (task.vocabulary, task.answers, task.metric)
     }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_draw_on_the_gpu(name: str) -> None:
+    task = task_class(name)()
+    batch = draw(task, 4, "train", stream("train", 0, device="cuda"))
+    assert batch.inputs.is_cuda and batch.targets.is_cuda
+    assert len(draw(task, 4, "train", stream("train", 0)).inputs) == 4  # nothing kept from the GPU is used

@@ -13,6 +13,7 @@ from prism.probes.task import Task
 
 TASKS = {
     "mqar": "mqar:Recall",
+    "mqar_mix": "mqar_mix:RecallMix",
     "multi_pair": "multi_pair:MultiPair",
     "needle": "needle:Needle",
     "regression": "regression:Regression",

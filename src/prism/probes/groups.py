@@ -58,7 +58,9 @@ class GroupWords(Task):
         return len(elements(self.group))
 
     def sample(self, count: int, generator: torch.Generator) -> Batch:
-        table = product_table(self.group).flatten()
+        with torch.device("cpu"):  # a table is kept for other generators, whatever device is the default now
+            table = product_table(self.group).flatten()
+        table = table.to(generator.device)
         words = torch.randint(self.answers, (self.length, count), generator=generator)
         inputs = torch.full((count, self.length + 1), self.answers)
         targets = torch.full_like(inputs, IGNORE)

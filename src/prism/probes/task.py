@@ -83,7 +83,8 @@ def draw(task: Task, count: int, split: str, generator: torch.Generator) -> Batc
     missing, drawn = count, 0
     while missing > 0:
         share = 4 // (high - low)
-        batch = task.sample(max(16, share * missing * 9 // 8), generator)
+        with generator.device:  # what a task makes without naming a device is made there
+            batch = task.sample(max(16, share * missing * 9 // 8), generator)
         drawn += len(batch.inputs)
         remainder = hash_rows(batch.inputs) % 4
         chosen = ((remainder >= low) & (remainder < high)).nonzero().squeeze(1)[:missing]

@@ -181,7 +181,7 @@ class Prism(GatedDelta):
         return {"erase_key": split_heads(strength, self.heads) * k[..., 0, :], "erase_write_first": True}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
-        """As in `DeltaFamily`; the extra is the gate's map of x and, if this layer hands its read to others, where to put it."""
+        """As in `DeltaFamily`; the extra is the gate's map of x and where to put the read, if other layers want it."""
         update, carried, gate = super().update(x, carry, span)
         return update, carried, (gate, span.shared if self.hands_over else None)
 
