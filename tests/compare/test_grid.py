@@ -106,6 +106,22 @@ def test_half_a_line_is_dropped_and_a_damaged_one_is_named(tmp_path: Path) -> No
         Records(path)
 
 
+def test_files_of_several_machines_can_be_joined(tmp_path: Path) -> None:
+    """A run that is finished in one of them is finished, although another was stopped in it."""
+    log, path = tmp_path / "log", tmp_path / "results.jsonl"
+    entry = Toy(str(log), values=(1.0,))
+    run_grid([entry], Records(path), 1)
+    other = Records(tmp_path / "other.jsonl")
+    with other.writing():
+        other.add(entry.final(1.0)[0], "started")
+        other.add(entry.final(1.0)[0], "stopped", error="KeyboardInterrupt")
+    for joined in ([path, other.path], [other.path, path]):
+        both = tmp_path / "both.jsonl"
+        both.write_bytes(b"".join(part.read_bytes() for part in joined))
+        run_grid([entry], Records(both), 1)
+        assert len(calls(log)) == 2
+
+
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     with Records(path).writing(), pytest.raises(ValueError, match="another process is writing"):
