@@ -106,6 +106,22 @@ def test_half_a_line_is_dropped_and_a_damaged_one_is_named(tmp_path: Path) -> No
         Records(path)
 
 
+def test_files_of_several_machines_can_be_joined(tmp_path: Path) -> None:
+    """A run that is finished in one of them is finished, although another was stopped in it."""
+    log, path = tmp_path / "log", tmp_path / "results.jsonl"
+    entry = Toy(str(log), values=(1.0,))
+    run_grid([entry], Records(path), 1)
+    other = Records(tmp_path / "other.jsonl")
+    with other.writing():
+        other.add(entry.final(1.0)[0], "started")
+        other.add(entry.final(1.0)[0], "stopped", error="KeyboardInterrupt")
+    for joined in ([path, other.path], [other.path, path]):
+        both = tmp_path / "both.jsonl"
+        both.write_bytes(b"".join(part.read_bytes() for part in joined))
+        run_grid([entry], Records(both), 1)
+        assert len(calls(log)) == 2
+
+
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     with Records(path).writing(), pytest.raises(ValueError, match="another process is writing"):
@@ -129,20 +145,20 @@ def test_an_interrupt_is_in_the_file_and_the_run_is_computed_again(tmp_path: Pat
 
 def test_killed_at_five_moments_it_loses_no_finished_run_and_repeats_none(tmp_path: Path) -> None:
     log, path = tmp_path / "log", tmp_path / "results.jsonl"
-    entries = [Toy(str(log), f"toy{n}", seeds=(0, 1, 2), seconds=0.02) for n in range(8)]
+    entries = [Toy(str(log), f"toy{n}", seeds=(0, 1, 2), seconds=0.02) for n in range(12)]
     moments = random.Random(5)
     finished: list[set[str]] = []
     for number in range(5):
         child = multiprocessing.get_context("fork").Process(target=compute_all, args=(path, entries, number))
         child.start()
-        before = len(calls(log))
-        wait_for(lambda before=before: len(calls(log)) > before)  # it works; now at any moment
-        time.sleep(moments.uniform(0.0, 0.15))
+        enough = len(calls(log)) + moments.randint(1, 6)
+        wait_for(lambda enough=enough: len(calls(log)) >= enough)
+        time.sleep(moments.uniform(0.0, 0.02))  # anywhere between the start of a run and its line
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         child.join(DEADLINE)
         finished.append({key for key, line in Records(path).lines.items() if line["status"] == "done"})
-    assert finished[-1] and len(finished[-1]) < 40, "the kills must come in between"
+    assert 0 < len(finished[-1]) < 60, "the kills must come in between"
     compute_all(path, entries, 5)
     done = Counter(line["key"] for line in lines(path) if line["status"] == "done")
     wanted = {t.key for entry in entries for t in (*entry.search(), *entry.final(2.0))}

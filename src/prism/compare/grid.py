@@ -69,12 +69,12 @@ class Searched(Protocol):
 
 
 class Records:
-    """The lines of a results file: what each training has come to, the last line counts."""
+    """The lines of a results file: what each training has come to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lines: dict[str, dict[str, Any]] = {}
-        """By key, the last line of each training."""
+        """By key, the line of each training that counts."""
         self.length = 0
         """Bytes of the whole lines in the file."""
         self.file: IO[bytes] | None = None
@@ -88,7 +88,7 @@ class Records:
             record = parse_line(line)
             if record is None:
                 raise ValueError(f"line {number} of {self.path} is damaged: remove it, its run is computed again")
-            self.lines[record["key"]] = record
+            self._know(record)
         self.length = len(whole)
 
     @contextmanager
@@ -130,8 +130,14 @@ class Records:
         self.file.write(text.encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.lines[training.key] = record
+        self._know(record)
         return record
+
+    def _know(self, record: dict[str, Any]) -> None:
+        """Keep the last line of a training; a finished one stays finished, in whichever order files were joined."""
+        known = self.lines.get(record["key"])
+        if known is None or known["status"] != "done" or record["status"] == "done":
+            self.lines[record["key"]] = record
 
     def status(self, training: Training) -> str:
         """`done`, `failed`, `stopped`, `started` (and never ended), or empty."""
