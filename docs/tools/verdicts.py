@@ -306,7 +306,10 @@ def anchor(evidence: Evidence) -> Finding:
         f"worse than its mean); small byte-level models, {seeds} seed{'s' * (seeds > 1)}.",
     ]
     if grows:
-        said.append("A wider window can predict more: the best linear map of the last w inputs gains with w.")
+        peak = max(window, key=lambda w: window[w].mean)
+        said.append(
+            f"A wider window can predict more: the best linear map of the last w inputs gains up to w = {peak}."
+        )
     if not predicts:
         said.append(
             "But what the model subtracts, W_u u, is worse than the mean at every width: training does not make"
