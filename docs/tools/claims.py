@@ -91,21 +91,6 @@ def cost(spans: dict[int, tuple[float, float]]) -> list[str]:
     return [f"**{verdict}**", f"{said} ¹"]
 
 
-def unfinished(evidence: Evidence) -> str:
-    """What was started and did not finish."""
-    lines = evidence.unfinished
-    if not lines:
-        return "No run of the stored results failed or was stopped."
-    rows = [
-        [f"{line['task']}, `{line['rule']}`, seed {line.get('seed')}", line["status"], short(line)] for line in lines
-    ]
-    return table(["run", "status", "why"], rows, left=3)
-
-
-def short(line: dict[str, object]) -> str:
-    return str(line.get("error", ""))[:60].replace("|", "/")
-
-
 def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
     """What writes each block."""
     findings = {claim.slug: claim.check(evidence) for claim in CLAIMS}
@@ -117,7 +102,8 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "networks": lambda: networks(evidence),
         "text": lambda: comparisons.text(evidence),
         "probes": lambda: comparisons.probes(evidence),
-        "unfinished": lambda: unfinished(evidence),
+        "searches": lambda: comparisons.searches(evidence),
+        "unfinished": lambda: comparisons.unfinished(evidence),
     }
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
     return found | {slug: (lambda finding=finding: section(finding)) for slug, finding in findings.items()}

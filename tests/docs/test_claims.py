@@ -130,7 +130,9 @@ def test_lines_of_a_comparison_become_verdicts(tmp_path: Path) -> None:
     assert found["gated-delta"].verdict == "holds in part"  # on text, not on MovieLens-1M
     assert found["gated-delta"].figure.startswith("novels +.1050 ± .0050")
     assert found["shared-keys"].verdict == "not seen"  # one seed
-    assert "no memory" in claims.unfinished(evidence)
+    written = claims.blocks(evidence)
+    assert "| `text`, novels | failed | no memory | 1 |" in written["unfinished"]()
+    assert "Every search" in written["searches"]()  # prism has final runs too
 
 
 def test_tables_of_comparisons(tmp_path: Path) -> None:
@@ -144,9 +146,17 @@ def test_tables_of_comparisons(tmp_path: Path) -> None:
     ]
     evidence = write(tmp_path, *lines)
     written = claims.blocks(evidence)
-    assert "| prism | 0.0 M | 3.5000 ± .5000 | +.0000 ± .0000 | | 2 |" in written["text"]()
+    assert "| prism | 0.0 M | 3.500 ± .500 | +.0000 ± .0000 | | 2 |" in written["text"]()
     assert "| rule | task 0 | task 1 | task 2 | task 3 |" in written["probes"]()
     assert "| rule | task 4 | task 5 |\n|---|--:|--:|\n| prism | .500 | .500 |" in written["probes"]()
+
+
+def test_a_search_shows_its_best_validation(tmp_path: Path) -> None:
+    results = [{"validation": value, "better": "lower", "scores": {}} for value in (3.5, 3.25, None)]
+    lines = [line("prism", 9, None, key=str(i), phase="search", result=result) for i, result in enumerate(results)]
+    assert "| prism | 3.250 |" in claims.blocks(write(tmp_path, *lines))["searches"]()
+    final = write(tmp_path, *lines, line("prism", 0, 3.0))
+    assert "3.25" not in claims.blocks(final)["searches"]()
 
 
 def test_rules_are_compared_at_equal_places_of_state_size(tmp_path: Path) -> None:
