@@ -56,7 +56,7 @@ def highlights(evidence: Evidence) -> str:
     """The README's list of what the library is good for, as far as it has figures."""
     figures = evidence.figures
     ranks = figures["ranks"]["rows"]["ours, rank 2"]
-    ours, peer = (figures["channels"]["rows"][name][0] for name in ("KDA", "fla, KDA"))
+    ours, peer = (stored_tables.both_passes(name) for name in ("KDA", "fla, KDA"))
     step = figures["decoding"]["rows"]["PRISM, rank 2"][0]
     items = [
         f"- **Fast**: forward and backward of rank 2 take {min(ranks):.2f} to {max(ranks):.2f} of the time of"

@@ -75,7 +75,7 @@ def against(pairs: Sequence[Pair]) -> str:
         rows.append([where(pair.first), *scores, shown(gain, digits, sign=True), seeds])
     names = {(pair.first.label, pair.second.label) for pair in pairs}
     first, second = names.pop() if len(names) == 1 else ("first", "second")
-    return table(["task", f"`{first}`", f"`{second}`", "better by", "seeds"], rows)
+    return table(["task", first, second, "better by", "seeds"], rows)
 
 
 def gains_of(pairs: Sequence[Pair]) -> list[str]:
