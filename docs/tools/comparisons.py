@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from evidence import Evidence, Group, is_rule
+from evidence import RARE, Evidence, Group, is_rule
 from wording import joined, number, shown, table
 
 COLUMNS = 4
 """Tasks side by side in a table, so that its lines fit."""
-RARE = "repeated rare bigrams"
 ELSEWHERE = ("text", "recommendation", "hybrid")
 
 

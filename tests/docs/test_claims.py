@@ -181,6 +181,19 @@ def test_the_largest_comparison_decides(tmp_path: Path) -> None:
     assert "| novels, 20 M, nats a token | 2.0500 ± .0500 | 2.5500" in found.text and "−" in found.text
 
 
+@pytest.mark.parametrize(("rare", "verdict"), [(3.0, "holds"), (2.05, "holds in part"), (1.9, "does not hold")])
+def test_recall_in_text_is_compared_with_its_nats(tmp_path: Path, rare: float, verdict: str) -> None:
+    """Rank 1 has 2.1 nats for 2.0, and `rare` on repeated rare bigrams for 2.0."""
+    lines = []
+    for seed in (0, 1):
+        for rule, scores in {"prism": (2.0, 2.0), "gated_delta": (2.1, rare)}.items():
+            both = {"nats": scores[0] + seed, "repeated rare bigrams": scores[1] + seed}
+            lines.append(line(rule, seed, None, result={"scores": both, "better": "lower", "metric": "nats"}))
+    found = next(claim for claim in CLAIMS if claim.slug == "retrieval").check(write(tmp_path, *lines))
+    assert found.verdict == verdict
+    assert "| novels, repeated rare bigrams |" in found.text
+
+
 def _larger(rule: str, seed: int) -> dict[str, Any]:
     score = 2.0 + 0.1 * seed if rule == "prism" else 2.45 + 0.2 * seed
     result = {"scores": {"nats": score}, "better": "lower", "metric": "nats a token", "parameters": 20_000_000}
