@@ -56,7 +56,7 @@ def highlights(evidence: Evidence) -> str:
     """The README's list of what the library is good for, as far as it has figures."""
     figures = evidence.figures
     ranks = figures["ranks"]["rows"]["ours, rank 2"]
-    ours, peer = (figures["channels"]["rows"][name][0] for name in ("KDA", "fla, KDA"))
+    ours, peer = (stored_tables.both_passes(name) for name in ("KDA", "fla, KDA"))
     step = figures["decoding"]["rows"]["PRISM, rank 2"][0]
     items = [
         f"- **Fast**: forward and backward of rank 2 take {min(ranks):.2f} to {max(ranks):.2f} of the time of"
@@ -91,21 +91,6 @@ def cost(spans: dict[int, tuple[float, float]]) -> list[str]:
     return [f"**{verdict}**", f"{said} ¹"]
 
 
-def unfinished(evidence: Evidence) -> str:
-    """What was started and did not finish."""
-    lines = evidence.unfinished
-    if not lines:
-        return "No run of the stored results failed or was stopped."
-    rows = [
-        [f"{line['task']}, `{line['rule']}`, seed {line.get('seed')}", line["status"], short(line)] for line in lines
-    ]
-    return table(["run", "status", "why"], rows, left=3)
-
-
-def short(line: dict[str, object]) -> str:
-    return str(line.get("error", ""))[:60].replace("|", "/")
-
-
 def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
     """What writes each block."""
     findings = {claim.slug: claim.check(evidence) for claim in CLAIMS}
@@ -117,7 +102,8 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "networks": lambda: networks(evidence),
         "text": lambda: comparisons.text(evidence),
         "probes": lambda: comparisons.probes(evidence),
-        "unfinished": lambda: unfinished(evidence),
+        "searches": lambda: comparisons.searches(evidence),
+        "unfinished": lambda: comparisons.unfinished(evidence),
     }
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
     return found | {slug: (lambda finding=finding: section(finding)) for slug, finding in findings.items()}

@@ -1,15 +1,14 @@
-"""Tables of whole comparisons: every rule on text, and every rule on every synthetic task."""
+"""Tables of whole comparisons: every rule on text and on every synthetic task, and what did not finish."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
-from evidence import Evidence, Group, is_rule
-from wording import joined, shown, table
+from evidence import RARE, Evidence, Group, is_rule
+from wording import joined, number, shown, table
 
 COLUMNS = 4
 """Tasks side by side in a table, so that its lines fit."""
-RARE = "repeated rare bigrams"
 ELSEWHERE = ("text", "recommendation", "hybrid")
 
 
@@ -21,9 +20,9 @@ def text(evidence: Evidence) -> str:
         rows = []
         for group in sorted(groups, key=lambda group: group.score().mean):
             gain = "" if reference in (None, group) else shown(group.gain(reference), 4, sign=True)
-            rare = shown(group.score(RARE), 3) if any(group.values(RARE)) else ""
+            rare = shown(group.score(RARE), 2) if any(group.values(RARE)) else ""
             size = f"{(group.parameters or 0) / 1e6:.1f} M"
-            rows.append([group.label, size, shown(group.score(), 4), gain, rare, str(len(group.runs))])
+            rows.append([group.label, size, shown(group.score(), 3), gain, rare, str(len(group.runs))])
         header = ["rule", "parameters", "nats a token", "better by", "rare bigrams", "seeds"]
         parts.append(joined(f"{task} (`{file}`):", table(header, rows)))
     return joined(*parts) or "No comparison on text is in the repository yet."
@@ -49,6 +48,43 @@ def probes(evidence: Evidence) -> str:
             said = f"`{file}`, {groups[0].metric}, up to {seeds} seeds:" if start == 0 else ""
             parts.append(joined(said, table(["rule", *shown_tasks], [row for row in rows if any(row[1:])])))
     return joined(*parts) or "No comparison on synthetic tasks is in the repository yet."
+
+
+def searches(evidence: Evidence) -> str:
+    """Of rules without a final run on a task, the best score on validation in the search for a learning rate."""
+    final = {(group.file, group.task, group.label) for group in evidence.groups}
+    best: dict[str, dict[tuple[str, str], float]] = defaultdict(dict)
+    for line in evidence.lines:
+        place = (line["rule"], line["task"])
+        if line["status"] != "done" or line.get("phase") != "search" or (line["file"], *reversed(place)) in final:
+            continue
+        value, found = line["result"].get("validation"), best[line["file"]]
+        choose = min if line["result"].get("better") == "lower" else max
+        if value is not None:
+            found[place] = choose(value, found.get(place, value))
+    parts = []
+    for file, found in best.items():
+        tasks, rules = (list(dict.fromkeys(place[i] for place in found)) for i in (1, 0))
+        for start in range(0, len(tasks), COLUMNS):
+            columns = tasks[start : start + COLUMNS]
+            rows = [
+                [rule, *[number(found[rule, t], 3) if (rule, t) in found else "" for t in columns]] for rule in rules
+            ]
+            said = f"`{file}`:" if start == 0 else ""
+            parts.append(joined(said, table(["rule", *columns], [row for row in rows if any(row[1:])])))
+    return joined(*parts) or "Every search was followed by final runs."
+
+
+def unfinished(evidence: Evidence) -> str:
+    """What failed or was stopped, counted by comparison and task."""
+    counts: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
+    for line in evidence.unfinished:
+        why = str(line.get("error", ""))[:40].replace("|", "/")
+        counts[line["file"], line["task"], line["status"], why].append(str(line["rule"]))
+    if not counts:
+        return "No run of the stored results failed or was stopped."
+    rows = [[f"`{file}`, {task}", status, why, str(len(rules))] for (file, task, status, why), rules in counts.items()]
+    return table(["comparison and task", "status", "why", "runs"], rows, left=3)
 
 
 def _by_task(groups: list[Group]) -> dict[tuple[str, str], list[Group]]:

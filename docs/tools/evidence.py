@@ -21,6 +21,8 @@ from prism.compare.statistics import Estimate, estimate, paired
 ROOT = Path(__file__).parents[2]
 SIZES = {"key_dim", "value_dim", "head_dim", "conv_size", "heads"}
 """Options that a budget sets, which do not tell rules apart."""
+RARE = "repeated rare bigrams"
+"""A score of text: nats of tokens that complete a bigram which is rare in training and was seen before in the context."""
 RECALL = ("mqar", "mqar_mix", "multi_pair", "needle")
 RECOMMENDERS = {
     "sasrec": ("softmax", {}),

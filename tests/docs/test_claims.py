@@ -130,7 +130,9 @@ def test_lines_of_a_comparison_become_verdicts(tmp_path: Path) -> None:
     assert found["gated-delta"].verdict == "holds in part"  # on text, not on MovieLens-1M
     assert found["gated-delta"].figure.startswith("novels +.1050 ± .0050")
     assert found["shared-keys"].verdict == "not seen"  # one seed
-    assert "no memory" in claims.unfinished(evidence)
+    written = claims.blocks(evidence)
+    assert "| `text`, novels | failed | no memory | 1 |" in written["unfinished"]()
+    assert "Every search" in written["searches"]()  # prism has final runs too
 
 
 def test_tables_of_comparisons(tmp_path: Path) -> None:
@@ -144,9 +146,17 @@ def test_tables_of_comparisons(tmp_path: Path) -> None:
     ]
     evidence = write(tmp_path, *lines)
     written = claims.blocks(evidence)
-    assert "| prism | 0.0 M | 3.5000 ± .5000 | +.0000 ± .0000 | | 2 |" in written["text"]()
+    assert "| prism | 0.0 M | 3.500 ± .500 | +.0000 ± .0000 | | 2 |" in written["text"]()
     assert "| rule | task 0 | task 1 | task 2 | task 3 |" in written["probes"]()
     assert "| rule | task 4 | task 5 |\n|---|--:|--:|\n| prism | .500 | .500 |" in written["probes"]()
+
+
+def test_a_search_shows_its_best_validation(tmp_path: Path) -> None:
+    results = [{"validation": value, "better": "lower", "scores": {}} for value in (3.5, 3.25, None)]
+    lines = [line("prism", 9, None, key=str(i), phase="search", result=result) for i, result in enumerate(results)]
+    assert "| prism | 3.250 |" in claims.blocks(write(tmp_path, *lines))["searches"]()
+    final = write(tmp_path, *lines, line("prism", 0, 3.0))
+    assert "3.25" not in claims.blocks(final)["searches"]()
 
 
 def test_rules_are_compared_at_equal_places_of_state_size(tmp_path: Path) -> None:
@@ -169,6 +179,19 @@ def test_the_largest_comparison_decides(tmp_path: Path) -> None:
     assert found.verdict == "holds in part"  # better on text at the larger size; MovieLens-1M is not
     assert found.figure.startswith("novels +.5000 ± .0500")
     assert "| novels, 20 M, nats a token | 2.0500 ± .0500 | 2.5500" in found.text and "−" in found.text
+
+
+@pytest.mark.parametrize(("rare", "verdict"), [(3.0, "holds"), (2.05, "holds in part"), (1.9, "does not hold")])
+def test_recall_in_text_is_compared_with_its_nats(tmp_path: Path, rare: float, verdict: str) -> None:
+    """Rank 1 has 2.1 nats for 2.0, and `rare` on repeated rare bigrams for 2.0."""
+    lines = []
+    for seed in (0, 1):
+        for rule, scores in {"prism": (2.0, 2.0), "gated_delta": (2.1, rare)}.items():
+            both = {"nats": scores[0] + seed, "repeated rare bigrams": scores[1] + seed}
+            lines.append(line(rule, seed, None, result={"scores": both, "better": "lower", "metric": "nats"}))
+    found = next(claim for claim in CLAIMS if claim.slug == "retrieval").check(write(tmp_path, *lines))
+    assert found.verdict == verdict
+    assert "| novels, repeated rare bigrams |" in found.text
 
 
 def _larger(rule: str, seed: int) -> dict[str, Any]:
