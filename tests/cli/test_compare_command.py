@@ -94,7 +94,10 @@ def test_a_wrong_set_is_named(
         ("pairs", "--set 'pairs' must look like name=value"),
         ("model.width=3", "--set 'model.width=3' must look like"),
         ("budget.widht=3", "budget.widht that does not exist"),
-        ("pars=3", "has a setting pars that does not exist (did you mean pairs?): choose from pairs, length, vocabulary"),
+        (
+            "pars=3",
+            "has a setting pars that does not exist (did you mean pairs?): choose from pairs, length, vocabulary",
+        ),
     ):
         assert main(["probe", "recall", "--set", item, "--output", str(tmp_path / "out")]) == 2
         assert sentence in capsys.readouterr().err

@@ -89,10 +89,10 @@ def corpus(tmp_path: Path) -> Corpus:
 
 def test_a_whole_cache_is_refused_with_the_folder_inside(tmp_path: Path) -> None:
     (tmp_path / "tokens" / "a1").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="give a folder of prepared tokens$"):
+    with pytest.raises(FileNotFoundError, match=r"give a folder of prepared tokens$"):
         open_corpus(tmp_path)
     (tmp_path / "tokens" / "a1" / "manifest.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="prepared tokens, such as .*a1$"):
+    with pytest.raises(FileNotFoundError, match=r"prepared tokens, such as .*a1$"):
         open_corpus(tmp_path)
 
 

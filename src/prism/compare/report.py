@@ -166,7 +166,8 @@ def _task_section(found: Findings, task: str) -> list[str]:
                 [_difference_row(found, f, labels) for f in differences],
             ),
         ]
-    parts += [figure(panels, "Bands and bars are standard errors over seeds. Seconds depend on what else the machine did.")] if panels else []
+    caption = "Bands and bars are standard errors over seeds. Seconds depend on what else the machine did."
+    parts += [figure(panels, caption)] if panels else []
     searched = [finding for finding in rows if finding.validations]
     if searched:
         rates = list(dict.fromkeys(rate for finding in searched for rate in finding.validations))
