@@ -84,6 +84,16 @@ def test_mistakes_are_said_before_any_training(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_list_that_is_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """tyro takes the last one and drops the others."""
+    out = ["--output", str(tmp_path / "out"), "--dry-run"]
+    assert main(["probe", "needle", "--set", "level=2", "--set", "length=64", *out]) == 2
+    assert "--set is given twice: put all its values after one --set" in capsys.readouterr().err
+    assert main(["train", "lm", "--optimizer.groups", "a=lr:1", "--optimizer.groups=b=lr:1", "--steps=1"]) == 2
+    assert "--optimizer.groups is given twice" in capsys.readouterr().err
+    assert main(["probe", "needle", "--set", "level=2", "length=64", "--steps", "3", "--steps", "4", *out]) == 0
+
+
 def test_a_wrong_set_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
