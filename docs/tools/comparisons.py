@@ -21,11 +21,11 @@ def text(evidence: Evidence) -> str:
         reference = next(filter(is_rule("gated_delta"), groups), None)
         rows = []
         for group in sorted(groups, key=lambda group: group.score().mean):
-            gain = "" if reference in (None, group) else shown(group.gain(reference), 4, sign=True)
+            gain = "" if reference in (None, group) else shown(group.gain(reference), 3, sign=True)
             rare = shown(group.score(RARE), 2) if any(group.values(RARE)) else ""
             validation = shown(estimate(group.validation.values()), 2)
-            rows.append([group.label, shown(group.score(), 3), gain, rare, validation, str(len(group.runs))])
-        header = ["rule", "test", "better by", "rare bigrams", "validation", "seeds"]
+            rows.append([group.label, shown(group.score(), 3), gain, rare, validation])
+        header = ["rule", "test", "better by", "rare bigrams", "validation"]
         parts.append(joined(paragraph(f"**{task}** (`{file}`): {training(groups)}."), table(header, rows)))
     return joined(*parts) or "No comparison on text is in the repository yet."
 
@@ -34,6 +34,8 @@ def training(groups: list[Group]) -> str:
     """What the trainings of a table on text have in common, as far as their lines say it."""
     sizes = dict.fromkeys(f"{(group.parameters or 0) / 1e6:.1f}" for group in sorted(groups, key=_size))
     said = [f"{' to '.join([*sizes][:: max(1, len(sizes) - 1)])} M parameters"]
+    seeds = sorted({len(group.runs) for group in groups})
+    said.append(f"{' to '.join(map(str, seeds[:: max(1, len(seeds) - 1)]))} seed{'s' * (seeds[-1] > 1)}")
     settings, result = (groups[0].line.get(part, {}) for part in ("settings", "result"))
     if "tokens" in result:
         batch = f"{settings['steps']:,} steps of {settings['batch']} × {settings['context']}"

@@ -146,8 +146,8 @@ def test_tables_of_comparisons(tmp_path: Path) -> None:
     ]
     evidence = write(tmp_path, *lines)
     written = claims.blocks(evidence)
-    assert "| prism | 3.500 ± .500 | +.0000 ± .0000 | | | 2 |" in written["text"]()
-    assert "**novels** (`text`): 0.0 M parameters.\n" in written["text"]()
+    assert "| prism | 3.500 ± .500 | +.000 ± .000 | | |" in written["text"]()
+    assert "**novels** (`text`): 0.0 M parameters, 2 seeds.\n" in written["text"]()
     assert "| rule | task 0 | task 1 | task 2 | task 3 |" in written["probes"]()
     assert "| rule | task 4 | task 5 |\n|---|--:|--:|\n| prism | .500 | .500 |" in written["probes"]()
 
@@ -161,9 +161,9 @@ def test_a_table_on_text_says_how_it_was_trained(tmp_path: Path) -> None:
 
     one = [trained("prism", 0, 2e-3, 6_100_000), trained("prism", 1, 2e-3, 6_100_000)]
     text = claims.blocks(write(tmp_path, *one, trained("gated_delta", 0, 2e-3, 6_000_000)))["text"]()
-    said = "6.0 to 6.1 M parameters, 12.3 M tokens (1,500 steps of 16 × 512), learning rate 0.002 for every rule, CUDA graphs"
-    assert f"{said}, H200." in text.replace("\n", " ")
-    assert "| 4.50 ± .50 | 2 |" in text
+    said = "6.0 to 6.1 M parameters, 1 to 2 seeds, 12.3 M tokens (1,500 steps of 16 × 512), learning rate 0.002 for every rule"
+    assert f"{said}, CUDA graphs, H200." in text.replace("\n", " ")
+    assert "| 4.50 ± .50 |" in text
     text = claims.blocks(write(tmp_path, *one, trained("gated_delta", 0, 1e-3, 6_000_000)))["text"]()
     assert "a learning rate for each rule" in text.replace("\n", " ")
 
