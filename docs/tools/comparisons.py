@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 from evidence import RARE, Evidence, Group, is_rule
-from wording import joined, number, shown, table
+from wording import joined, number, paragraph, shown, table
+
+from prism.compare.statistics import estimate
 
 COLUMNS = 4
 """Tasks side by side in a table, so that its lines fit."""
@@ -13,19 +15,43 @@ ELSEWHERE = ("text", "recommendation", "hybrid")
 
 
 def text(evidence: Evidence) -> str:
-    """A table per corpus and size: nats, the gain over Gated DeltaNet, and recall in the wild."""
+    """A table per corpus and size: how it was trained, nats, the gain over Gated DeltaNet, and recall in the wild."""
     parts = []
     for (file, task), groups in _by_task(evidence.of("text")).items():
         reference = next(filter(is_rule("gated_delta"), groups), None)
         rows = []
         for group in sorted(groups, key=lambda group: group.score().mean):
-            gain = "" if reference in (None, group) else shown(group.gain(reference), 4, sign=True)
+            gain = "" if reference in (None, group) else shown(group.gain(reference), 3, sign=True)
             rare = shown(group.score(RARE), 2) if any(group.values(RARE)) else ""
-            size = f"{(group.parameters or 0) / 1e6:.1f} M"
-            rows.append([group.label, size, shown(group.score(), 3), gain, rare, str(len(group.runs))])
-        header = ["rule", "parameters", "nats a token", "better by", "rare bigrams", "seeds"]
-        parts.append(joined(f"{task} (`{file}`):", table(header, rows)))
+            validation = shown(estimate(group.validation.values()), 2)
+            rows.append([group.label, shown(group.score(), 3), gain, rare, validation])
+        header = ["rule", "test", "better by", "rare bigrams", "validation"]
+        parts.append(joined(paragraph(f"**{task}** (`{file}`): {training(groups)}."), table(header, rows)))
     return joined(*parts) or "No comparison on text is in the repository yet."
+
+
+def training(groups: list[Group]) -> str:
+    """What the trainings of a table on text have in common, as far as their lines say it."""
+    sizes = dict.fromkeys(f"{(group.parameters or 0) / 1e6:.1f}" for group in sorted(groups, key=_size))
+    said = [f"{' to '.join([*sizes][:: max(1, len(sizes) - 1)])} M parameters"]
+    seeds = sorted({len(group.runs) for group in groups})
+    said.append(f"{' to '.join(map(str, seeds[:: max(1, len(seeds) - 1)]))} seed{'s' * (seeds[-1] > 1)}")
+    settings, result = (groups[0].line.get(part, {}) for part in ("settings", "result"))
+    if "tokens" in result:
+        batch = f"{settings['steps']:,} steps of {settings['batch']} × {settings['context']}"
+        said.append(f"{result['tokens'] / 1e6:.1f} M tokens ({batch})")
+    rates = {group.line.get("learning_rate") for group in groups} - {None}
+    if rates:
+        said.append(
+            f"learning rate {rates.pop()} for every rule" if len(rates) == 1 else "a learning rate for each rule"
+        )
+    said += ["CUDA graphs"] * bool(settings.get("graph"))
+    machine = groups[0].line.get("machine", {}).get("gpu")
+    return ", ".join([*said, *([machine] if machine else [])])
+
+
+def _size(group: Group) -> int:
+    return group.parameters or 0
 
 
 def probes(evidence: Evidence) -> str:
@@ -79,7 +105,7 @@ def unfinished(evidence: Evidence) -> str:
     """What failed or was stopped, counted by comparison and task."""
     counts: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
     for line in evidence.unfinished:
-        why = str(line.get("error", ""))[:40].replace("|", "/")
+        why = str(line.get("error", ""))[:40].replace("|", "/").replace("KeyboardInterrupt", "interrupted")
         counts[line["file"], line["task"], line["status"], why].append(str(line["rule"]))
     if not counts:
         return "No run of the stored results failed or was stopped."

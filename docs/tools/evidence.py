@@ -50,7 +50,11 @@ class Group:
     metric: str = ""
     runs: dict[int, dict[str, float]] = field(default_factory=dict)
     """Scores by seed."""
+    validation: dict[int, float] = field(default_factory=dict)
+    """Main scores on the split validation, by seed."""
     commands: set[str] = field(default_factory=set)
+    line: dict[str, Any] = field(default_factory=dict)
+    """The line of one of the trainings, for what they have in common."""
 
     @property
     def main(self) -> str:
@@ -165,7 +169,10 @@ class Evidence:
             group.runs[int(line["seed"])] = result["scores"]
             group.parameters, group.metric = result.get("parameters"), result.get("metric", "")
             group.lower = result.get("better") == "lower"
+            if result.get("validation") is not None:
+                group.validation[int(line["seed"])] = result["validation"]
             group.commands.add(line.get("command", ""))
+            group.line = line
         return [group for group in found.values() if any(group.runs.values())]
 
     def of(self, *kinds: str) -> list[Group]:

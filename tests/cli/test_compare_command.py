@@ -84,6 +84,16 @@ def test_mistakes_are_said_before_any_training(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_list_that_is_given_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """tyro takes the last one and drops the others."""
+    out = ["--output", str(tmp_path / "out"), "--dry-run"]
+    assert main(["probe", "needle", "--set", "level=2", "--set", "length=64", *out]) == 2
+    assert "--set is given twice: put all its values after one --set" in capsys.readouterr().err
+    assert main(["train", "lm", "--optimizer.groups", "a=lr:1", "--optimizer.groups=b=lr:1", "--steps=1"]) == 2
+    assert "--optimizer.groups is given twice" in capsys.readouterr().err
+    assert main(["probe", "needle", "--set", "level=2", "length=64", "--steps", "3", "--steps", "4", *out]) == 0
+
+
 def test_a_wrong_set_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +104,10 @@ def test_a_wrong_set_is_named(
         ("pairs", "--set 'pairs' must look like name=value"),
         ("model.width=3", "--set 'model.width=3' must look like"),
         ("budget.widht=3", "budget.widht that does not exist"),
-        ("pars=3", "has a setting pars that does not exist"),
+        (
+            "pars=3",
+            "has a setting pars that does not exist (did you mean pairs?): choose from pairs, length, vocabulary",
+        ),
     ):
         assert main(["probe", "recall", "--set", item, "--output", str(tmp_path / "out")]) == 2
         assert sentence in capsys.readouterr().err

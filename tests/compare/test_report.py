@@ -70,7 +70,7 @@ def test_findings_are_those_of_the_file(found: Findings) -> None:
     assert gain.mean == pytest.approx(0.25) and gain.error == pytest.approx(0.05 / 3**0.5) and gain.significant
     assert not same.difference(base, "length=16").significant
     assert found.sentences()[0] == (
-        "recall, better, state 64: better than base by +0.250 ± 0.029, beyond two standard errors"
+        "recall, better, state 64: better than base by 0.250 ± 0.029, beyond two standard errors"
     )
     assert found.sentences()[1].endswith("+0.000 ± 0.058 against base, within two standard errors")
     assert [line["error"] for line in base.failures] == ["FloatingPointError: too fast"]
@@ -82,7 +82,7 @@ def test_findings_are_those_of_the_file(found: Findings) -> None:
     [(0.5, False, "better than"), (-0.5, False, "worse than"), (0.5, True, "worse than"), (-0.5, True, "better than")],
 )
 def test_better_is_lower_for_a_loss(mean: float, lower: bool, words: str) -> None:
-    assert verdict(Estimate(mean, 0.1, 3), "base", lower).startswith(words)
+    assert verdict(Estimate(mean, 0.1, 3), "base", lower).startswith(f"{words} base by 0.500 ± 0.100")
     assert "one seed" in verdict(Estimate(mean, float("nan"), 1), "base", lower)
 
 

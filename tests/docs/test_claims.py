@@ -146,9 +146,26 @@ def test_tables_of_comparisons(tmp_path: Path) -> None:
     ]
     evidence = write(tmp_path, *lines)
     written = claims.blocks(evidence)
-    assert "| prism | 0.0 M | 3.500 ± .500 | +.0000 ± .0000 | | 2 |" in written["text"]()
+    assert "| prism | 3.500 ± .500 | +.000 ± .000 | | |" in written["text"]()
+    assert "**novels** (`text`): 0.0 M parameters, 2 seeds.\n" in written["text"]()
     assert "| rule | task 0 | task 1 | task 2 | task 3 |" in written["probes"]()
     assert "| rule | task 4 | task 5 |\n|---|--:|--:|\n| prism | .500 | .500 |" in written["probes"]()
+
+
+def test_a_table_on_text_says_how_it_was_trained(tmp_path: Path) -> None:
+    def trained(rule: str, seed: int, rate: float, parameters: int) -> dict[str, Any]:
+        given = line(rule, seed, 3.0, learning_rate=rate, machine={"gpu": "H200"})
+        given["settings"] |= {"steps": 1500, "batch": 16, "context": 512, "graph": True}
+        given["result"] |= {"tokens": 12_288_000, "validation": 4.0 + seed, "parameters": parameters}
+        return given
+
+    one = [trained("prism", 0, 2e-3, 6_100_000), trained("prism", 1, 2e-3, 6_100_000)]
+    text = claims.blocks(write(tmp_path, *one, trained("gated_delta", 0, 2e-3, 6_000_000)))["text"]()
+    said = "6.0 to 6.1 M parameters, 1 to 2 seeds, 12.3 M tokens (1,500 steps of 16 × 512), learning rate 0.002 for every rule"
+    assert f"{said}, CUDA graphs, H200." in text.replace("\n", " ")
+    assert "| 4.50 ± .50 |" in text
+    text = claims.blocks(write(tmp_path, *one, trained("gated_delta", 0, 1e-3, 6_000_000)))["text"]()
+    assert "a learning rate for each rule" in text.replace("\n", " ")
 
 
 def test_a_search_shows_its_best_validation(tmp_path: Path) -> None:
@@ -181,17 +198,22 @@ def test_the_largest_comparison_decides(tmp_path: Path) -> None:
     assert "| novels, 20 M, nats a token | 2.0500 ± .0500 | 2.5500" in found.text and "−" in found.text
 
 
-@pytest.mark.parametrize(("rare", "verdict"), [(3.0, "holds"), (2.05, "holds in part"), (1.9, "does not hold")])
-def test_recall_in_text_is_compared_with_its_nats(tmp_path: Path, rare: float, verdict: str) -> None:
-    """Rank 1 has 2.1 nats for 2.0, and `rare` on repeated rare bigrams for 2.0."""
+@pytest.mark.parametrize(
+    ("rank_2", "rare", "verdict"),
+    [(2.0, 3.0, "holds"), (2.0, 2.05, "holds in part"), (2.0, 1.9, "does not hold"), (8.5, 8.0, "does not hold")],
+)
+def test_recall_in_text_is_compared_with_its_nats(tmp_path: Path, rank_2: float, rare: float, verdict: str) -> None:
+    """Rank 1 has 2.1 nats for 2.0, and `rare` on repeated rare bigrams for `rank_2`."""
     lines = []
     for seed in (0, 1):
-        for rule, scores in {"prism": (2.0, 2.0), "gated_delta": (2.1, rare)}.items():
+        for rule, scores in {"prism": (2.0, rank_2), "gated_delta": (2.1, rare)}.items():
             both = {"nats": scores[0] + seed, "repeated rare bigrams": scores[1] + seed}
             lines.append(line(rule, seed, None, result={"scores": both, "better": "lower", "metric": "nats"}))
     found = next(claim for claim in CLAIMS if claim.slug == "retrieval").check(write(tmp_path, *lines))
     assert found.verdict == verdict
     assert "| novels, repeated rare bigrams |" in found.text
+    assert ("uniform guess" in found.text) == (rank_2 > 8)  # of 9.01
+    assert verdict != "does not hold" or found.figure.startswith("novels, rare bigrams: L = 1 better by")
 
 
 def _larger(rule: str, seed: int) -> dict[str, Any]:

@@ -87,6 +87,15 @@ def corpus(tmp_path: Path) -> Corpus:
     return open_corpus(tmp_path)
 
 
+def test_a_whole_cache_is_refused_with_the_folder_inside(tmp_path: Path) -> None:
+    (tmp_path / "tokens" / "a1").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=r"give a folder of prepared tokens$"):
+        open_corpus(tmp_path)
+    (tmp_path / "tokens" / "a1" / "manifest.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"prepared tokens, such as .*a1$"):
+        open_corpus(tmp_path)
+
+
 def test_training_occurrences_are_counted(corpus: Corpus) -> None:
     stream = corpus.stream("train")
     tokens = stream.read(0, len(stream)).tolist()

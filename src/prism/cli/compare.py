@@ -118,7 +118,7 @@ def _task_table(found: Findings, task: str) -> Table:
         table.add_row(*_task_row(found, finding, labels))
     ceiling = {label: finding.first("ceiling", {}).get(label) for finding in rows for label in labels}
     baseline = {label: finding.first("baseline", {}).get(label) for finding in rows for label in labels}
-    for name, values in (("oracle", ceiling), ("baseline", baseline)):
+    for name, values in (("ceiling", ceiling), ("baseline", baseline)):
         if any(value is not None for value in values.values()):
             shown = ["" if values[label] is None else f"{values[label]:.3f}" for label in labels]
             table.add_row(name, "", "", "", *shown, "", "", style="dim")

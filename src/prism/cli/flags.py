@@ -22,6 +22,8 @@ from prism.train.settings import RunSettings
 
 S = TypeVar("S", bound=RunSettings)
 REGISTRY = ConstructorRegistry()
+ASSIGNMENTS = ("--set", "--model.options", "--optimizer.groups")
+"""Flags with a list of name=value."""
 
 
 @REGISTRY.primitive_rule
@@ -45,6 +47,7 @@ def _optional(info: PrimitiveTypeInfo) -> Any:
 
 def run_command(function: Callable[..., int | None], name: str, arguments: Sequence[str]) -> int:
     """Call a function with its arguments from the command line; returns the exit code."""
+    _check_assignments(arguments)
     result: int | None = tyro.cli(
         function, prog=f"prism {name}", args=list(arguments), description=_description(function), registry=REGISTRY
     )
@@ -61,6 +64,7 @@ def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callab
     """
     from prism.train.run import resumed_settings  # other commands start without the trainer
 
+    _check_assignments(arguments)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--preset", "--config", "--out"):
         early.add_argument(flag)
@@ -84,6 +88,14 @@ def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callab
         raise ValueError(f"unknown setting {unknown[0]}{hint}; --help lists them all")
     parsed.check()
     return replace(parsed, config=None)  # the file is applied: a resumed run must not apply it again
+
+
+def _check_assignments(arguments: Sequence[str]) -> None:
+    """Refuse a list of name=value that is given twice: tyro would drop the first one without a word."""
+    given = [word.partition("=")[0] for word in arguments]
+    double = next((flag for flag in ASSIGNMENTS if given.count(flag) > 1), None)
+    if double is not None:
+        raise ValueError(f"{double} is given twice: put all its values after one {double}")
 
 
 def _in_full(word: str, settings: Any) -> str:

@@ -82,7 +82,7 @@ def probe(
     `prism probe mqar` has flags of its own. `prism compare` takes several tasks and every setting from a file.
 
     Args:
-        task: One of multi_pair, needle, regression, parity, modular, group, nine (mqar: `prism probe mqar --help`).
+        task: One of mqar_mix, multi_pair, needle, regression, parity, modular, group, nine (mqar: `prism probe mqar --help`).
         rules: Rules to compare, with options after a colon: prism:steps=3,preset=paper. The first is the reference.
         seeds: Number of final models for each rule.
         learning_rates: Peak learning rates to try for every rule, on validation, with another seed.

@@ -95,7 +95,8 @@ def verdict(difference: Estimate, reference: str, lower: bool) -> str:
     better = (difference.mean < 0) == lower and difference.mean != 0
     if not difference.significant:
         return f"{difference.text(sign=True)} against {reference}, within two standard errors"
-    return f"{'better' if better else 'worse'} than {reference} by {difference.text(sign=True)}, beyond two standard errors"
+    size = Estimate(abs(difference.mean), difference.error, difference.count).text()
+    return f"{'better' if better else 'worse'} than {reference} by {size}, beyond two standard errors"
 
 
 def findings(plan: Plan, records: Records) -> Findings:

@@ -112,16 +112,17 @@ def _body(found: Findings) -> list[str]:
             plan.title,
             said[0]
             if len(said) == 1
-            else f"{len(plan.rules)} rules on {len(plan.tasks)} tasks, against {plan.reference}.",
+            else f"{len(plan.rules)} rules on {len(plan.tasks)} task{'s' * (len(plan.tasks) > 1)}, against {plan.reference}.",
             "Scores are means over seeds ± standard error. Differences are paired by seed: at one seed every rule sees the "
-            "same data. A difference is marked if it exceeds two standard errors.",
+            "same data. A difference is marked if it exceeds two standard errors; with fewer than five seeds that is weak "
+            "evidence. In tables of scores the best mean of a column is blue.",
         ),
         tiles(
             [
                 ("rules", str(len(plan.rules)), "compared"),
                 ("seeds", str(len(seeds)), ", ".join(map(str, seeds))),
                 (
-                    "runs",
+                    "final runs",
                     str(sum(len(f.runs) for f in rows)),
                     f"{len(failures)} failed or stopped" if failures else "none failed",
                 ),
@@ -165,7 +166,8 @@ def _task_section(found: Findings, task: str) -> list[str]:
                 [_difference_row(found, f, labels) for f in differences],
             ),
         ]
-    parts += [figure(panels, "Bands and bars are standard errors over seeds.")] if panels else []
+    caption = "Bands and bars are standard errors over seeds. Seconds depend on what else the machine did."
+    parts += [figure(panels, caption)] if panels else []
     searched = [finding for finding in rows if finding.validations]
     if searched:
         rates = list(dict.fromkeys(rate for finding in searched for rate in finding.validations))

@@ -257,7 +257,9 @@ def write_splits(folder: Path, splits: Mapping[str, Iterable[str]], tokenizer: T
 def open_corpus(folder: Path, verify: bool = True) -> Corpus:
     """Prepared tokens in a folder, for example one that `write_splits` wrote and that travelled to another machine."""
     if not (folder / MANIFEST).is_file():
-        raise FileNotFoundError(f"{folder} has no {MANIFEST}: give a folder of prepared tokens")
+        inside = sorted(path.parent for path in folder.glob(f"tokens/*/{MANIFEST}"))  # given a cache as a whole
+        such = f", such as {inside[0]}" if inside else ""
+        raise FileNotFoundError(f"{folder} has no {MANIFEST}: give a folder of prepared tokens{such}")
     manifest = Manifest.load(folder)
     check_tokens(folder, manifest, contents=verify)
     return Corpus(folder, manifest)

@@ -40,8 +40,12 @@ def build_task(name: str, options: Mapping[str, Any], where: str = "") -> Task:
     Args:
         where: where the options come from, for the message. Empty: the task itself.
     """
-    task = task_class(name)()
-    return override(task, dict(options), where or f"task {name!r}")
+    where, known = where or f"task {name!r}", option_names(name)
+    wrong = next((option for option in options if option not in known), None)
+    if wrong is not None:
+        hint = did_you_mean(wrong, known, str)
+        raise ValueError(f"{where} has a setting {wrong} that does not exist{hint}: choose from {', '.join(known)}")
+    return override(task_class(name)(), dict(options), where)
 
 
 def option_names(name: str) -> list[str]:
