@@ -168,6 +168,22 @@ def test_rules_are_compared_at_equal_places_of_state_size(tmp_path: Path) -> Non
     assert [(pair.first.size, pair.second.size) for pair in pairs] == [(64, 8), (128, 16)]
 
 
+def test_rules_of_different_state_size_are_no_pair(tmp_path: Path) -> None:
+    """PRISM has two sizes, and of the other rule only the larger one was finished."""
+    lines = [
+        line(rule, 0, 3.0, key=f"{rule} {size}", state_size=size)
+        for rule, size in [("prism", 64), ("prism", 128), ("gated_delta", 128)]
+    ]
+    pairs = write(tmp_path, *lines).pairs(is_default, is_rule("gated_delta"), "text")
+    assert [(pair.first.size, pair.second.size) for pair in pairs] == [(128, 128)]
+
+
+def test_a_finished_training_stays_finished(tmp_path: Path) -> None:
+    """Another machine started it too, and was stopped."""
+    evidence = write(tmp_path, line("prism", 0, 3.0), line("prism", 0, None, status="stopped", error="killed"))
+    assert [group.score().mean for group in evidence.groups] == [3.0] and not evidence.unfinished
+
+
 def test_the_largest_comparison_decides(tmp_path: Path) -> None:
     (tmp_path / "search").mkdir()
     small = [line("prism", seed, 3.0) for seed in (0, 1)] + [
