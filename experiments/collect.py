@@ -2,7 +2,7 @@
 
     python experiments/collect.py runs/novels/results.jsonl novels          # experiments/results/novels.jsonl
 
-Of every training the last line stays. One that was started and never ended becomes `stopped`. Paths lose their folders, and
+Of every training the last line stays, but a finished one stays finished. One that was started and never ended becomes `stopped`. Paths lose their folders, and
 tracebacks and curves (of which the report has pictures) are left out. Lines of an earlier copy stay if the new file lacks
 their training.
 """
@@ -46,7 +46,9 @@ def collect(source: Path, target: Path) -> int:
     for path in (target, source):
         for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
             line = json.loads(text)
-            lines[line["key"]] = stored(line)
+            known = lines.get(line["key"])
+            if known is None or known["status"] != "done" or line["status"] == "done":
+                lines[line["key"]] = stored(line)
             about = {key: line[key] for key in ("machine", "prism", "command") if key in line} or about
     target.parent.mkdir(parents=True, exist_ok=True)
     whole = [{**without_folders(about), **line} for line in lines.values()]  # a line of a start has no machine

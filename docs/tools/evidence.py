@@ -1,8 +1,8 @@
 """Read the results that claims rest on: those in experiments/results, and docs/figures.json.
 
 NAME.json is one result (`{"machine", "command", "results"}`). NAME.jsonl and NAME/results.jsonl have the lines of a comparison,
-as `prism compare` and the scripts of experiments/ write them: the last line of a training counts, and one that was started and
-never ended was stopped.
+as `prism compare` and the scripts of experiments/ write them: the last line of a training counts, but one that is finished
+stays finished (files of several machines may be joined), and one that was started and never ended was stopped.
 docs/figures.json has figures of earlier runs whose raw results were not kept, with the command that measured them.
 """
 
@@ -146,7 +146,9 @@ class Evidence:
                 line = json.loads(text)
                 if line["status"] == "started":
                     line |= {"status": "stopped", "error": "killed"}
-                found[name, line["key"]] = {**line, "file": name}
+                known = found.get((name, line["key"]))
+                if known is None or known["status"] != "done" or line["status"] == "done":
+                    found[name, line["key"]] = {**line, "file": name}
         return list(found.values())
 
     @cached_property
@@ -179,7 +181,11 @@ class Evidence:
         return [group for group in self.groups if group.kind in kinds]
 
     def pairs(self, first: Test, second: Test, *kinds: str) -> list[Pair]:
-        """Two rules on every task of these kinds that has both, size by size in increasing order."""
+        """Two rules on every task of these kinds that has both, size by size in increasing order.
+
+        Sizes may differ between rules (a cache has that of one token): then the sizes of one rule are paired with the
+        other's in their order. If one rule has fewer sizes, because runs are missing, only equal sizes are paired.
+        """
         tasks: dict[tuple[str, str], list[Group]] = defaultdict(list)
         for group in self.of(*kinds):
             tasks[group.file, group.task].append(group)
@@ -187,7 +193,10 @@ class Evidence:
         for groups in tasks.values():
             sides = [sorted(filter(test, groups), key=lambda g: (g.size, len(g.options))) for test in (first, second)]
             one, two = (list({group.size: group for group in reversed(side)}.values())[::-1] for side in sides)
-            found += [Pair(a, b) for a, b in zip(one, two, strict=False)]
+            if len(one) == len(two):
+                found += [Pair(a, b) for a, b in zip(one, two, strict=True)]
+            else:
+                found += [Pair(a, b) for a in one for b in two if a.size == b.size]
         return found
 
 

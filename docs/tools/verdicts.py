@@ -179,12 +179,19 @@ def gated_delta(evidence: Evidence) -> Finding:
         gains += olds.values()
         cells = ", ".join(f"L = {L} {shown(old, sign=True)}" for L, old in olds.items())
         said.append(f"{EARLIER}: {cells}.")
-        parts += [f"MovieLens-1M {shown(old, sign=True)} (L = {L})" for L, old in olds.items()]
+        parts += [f"ML-1M {shown(old, sign=True)}" for old in olds.values()]
     verdict = judge(gains)
     if not any(pair.first.kind == "text" for pair in pairs):
         said.append("Text was not run yet.")
-        verdict = UNSEEN if verdict == FAILS else verdict  # half of the evidence refutes nothing
-    return Finding(verdict, brief(*parts), joined(against(pairs), paragraph(*said), on_probes(evidence)))
+        verdict = {FAILS: UNSEEN, HOLDS: PART}.get(verdict, verdict)  # half of the evidence decides nothing
+    return Finding(verdict, both_ways(parts), joined(against(pairs), paragraph(*said), on_probes(evidence)))
+
+
+def both_ways(parts: Sequence[str]) -> str:
+    """Gains in short; where some are positive and some negative, one of each comes first, so that neither side is cut off."""
+    ups, downs = ([part for part in parts if (" −" in part) == down] for down in (False, True))
+    firsts = [*ups[:1], *downs[:1]]
+    return brief(*firsts, *(part for part in parts if part not in firsts))
 
 
 def on_probes(evidence: Evidence) -> str:

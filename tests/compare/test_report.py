@@ -77,6 +77,20 @@ def test_findings_are_those_of_the_file(found: Findings) -> None:
     assert not base.at_edge and found.commands == ["prism compare x.toml"]
 
 
+def test_a_report_names_the_commands_and_machines_of_its_own_runs(tmp_path: Path) -> None:
+    """The file also has a run of another plan, and the report may be written on another machine."""
+    one, other = entry("base"), entry("other")
+    records = Records(tmp_path / "results.jsonl")
+    with records.writing():
+        for which, name in ((one, "this"), (other, "another")):
+            for training in (*which.search(), *which.final(1e-2)):
+                about = {"command": f"prism compare {name}.toml", "machine": {"gpu": f"{name} GPU", "cores": 3}}
+                records.add(training, "done", result=result(training.about["learning_rate"] == 1e-2), **about)
+    text = write_report(findings(Plan("", "base", 1, (one,)), records), tmp_path / "out").read_text()
+    assert "prism compare this.toml" in text and "<dd>gpu this GPU, cores 3</dd>" in text
+    assert "another" not in text
+
+
 @pytest.mark.parametrize(
     ("mean", "lower", "words"),
     [(0.5, False, "better than"), (-0.5, False, "worse than"), (0.5, True, "worse than"), (-0.5, True, "better than")],

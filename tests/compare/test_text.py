@@ -71,6 +71,9 @@ def test_every_rival_trains_and_its_results_are_plain(data: Path, name: str) -> 
     assert result["scores"]["nats"] == test["nats_per_token"] < math.log(400)
     assert list(result["scores"]) == ["nats", "bits per byte", "repeated rare bigrams", "nats at 64"]
     assert result["better"] == "lower"
+    manifest = open_corpus(data).manifest
+    assert result["corpus"]["digest"] == manifest.digest
+    assert result["corpus"]["test"] == {"tokens": manifest.splits["test"].tokens, "documents": 2}
 
 
 def test_training_lowers_the_loss_and_a_seed_repeats_it(data: Path) -> None:

@@ -14,7 +14,7 @@ from tests.docs.test_pages import ROOT, tool
 
 claims = tool("claims")
 from evidence import Evidence, has_option, is_default, is_rule  # noqa: E402
-from verdicts import CLAIMS, judge, judge_equal  # noqa: E402
+from verdicts import CLAIMS, both_ways, judge, judge_equal  # noqa: E402
 from wording import number, shown  # noqa: E402
 
 
@@ -73,6 +73,22 @@ UP, DOWN, LEVEL, ONE = Estimate(2, 0.9, 3), Estimate(-2, 0.9, 3), Estimate(1, 0.
 def test_verdicts(gains: list[Estimate], better: str, equal: str) -> None:
     assert judge(gains) == better
     assert judge_equal(gains) == equal
+
+
+def test_a_figure_shows_both_directions() -> None:
+    gains = ["novels +.0323 ± .0120", "code +.0210 ± .0796", "ML-1M −.0017 ± .0003"]
+    assert both_ways(gains) == "novels +.0323 ± .0120; ML-1M −.0017 ± .0003"
+    assert both_ways(gains[:2]) == "novels +.0323 ± .0120; code +.0210 ± .0796"
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(0.01, "holds in part"), (0.0, "not seen"), (-0.01, "not seen")])
+def test_half_of_the_evidence_decides_nothing(tmp_path: Path, gain: float, verdict: str) -> None:
+    """Without text, recommenders alone neither prove nor refute that PRISM beats Gated DeltaNet."""
+    figures = tmp_path / "figures.json"
+    row = [0.2, 0.001, gain, 0.001, gain, 0.001]
+    figures.write_text(json.dumps({"recommenders": {"seeds": 3, "rows": {"prism-2": row, "prism-3": row}}}), "utf-8")
+    check = next(claim for claim in CLAIMS if claim.slug == "gated-delta").check
+    assert check(Evidence(tmp_path, figures)).verdict == verdict
 
 
 def test_numbers_have_no_leading_zero() -> None:
@@ -183,6 +199,22 @@ def test_rules_are_compared_at_equal_places_of_state_size(tmp_path: Path) -> Non
     ]
     pairs = write(tmp_path, *lines).pairs(is_default, is_rule("softmax"), "text")
     assert [(pair.first.size, pair.second.size) for pair in pairs] == [(64, 8), (128, 16)]
+
+
+def test_rules_of_different_state_size_are_no_pair(tmp_path: Path) -> None:
+    """PRISM has two sizes, and of the other rule only the larger one was finished."""
+    lines = [
+        line(rule, 0, 3.0, key=f"{rule} {size}", state_size=size)
+        for rule, size in [("prism", 64), ("prism", 128), ("gated_delta", 128)]
+    ]
+    pairs = write(tmp_path, *lines).pairs(is_default, is_rule("gated_delta"), "text")
+    assert [(pair.first.size, pair.second.size) for pair in pairs] == [(128, 128)]
+
+
+def test_a_finished_training_stays_finished(tmp_path: Path) -> None:
+    """Another machine started it too, and was stopped."""
+    evidence = write(tmp_path, line("prism", 0, 3.0), line("prism", 0, None, status="stopped", error="killed"))
+    assert [group.score().mean for group in evidence.groups] == [3.0] and not evidence.unfinished
 
 
 def test_the_largest_comparison_decides(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.probes.task import IGNORE
+from prism.probes.task import IGNORE, draw, stream
 from prism.probes.tracking import ModularArithmetic, Parity, Tracking
 
 SEEDS = st.integers(0, 2**32)
@@ -155,3 +155,15 @@ def test_bad_sizes_are_refused(settings: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         ModularArithmetic(**settings)  # type: ignore[arg-type]
     assert ModularArithmetic(8, 8, brackets=True) and Parity(2, 2)
+
+
+@pytest.mark.parametrize("task", [Parity(3, 6, 3, 9), ModularArithmetic(3, 7, 3, 9), ModularArithmetic(3, 6, 3, 9, True)])
+def test_a_sequence_has_one_split_whatever_its_padding(task: Tracking) -> None:
+    """Tests have longer sizes than training, so that a short sequence has more padding there."""
+    pad = 11 if task.vocabulary == 12 else 0
+    splits = []
+    for name, split in (("", "train"), ("3-9", "test")):
+        one = task.tests()[name] if name else task
+        inputs = draw(one, 600, split, stream(split, 0)).inputs.tolist()
+        splits.append({tuple(token for token in row if token != pad) for row in inputs})
+    assert splits[0] and splits[1] and not splits[0] & splits[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from prism.compare.entries import Entry
@@ -61,6 +61,8 @@ class Findings:
     found: list[Finding]
     commands: list[str]
     """The commands that the runs come from."""
+    machines: list[dict[str, Any]] = field(default_factory=list)
+    """The machines that they were made on."""
 
     def task(self, task: str) -> list[Finding]:
         """The findings of a task that have finished runs, in the order of the plan's rules."""
@@ -101,14 +103,26 @@ def verdict(difference: Estimate, reference: str, lower: bool) -> str:
 
 def findings(plan: Plan, records: Records) -> Findings:
     """Collect what a results file holds of a plan."""
-    commands = dict.fromkeys(str(line["command"]) for line in records.lines.values() if "command" in line)
-    return Findings(plan, [_finding(entry, records) for entry in plan.entries], list(commands))
+    lines = [line for entry in plan.entries for line in _lines(entry, records)]  # others may be in the file too
+    commands = dict.fromkeys(str(line["command"]) for line in lines if "command" in line)
+    machines: list[dict[str, Any]] = []
+    for line in lines:
+        if line.get("machine") and line["machine"] not in machines:
+            machines.append(line["machine"])
+    return Findings(plan, [_finding(entry, records) for entry in plan.entries], list(commands), machines)
+
+
+def _lines(entry: Entry, records: Records) -> list[dict[str, Any]]:
+    """What the file holds of an entry's trainings: the search, and those at the chosen learning rate."""
+    rate = best_rate(entry, records)
+    trainings = (*entry.search(), *(() if rate is None else entry.final(rate)))
+    return [records.lines[training.key] for training in trainings if training.key in records.lines]
 
 
 def _finding(entry: Entry, records: Records) -> Finding:
     search, rate = entry.search(), best_rate(entry, records)
     final = [] if rate is None else entry.final(rate)
-    lines = [records.lines[training.key] for training in (*search, *final) if training.key in records.lines]
+    lines = _lines(entry, records)
     validations: dict[float, list[float]] = {value: [] for value in entry.rates.values if search}
     for training in search:
         result = records.result(training)

@@ -13,7 +13,7 @@ from prism.compare.statistics import Estimate, estimate
 from prism.files import write_atomically
 from prism.reports.charts import Series, line_chart
 from prism.reports.page import commands, facts, figure, header, heading, page, paragraph, table, tiles
-from prism.reports.results import COLORS, machine, pyplot, save
+from prism.reports.results import COLORS, pyplot, save
 
 Point = tuple[float, float, float]
 """x, mean, standard error (0 for one seed)."""
@@ -134,12 +134,14 @@ def _body(found: Findings) -> list[str]:
         body += _task_section(found, task)
     if failures:
         body += [heading("Runs that failed or were stopped"), table(*_failure_table(failures))]
-    about = machine()
-    versions = ", ".join(f"{name} {value}" for name, value in about.items() if value is not None)
+    machines = [
+        ("machine", ", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
+        for about in found.machines
+    ]
     return [
         *body,
         heading("How it was measured"),
-        facts([("machine", versions), ("prism", __version__)]),
+        facts([*machines, ("prism", __version__)]),
         *_commands(found),
     ]
 

@@ -148,7 +148,8 @@ def train_text(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
 
     Returns:
         `scores` (test nats a token first), `validation` (nats a token of the whole split), `better`, `metric`, `curve`,
-        `parameters`, `state_size`, `tokens`, `seconds`, and `text`: everything that was measured, by split and context.
+        `parameters`, `state_size`, `tokens`, `seconds`, `corpus` (which data it was: a path does not say), and `text`:
+        everything that was measured, by split and context.
     """
     run = TextRun.of(settings)
     torch.set_num_threads(run.threads)
@@ -183,8 +184,15 @@ def train_text(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
         "seconds": loop.seconds,
         "tokens_per_second": loop.speed,
         "skipped": loop.skipped,
+        "corpus": about_corpus(corpus),
         "text": measured,
     }
+
+
+def about_corpus(corpus: Corpus) -> dict[str, Any]:
+    """A hash of all tokens and splits, and the size of each split in tokens and documents."""
+    splits = {name: {"tokens": s.tokens, "documents": s.documents} for name, s in corpus.manifest.splits.items()}
+    return {"digest": corpus.manifest.digest, **splits}
 
 
 def prepare(run: TextRun, corpus: Corpus) -> tuple[LanguageTask, Stepper]:

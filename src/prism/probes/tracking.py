@@ -141,6 +141,9 @@ class ModularArithmetic(Tracking):
     def least(self) -> int:
         return 3
 
+    def content(self, inputs: Tensor) -> Tensor:
+        return (inputs + 1) % self.vocabulary if self.brackets else inputs  # the padding is the last token
+
     def sizes(self, low: int, high: int) -> range:
         # Digits and operators alternate, so only odd sizes exist without brackets.
         return range(low, high + 1) if self.brackets else range(low + 1 - low % 2, high + 1, 2)
