@@ -208,12 +208,17 @@ def on_probes(evidence: Evidence) -> str:
 
 
 def retrieval(evidence: Evidence) -> Finding:
-    """Recall tasks and, on text, repeated rare bigrams, against the nats of all tokens."""
+    """Recall tasks and, on text, repeated rare bigrams, against the nats of all tokens.
+
+    Rare bigrams that neither rule predicts better than about a uniform guess do not count: nothing is recalled there.
+    """
     recall = evidence.pairs(is_default, is_rule("gated_delta"), "recall")
     text = largest(evidence.pairs(is_default, is_rule("gated_delta"), "text"))
     rare = [pair for pair in text if any(pair.first.values(RARE)) and any(pair.second.values(RARE))]
-    tests: list[tuple[Pair, str | None]] = [*((pair, None) for pair in recall), *((pair, RARE) for pair in rare)]
-    if not tests or not text:
+    guess = [p for p in rare if min(g.score(RARE).mean for g in (p.first, p.second)) > 0.8 * math.log(VOCABULARY)]
+    counted = [pair for pair in rare if pair not in guess]
+    tests: list[tuple[Pair, str | None]] = [*((pair, None) for pair in recall), *((pair, RARE) for pair in counted)]
+    if not (tests or guess) or not text:
         return Finding(NOT_RUN, "", joined("Runs on text and on recall with both ranks are needed.", against(recall)))
 
     def gain(pair: Pair, label: str | None = None) -> Estimate:
@@ -223,6 +228,15 @@ def retrieval(evidence: Evidence) -> Finding:
         """By which share rank 1 is worse."""
         return gain(pair, label).mean / abs(pair.first.score(label).mean)
 
+    said = ["Recall tasks were not finished; on text, recall shows in repeated rare bigrams."] * (not recall)
+    if guess:
+        said.append(
+            f"On {' and '.join(pair.first.task for pair in guess)} both are near {math.log(VOCABULARY):.2f} nats, the loss of a"
+            f" uniform guess among {VOCABULARY:,} tokens: nothing is recalled there, so it does not count."
+        )
+    text_of = joined(paragraph(*said), against(recall), against(text), against(rare, RARE))
+    if not tests:
+        return Finding(UNSEEN, "", text_of)
     most = max(loss(pair) for pair in text)
     verdict = judge([gain(*test) for test in tests])
     if verdict == HOLDS and not all(loss(*test) > most for test in tests):
@@ -234,14 +248,7 @@ def retrieval(evidence: Evidence) -> Finding:
         worst, label = min(tests, key=lambda test: loss(*test))
     what = f"{worst.first.task}, rare bigrams" if label else worst.first.task
     figure = brief(f"{what}: L = 1 {word} by {abs(loss(worst, label)):.1%}", f"nats worse by {most:.1%}")
-    said = ["Recall tasks were not finished; on text, recall shows in repeated rare bigrams."] * (not recall)
-    guess = [p for p in rare if min(g.score(RARE).mean for g in (p.first, p.second)) > 0.8 * math.log(VOCABULARY)]
-    if guess:
-        said.append(
-            f"On {' and '.join(pair.first.task for pair in guess)} both are near {math.log(VOCABULARY):.2f} nats, the loss of a"
-            f" uniform guess among {VOCABULARY:,} tokens: neither recalls much there, so the difference is weak evidence."
-        )
-    return Finding(verdict, figure, joined(paragraph(*said), against(recall), against(text), against(rare, RARE)))
+    return Finding(verdict, figure, text_of)
 
 
 def shared_keys(evidence: Evidence) -> Finding:
