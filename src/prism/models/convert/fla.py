@@ -187,10 +187,12 @@ def _attention_to(model: PrismForCausalLM) -> Any:
             what = f"PRISM with {rule.write_rank} writes" if rule.name == "prism" else repr(rule.name)
             raise ValueError(f"layer {index} is {what}, which flash-linear-attention's Gated DeltaNet does not have")
         layer: Any = rule
-        if layer.heads * layer.key_dim != model.config.hidden_size or layer.conv is not None or layer.rotary is None:
+        odd = layer.heads * layer.key_dim != model.config.hidden_size or layer.rope_dims != layer.key_dim
+        more = (layer.conv, layer.gate, layer.query_norm)
+        if odd or layer.rotary is None or any(part is not None for part in more):
             raise ValueError(
-                f"layer {index} is softmax attention with a key_dim, conv_size or rope_base that flash-linear-attention "
-                "does not have"
+                f"layer {index} is softmax attention with options that flash-linear-attention does not have: key_dim, "
+                "rope_base, rope_dims, conv_size, qk_norm and gate must be the defaults"
             )
         spec = {
             "num_heads": layer.heads,
