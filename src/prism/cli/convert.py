@@ -41,18 +41,19 @@ def convert(
     chosen = dict(_option(text) for text in options)
     if steps is not None:
         chosen["steps"] = steps
-    with progress_bars() as bars:
-        task = bars.add_task("converting", total=None)
+    bars = progress_bars()
+    task = bars.add_task("converting", total=None)
+
+    def report(done: int, total: int) -> None:
+        bars.start()  # not before: a refused model shows one sentence and no bar
+        bars.update(task, completed=done, total=total)
+
+    try:
         written = convert_model(
-            model,
-            output,
-            to=to,
-            rule=rule,
-            options=chosen,
-            force=force,
-            seed=seed,
-            report=lambda done, total: bars.update(task, completed=done, total=total),
+            model, output, to=to, rule=rule, options=chosen, force=force, seed=seed, report=report
         )
+    finally:
+        bars.stop()
     print(f"converted {model} to {written}")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from prism.files import check_target, read_json, seal_weights, whole_folder, write_json
-from prism.messages import did_you_mean
+from prism.messages import did_you_mean, say
 from prism.models.config import PrismConfig
 from prism.models.convert import fla, qwen
 from prism.models.convert.entries import Entry, delta_options, is_gated_delta, on_meta, rules_of
@@ -223,7 +223,10 @@ def _check_names(used: set[str], weights: Weights, tied: bool, embedding: str) -
                 f"tie_word_embeddings is true in {weights.folder}, but its {head} differs from {embedding}: correct one"
             )
         used = {*used, head}
-    more = sorted(name for name in set(weights) - used if not qwen.left_out(name))
+    unused = set(weights) - used
+    more = sorted(name for name in unused if not qwen.left_out(name))
+    if unused and not more:
+        say(f"left out: {len(unused)} tensors for pictures or further tokens, such as {min(unused)}")
     if more:
         raise ValueError(f"{weights.folder} has a tensor {more[0]!r}, for which there is no place in the new model")
 
