@@ -49,9 +49,7 @@ def convert(
         bars.update(task, completed=done, total=total)
 
     try:
-        written = convert_model(
-            model, output, to=to, rule=rule, options=chosen, force=force, seed=seed, report=report
-        )
+        written = convert_model(model, output, to=to, rule=rule, options=chosen, force=force, seed=seed, report=report)
     finally:
         bars.stop()
     print(f"converted {model} to {written}")

@@ -97,7 +97,10 @@ def logits(folder: Path, ids: Tensor) -> Tensor:
         y = norm(x, p["attn_norm.weight"])
         x = x + (_delta(config, p, y, norm) if attn is None else _softmax(attn, p, y)) @ p["attn.o_proj.weight"].T
         y = norm(x, p["mlp_norm.weight"])
-        x = x + (F.silu(y @ p["mlp.gate_proj.weight"].T) * (y @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+        x = (
+            x
+            + (F.silu(y @ p["mlp.gate_proj.weight"].T) * (y @ p["mlp.up_proj.weight"].T)) @ p["mlp.down_proj.weight"].T
+        )
     return norm(x, w["model.norm.weight"]) @ w.get("lm_head.weight", w["model.embeddings.weight"]).T
 
 

@@ -133,7 +133,9 @@ def test_prism_train_continues_from_the_folder(tmp_path: Path, capsys: pytest.Ca
     assert main(["convert", str(tmp_path / "theirs"), "--output", str(ours), "--rule", "prism", "--steps", "2"]) == 0
     assert capsys.readouterr().out == f"converted {tmp_path / 'theirs'} to {ours}\n"
     (tmp_path / "text.txt").write_text("ninety-nine bottles of beer on the wall\n" * 200)
-    words = f"train lm --init {ours} --data.sources {tmp_path / 'text.txt'} --data.cache {tmp_path / 'cache'} --out {run}"
+    words = (
+        f"train lm --init {ours} --data.sources {tmp_path / 'text.txt'} --data.cache {tmp_path / 'cache'} --out {run}"
+    )
     words += " --data.context 16 --batch.sequences 2 --validation.sequences 2 --device cpu --optimizer.lr 1e-3"
     assert main([*words.split(), "--steps", "1", "--schedule.warmup", "0"]) == 0
     before, after = (open_weights(PrismForCausalLM, path, "cpu") for path in (ours, run / "model"))
@@ -241,7 +243,7 @@ def test_what_exists_is_replaced_only_when_asked(theirs: Path, tmp_path: Path) -
     with pytest.raises(ValueError, match="is not replaced, because it is no model folder"):
         convert_model(theirs, other, force=True)
     for place in (theirs, tmp_path):
-        with pytest.raises(ValueError, match="is the source .* or contains it"):
+        with pytest.raises(ValueError, match=r"is the source .* or contains it"):
             convert_model(theirs, place, force=True)
     assert (other / "thesis.txt").exists() and (theirs / "model.safetensors").exists()
 
@@ -256,7 +258,7 @@ def test_a_failure_while_writing_leaves_the_old_folder(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("prism.models.convert.shards.save_file", full)
-    with pytest.raises(OSError, match="the model could not be written to .*free some space"):
+    with pytest.raises(OSError, match=r"the model could not be written to .*free some space"):
         convert_model(theirs, old, force=True)
     assert contents(old) == before and {path.name for path in tmp_path.iterdir()} == {"theirs", "old"}
 
@@ -285,7 +287,7 @@ def test_arguments_that_do_not_fit_are_named(
 
 def test_models_of_ours_that_cannot_become_prism(tmp_path: Path) -> None:
     source = save_lm(tmp_path / "prism", "prism")
-    with pytest.raises(ValueError, match="layer 0 of .* is PRISM with 2 writes already"):
+    with pytest.raises(ValueError, match=r"layer 0 of .* is PRISM with 2 writes already"):
         convert_model(source, tmp_path / "x", rule="prism")
     with pytest.raises(ValueError, match="holds a model of ours already"):
         convert_model(source, tmp_path / "x")

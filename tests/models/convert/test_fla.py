@@ -54,9 +54,7 @@ def test_the_logits_are_the_same(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_there_and_back_gives_the_same_tensors_and_configuration(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_there_and_back_gives_the_same_tensors_and_configuration(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     theirs = foreign.save(tmp_path / "theirs", dtype=dtype, **CONFIGS[name])
     for options in ({}, {"rule": "prism", "options": {"steps": 1}}):
         convert_model(theirs, tmp_path / "ours", force=True, **options)
@@ -66,7 +64,9 @@ def test_there_and_back_gives_the_same_tensors_and_configuration(
         for tensor, x in before.items():
             assert after[tensor].dtype == dtype and torch.equal(after[tensor], x), tensor
         first, last = (json.loads((folder / "config.json").read_text()) for folder in (theirs, tmp_path / "back"))
-        assert fla.config_from(first, "gated_delta", {}).layer_plan == fla.config_from(last, "gated_delta", {}).layer_plan
+        assert (
+            fla.config_from(first, "gated_delta", {}).layer_plan == fla.config_from(last, "gated_delta", {}).layer_plan
+        )
         changed = {field for field in first if first[field] != last[field]}
         assert changed <= {"attn"}  # with its defaults written out
 
@@ -141,8 +141,16 @@ def test_what_has_no_counterpart_is_named(change: dict[str, Any], complaint: str
         ("gated_delta", {}, "norm_eps is 1e-06 in the model and 1e-05 in its rule"),
         ("gated_delta+gated_delta(gate=false)", {"norm_eps": 1e-5}, "layers 0 and 1 have different use_gate"),
         ("gated_delta", {"norm_eps": 1e-5, "intermediate_size": 0}, "intermediate_size is 0"),
-        ("gated_delta+softmax(conv_size=4)", {"norm_eps": 1e-5}, "layer 1 is softmax attention with options that flash-linear"),
-        ("gated_delta+softmax(gate=true)", {"norm_eps": 1e-5}, "layer 1 is softmax attention with options that flash-linear"),
+        (
+            "gated_delta+softmax(conv_size=4)",
+            {"norm_eps": 1e-5},
+            "layer 1 is softmax attention with options that flash-linear",
+        ),
+        (
+            "gated_delta+softmax(gate=true)",
+            {"norm_eps": 1e-5},
+            "layer 1 is softmax attention with options that flash-linear",
+        ),
     ],
 )
 def test_what_fla_does_not_have_is_named(layers: str, settings: dict[str, Any], complaint: str, tmp_path: Path) -> None:

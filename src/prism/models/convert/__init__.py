@@ -158,7 +158,9 @@ def _config_of(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} is damaged: it does not hold a configuration")
     if "settings" in config:
-        raise ValueError(f"{folder} is a training run: convert the model in {folder / 'model'} (`prism export` writes it)")
+        raise ValueError(
+            f"{folder} is a training run: convert the model in {folder / 'model'} (`prism export` writes it)"
+        )
     kind = config.get("model_type")
     qwen.refuse_relatives(kind)
     if kind != "prism" and kind not in KNOWN:
@@ -287,7 +289,8 @@ def _to_fla(source: Path, config: dict[str, Any], weights: Weights) -> Plan:
     group = fla.group_in(model, weights)
     theirs = fla.config_to(model, group)
     steps = [
-        Step((entry.ours,), entry.theirs, lambda parts, e=entry: e.split(parts[0])) for entry in fla.entries(model, group)
+        Step((entry.ours,), entry.theirs, lambda parts, e=entry: e.split(parts[0]))
+        for entry in fla.entries(model, group)
     ]
     return Plan(theirs, steps, iter(()))
 
@@ -311,4 +314,3 @@ def _copy_files(source: Path, folder: Path) -> None:
 
 
 __all__ = ["convert_model"]
-

@@ -249,5 +249,3 @@ def group_in(model: PrismForCausalLM, weights: Weights) -> int:
         if layer.heads % group or not all(heads_repeat(part, layer.key_dim, group) for part in rows):
             return 1
     return group
-
-
