@@ -35,7 +35,7 @@ def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module
         bos_token_id=end,
         eos_token_id=end,
         pad_token_id=end,
-        **({} if settings.norm_eps is None else {"norm_eps": settings.norm_eps}),
+        norm_eps=1e-6 if settings.norm_eps is None else settings.norm_eps,
     )
     model = PrismForCausalLM(config)
     if settings.gradient_checkpointing:

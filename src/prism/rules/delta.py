@@ -33,6 +33,7 @@ from prism.rules.rule import (
     Rule,
     Span,
     check_integers,
+    check_nonnegative,
     per_head,
 )
 
@@ -63,6 +64,7 @@ class DeltaFamily(Rule):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__(width, heads, key_dim, value_dim, write_rank=substeps)
+        check_nonnegative(norm_eps=norm_eps)
         self.substeps = substeps
         self.beta_scale = 2.0 if negative_eigenvalues else 1.0
         keys, values = heads * key_dim, heads * value_dim

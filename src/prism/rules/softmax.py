@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prism.engine.memories.attention import Attend
 from prism.rules.parts import Carry, Rotary, ShortConv, split_heads, token_positions
 from prism.rules.parts.norms import rms_norm
-from prism.rules.rule import Objective, Paper, Rule, Span, check_integers, per_head
+from prism.rules.rule import Objective, Paper, Rule, Span, check_integers, check_nonnegative, per_head
 
 
 class Softmax(Rule):
@@ -62,6 +62,7 @@ class Softmax(Rule):
     ) -> None:
         key_dim = per_head(width, heads, key_dim)
         super().__init__(width, heads, key_dim, key_dim)
+        check_nonnegative(norm_eps=norm_eps)
         kv_heads = heads if kv_heads is None else kv_heads
         if not isinstance(kv_heads, int) or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"kv_heads must be a divisor of the {heads} heads, got {kv_heads!r}")

@@ -175,6 +175,8 @@ def spoil(folder: Path, how: str) -> None:
         (folder / "config.json").write_text('{"model_type": "llama"}')
     elif how == "run":
         (folder / "config.json").write_text('{"settings": {}}')
+    elif how == "incomplete":
+        (folder / "config.json").write_text('{"model_type": "qwen3_next", "num_hidden_layers": 1}')
     elif how == "pickle":
         weights.rename(folder / "pytorch_model.bin")
     elif how == "no weights":
@@ -205,6 +207,7 @@ def spoil(folder: Path, how: str) -> None:
         ("broken config", "config.json is damaged"),
         ("unknown", "model_type is 'llama'"),
         ("run", "theirs is a training run: convert the model in"),
+        ("incomplete", "config.json is not complete: KeyError"),
         ("pickle", "only pickled weights (pytorch_model.bin), which can run code"),
         ("no weights", "theirs has no weights"),
         ("garbage", "model.safetensors is not a safetensors file"),

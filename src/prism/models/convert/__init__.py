@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ def convert_model(
     elif kind == "prism":
         plan = _to_prism_rule(source, rule, extra, weights, seed)
     else:
-        model = on_meta(KNOWN[kind](config, rule or "gated_delta", extra))
+        model = on_meta(_our_config(source, config, rule or "gated_delta", extra))
         plan = _into_ours(model, _entries(kind, model, config), weights, seed)
     with whole_folder(output, "the model") as folder:
         write_shards(folder, _tensors(plan, weights, report), shard_bytes)
@@ -184,6 +185,15 @@ def _check_output(source: Path, output: Path, force: bool) -> None:
         raise ValueError(f"{output} is not replaced, because it is no model folder (it has no config.json)")
 
 
+def _our_config(source: Path, config: dict[str, Any], rule: str, extra: dict[str, Any]) -> PrismConfig:
+    if rule == "prism":
+        extra = {"steps": 2, **extra}
+    try:
+        return KNOWN[config["model_type"]](config, rule, extra)
+    except (KeyError, TypeError, AttributeError) as error:  # a field that is missing, or of another type
+        raise ValueError(f"{source / 'config.json'} is not complete: {type(error).__name__} {error}") from error
+
+
 def _entries(kind: str, model: PrismForCausalLM, config: dict[str, Any]) -> list[Entry]:
     if kind == fla.MODEL_TYPE:
         return fla.entries(model, fla.group_of(config)[0])
@@ -206,11 +216,19 @@ def _into_ours(model: PrismForCausalLM, entries: list[Entry], weights: Weights, 
                 f"{weights.folder} has tensors that do not fit its config.json: {found} for {entry.ours} "
                 f"{list(shapes[entry.ours])}"
             )
-    steps = [Step(entry.theirs, (entry.ours,), lambda parts, e=entry: [e.join(parts)]) for entry in entries]
+    steps = [Step(entry.theirs, (entry.ours,), partial(_join, entry)) for entry in entries]
     done = {entry.ours for entry in entries}
     like = next((entry for entry in entries if entry.ours.endswith("rule.qkv.weight")), entries[0]).theirs[0]
     fresh = _fresh(model, set(shapes) - done, weights[like].dtype, seed)
     return Plan(json.loads(model.config.to_json_string()), steps, fresh)
+
+
+def _join(entry: Entry, parts: list[Tensor]) -> list[Tensor]:
+    return [entry.join(parts)]
+
+
+def _split(entry: Entry, parts: list[Tensor]) -> list[Tensor]:
+    return entry.split(parts[0])
 
 
 def _check_names(used: set[str], weights: Weights, tied: bool, embedding: str) -> None:
@@ -288,10 +306,7 @@ def _to_fla(source: Path, config: dict[str, Any], weights: Weights) -> Plan:
             )
     group = fla.group_in(model, weights)
     theirs = fla.config_to(model, group)
-    steps = [
-        Step((entry.ours,), entry.theirs, lambda parts, e=entry: e.split(parts[0]))
-        for entry in fla.entries(model, group)
-    ]
+    steps = [Step((entry.ours,), entry.theirs, partial(_split, entry)) for entry in fla.entries(model, group)]
     return Plan(theirs, steps, iter(()))
 
 

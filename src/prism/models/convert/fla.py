@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.configuration_utils import PreTrainedConfig
+
 from prism.models.config import PrismConfig
 from prism.models.convert.entries import (
     Entry,
@@ -157,9 +159,9 @@ def config_to(model: PrismForCausalLM, group: int) -> dict[str, Any]:
     return {"architectures": ["GatedDeltaNetForCausalLM"], "model_type": MODEL_TYPE, **dtype, **kept, **theirs}
 
 
-def source_of(config: PrismConfig) -> dict[str, Any]:
+def source_of(config: PreTrainedConfig) -> dict[str, Any]:
     """The configuration of fla's that a model of ours was converted from; {} if there is none."""
-    source = getattr(config, "converted_from", None) or {}
+    source: dict[str, Any] = getattr(config, "converted_from", None) or {}
     return source if source.get("model_type") == MODEL_TYPE else {}
 
 

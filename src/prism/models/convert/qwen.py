@@ -53,7 +53,8 @@ def refuse_relatives(model_type: Any) -> None:
 def _text(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the language model, with defaults."""
     inner = config.get("text_config", {})
-    outer = {name: config[name] for name in ("dtype", "torch_dtype", "tie_word_embeddings") if name in config}
+    shared = ("dtype", "torch_dtype", "tie_word_embeddings")
+    outer: dict[str, Any] = {name: config[name] for name in shared if name in config}
     return {**_DEFAULTS, **outer, **inner} if inner else {**_DEFAULTS, **config}
 
 
