@@ -40,6 +40,7 @@ def theirs(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **changes
 
         changes = {"num_experts": 0, **changes}
     else:
+        pytest.importorskip("transformers.models.qwen3_5", reason="this transformers is older than Qwen3.5")
         from transformers import Qwen3_5ForCausalLM as Model
         from transformers import Qwen3_5TextConfig as Config
         from transformers.models.qwen3_5 import modeling_qwen3_5 as module
