@@ -13,6 +13,7 @@ from prism import rules
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn import Block, LayerSpec, parse_layers
 from prism.nn.block import place_options
+from prism.nn.pattern import format_layers
 
 
 @given(
@@ -26,6 +27,32 @@ def test_a_period_is_repeated_and_cut(period: list[tuple[str, int]], data: st.Da
     total = data.draw(st.integers(1, 20))
     assert [layer.rule for layer in parse_layers(pattern, total)] == (expected * total)[:total]
     assert parse_layers(expected, total) == parse_layers(pattern, total)
+
+
+@given(
+    layers=st.lists(
+        st.builds(
+            LayerSpec,
+            st.sampled_from(["prism", "gated_delta", "softmax"]),
+            st.dictionaries(
+                st.sampled_from(["steps", "keys", "norm_eps"]),
+                st.integers(0, 9) | st.booleans() | st.sampled_from(["own", "rotated", 1e-6, 1e20, 0.25]),
+                max_size=2,
+            ),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_a_stack_is_written_as_a_pattern_and_read_again(layers: list[LayerSpec]) -> None:
+    read = parse_layers(format_layers(layers))
+    assert read == layers and [repr(layer) for layer in read] == [repr(layer) for layer in layers]  # 1 is not True
+
+
+@pytest.mark.parametrize("value", [None, "a, b", "(", "1", [2, 3]])
+def test_an_option_that_a_pattern_cannot_hold_is_named(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"option keys is .*, which cannot be written in a pattern of layers"):
+        format_layers([LayerSpec("prism", {"keys": value})])
 
 
 def test_entries_with_options() -> None:

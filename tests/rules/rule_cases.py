@@ -35,6 +35,7 @@ _VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gla", {"conv_size": 4}),
     ("hgrn2", _STACKED),
     ("rwkv6", _STACKED),
+    ("softmax", {"qk_norm": True, "gate": True, "rope_dims": 4, "kv_heads": 2}),
 ]
 
 CASES = [

@@ -43,6 +43,9 @@ AMOUNTS = [
     ("titans", "base_lr"),
     ("atlas", "base_lr"),
     ("mom", "balance"),
+    ("gated_delta", "norm_eps"),
+    ("prism", "norm_eps"),
+    ("softmax", "norm_eps"),
 ]
 
 

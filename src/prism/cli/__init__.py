@@ -38,6 +38,7 @@ COMMANDS = {
         "prism.cli.recommend:recommend", "recommend items to users, or after item sequences", extra="rec"
     ),
     "export": Command("prism.cli.export:export", "write a run's checkpoint as a model folder"),
+    "convert": Command("prism.cli.convert:convert", "turn a Gated DeltaNet of another library into ours, or back"),
     "rules": Command("prism.cli.rules:rules", "list all rules, or show the options of one", extra="cli"),
     "demo": Command("prism.cli.demo:demo", "train three small models and write a report"),
     "probe mqar": Command("prism.cli.probe:mqar", "compare rules on associative recall"),

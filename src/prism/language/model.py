@@ -1,14 +1,19 @@
-"""Build a language model from settings."""
+"""Build a language model from settings, or settings from a saved language model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 
-from prism.language.settings import ModelSettings
+from prism.files import read_json
+from prism.language.settings import DataSettings, ModelSettings, Settings
 from prism.language.tokens import Manifest
 from prism.models import PrismConfig, PrismForCausalLM
+from prism.models.loading import check_kind
+from prism.nn.pattern import format_layers
 from prism.train.model import rule_options
 
 Builder = Callable[[ModelSettings, int, int], nn.Module]
@@ -30,11 +35,48 @@ def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module
         bos_token_id=end,
         eos_token_id=end,
         pad_token_id=end,
+        norm_eps=1e-6 if settings.norm_eps is None else settings.norm_eps,
     )
     model = PrismForCausalLM(config)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
+
+
+def started_from(settings: Settings) -> Settings:
+    """The settings with `init` replaced by what it stands for: the model's layers, sizes, weights and tokenizer."""
+    folder = settings.init
+    if folder is None:
+        return settings
+    if not folder.is_dir():
+        raise FileNotFoundError(f"init is {folder}, but there is no such model folder")
+    check_kind(PrismForCausalLM, folder)
+    config = PrismConfig.from_pretrained(folder)
+    model = replace(
+        settings.model,
+        layers=format_layers(config.layer_plan),
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_heads=config.num_heads,
+        head_dim=None,
+        options=(),
+        vocab_size=config.vocab_size,
+        intermediate_size=config.intermediate_size,
+        tie_word_embeddings=config.tie_word_embeddings,
+        norm_eps=config.norm_eps,
+        weights=folder,
+    )
+    return replace(settings, init=None, model=model, data=_with_tokenizer(settings.data, folder))
+
+
+def _with_tokenizer(data: DataSettings, folder: Path) -> DataSettings:
+    """The data with a model folder's tokenizer, unless they have another one than the default."""
+    definition, about = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if data.tokenizer != DataSettings().tokenizer or not definition.is_file():
+        return data
+    end = read_json(about).get("eos_token") if about.is_file() else None
+    end = end.get("content") if isinstance(end, dict) else end
+    return replace(data, tokenizer=str(definition), end_token=data.end_token or end)
 
 
 def vocabulary(settings: ModelSettings, manifest: Manifest) -> int:

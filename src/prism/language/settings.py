@@ -27,6 +27,8 @@ class ModelSettings(StackSettings):
     """Width of the SwiGLU in every layer. None: 8/3 of the width, rounded up to a multiple of 64. 0: no SwiGLUs."""
     tie_word_embeddings: bool = True
     """Share one matrix between input and output embeddings."""
+    norm_eps: float | None = None
+    """Epsilon of the norms between mixers and SwiGLUs. None: 1e-6."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class Settings(RunSettings):
     """Preset to start from: tiny, 30m, 130m, 340m or 1.3b (parameters at a vocabulary of 32,768). None: tiny."""
     out: Path = Path("runs/lm")
     """Run folder: settings, log, checkpoints and, at the end, the exported model."""
+    init: Path | None = None
+    """Model folder to continue from, such as the output of `prism convert`: its layers and sizes replace those in the model
+    settings, its weights are the initial ones, and its tokenizer is used unless data.tokenizer is given. None: a new model."""
     z_loss: float = field(default=0.0, metadata={"min": 0})
     """Factor of the squared log-sum-exp of the logits, added to the training loss; it keeps their scale near 1. For example
     1e-4. 0: none."""

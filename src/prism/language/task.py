@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prism.engine.context import Context
 from prism.language.corpus import Corpus, prepare
 from prism.language.export import write_model
-from prism.language.model import Builder, build_model, vocabulary
+from prism.language.model import Builder, build_model, started_from, vocabulary
 from prism.language.perplexity import Score
 from prism.language.settings import Settings
 from prism.language.tokens import Batch, Sequences
@@ -91,6 +91,7 @@ def train_lm(settings: Settings, build: Builder = build_model, report: Report | 
         report: called with (step, loss) after every step; replaces the progress bar.
     """
     settings.check()
+    settings = started_from(settings)
     check_folder(settings.out, settings.resume)
     check_stack(settings.model)
     weights = None if settings.model.weights is None else read_weights(settings.model.weights)

@@ -14,6 +14,7 @@ from prism.models.config import PrismConfig, PrismRecConfig
 
 if TYPE_CHECKING:
     from prism.models.cache import PrismCache
+    from prism.models.convert import convert_model
     from prism.models.language import PrismForCausalLM, PrismModel
     from prism.models.recommender import PrismForRecommendation
     from prism.models.replay import ReplayedCache
@@ -24,6 +25,7 @@ _LAZY = {
     "PrismForCausalLM": "prism.models.language",
     "PrismForRecommendation": "prism.models.recommender",
     "ReplayedCache": "prism.models.replay",
+    "convert_model": "prism.models.convert",
 }
 
 
@@ -41,4 +43,5 @@ __all__ = [
     "PrismModel",
     "PrismRecConfig",
     "ReplayedCache",
+    "convert_model",
 ]

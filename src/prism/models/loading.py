@@ -87,7 +87,7 @@ def open_weights(kind: type[Model], folder: Path, device: str = "auto") -> Model
         raise FileNotFoundError(f"there is no model folder {folder}")
     if folder.suffix == ".safetensors":
         raise ValueError(f"{folder} is a file of weights: give the folder that holds it and its config.json")
-    _check_kind(kind, folder)
+    check_kind(kind, folder)
     check_weights(folder)
     where = pick_device(device)
     model, report = _load(kind, folder, "auto" if where.type == "cuda" else torch.float32)
@@ -107,7 +107,8 @@ def _check_finite(model: PreTrainedModel, folder: Path) -> None:
             raise ValueError(f"the weights of the model in {folder} hold {what} ({name}): use an earlier checkpoint")
 
 
-def _check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
+def check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
+    """Raise ValueError unless a folder's config.json is of a model of this kind."""
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(f"{folder} does not open as a model: it has no config.json")
@@ -117,6 +118,7 @@ def _check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
         raise ValueError(
             f"{folder} holds no {_KINDS[wanted]}: model_type in its config.json is {found!r}, not {wanted!r}"
             + (f"; it is a {_KINDS[found]}" if found in _KINDS else "")
+            + ("; `prism convert` may turn it into one" if found and found not in _KINDS else "")
         )
 
 

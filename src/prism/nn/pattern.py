@@ -38,6 +38,28 @@ def parse_layers(layers: str | Sequence[Any], count: int | None = None) -> list[
     return [period[i % len(period)] for i in range(count)]
 
 
+def format_layers(layers: Sequence[LayerSpec]) -> str:
+    """The pattern of a stack: the inverse of `parse_layers`.
+
+    >>> format_layers(parse_layers("prism(steps=1)*2+softmax"))
+    'prism(steps=1)*2+softmax'
+    """
+    terms: list[tuple[str, int]] = []
+    for rule, options in layers:
+        inner = ", ".join(f"{name}={_format_value(name, value)}" for name, value in options.items())
+        term = f"{rule}({inner})" if inner else rule
+        same = bool(terms) and terms[-1][0] == term
+        terms[-1 if same else len(terms) :] = [(term, terms[-1][1] + 1 if same else 1)]
+    return "+".join(term if count == 1 else f"{term}*{count}" for term, count in terms)
+
+
+def _format_value(name: str, value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if read_toml_value(text) != value or set(text) & set("(),"):
+        raise ValueError(f"option {name} is {value!r}, which cannot be written in a pattern of layers")
+    return text
+
+
 _TERM = re.compile(r"(?P<rule>[^()*]+)(\((?P<options>[^()]*)\))?\s*(\*\s*(?P<count>[0-9]+))?")
 
 

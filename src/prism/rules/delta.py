@@ -33,6 +33,7 @@ from prism.rules.rule import (
     Rule,
     Span,
     check_integers,
+    check_nonnegative,
     per_head,
 )
 
@@ -60,8 +61,10 @@ class DeltaFamily(Rule):
         negative_eigenvalues: bool = False,
         forget_gate: bool = False,
         substeps: int = 1,
+        norm_eps: float = 1e-5,
     ) -> None:
         super().__init__(width, heads, key_dim, value_dim, write_rank=substeps)
+        check_nonnegative(norm_eps=norm_eps)
         self.substeps = substeps
         self.beta_scale = 2.0 if negative_eigenvalues else 1.0
         keys, values = heads * key_dim, heads * value_dim
@@ -69,7 +72,7 @@ class DeltaFamily(Rule):
         self.qkv = nn.Linear(width, sum(self.sizes), bias=False)
         self.conv = ShortConv(sum(self.sizes), conv_size)
         self.beta = nn.Linear(width, substeps * heads, bias=False)
-        self.norm = HeadNorm(value_dim)
+        self.norm = HeadNorm(value_dim, eps=norm_eps)
         self.gate: nn.Module | None = nn.Linear(width, values, bias=False) if gate else None
         self.out = nn.Linear(values, width, bias=False)
         self.decay_in: nn.Module | None = nn.Linear(width, heads, bias=False) if forget_gate else None
@@ -231,6 +234,7 @@ class GatedDelta(DeltaFamily):
     Args:
         key_dim: size of a head's queries and keys; ¾ · width / heads by default.
         value_dim: size of a head's values; 2 · key_dim by default.
+        norm_eps: epsilon of the norm of every head's output.
     """
 
     name = "gated_delta"
@@ -249,6 +253,7 @@ class GatedDelta(DeltaFamily):
         conv_size: int = 4,
         gate: bool = True,
         negative_eigenvalues: bool = False,
+        norm_eps: float = 1e-5,
     ) -> None:
         key_dim = per_head(width, heads, key_dim, ratio=0.75)
         super().__init__(
@@ -260,6 +265,7 @@ class GatedDelta(DeltaFamily):
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
             forget_gate=True,
+            norm_eps=norm_eps,
         )
 
 

@@ -72,6 +72,7 @@ class Prism(GatedDelta):
         erase: what is erased along k₁: `"tied"` as much as the first write adds (β₁), `"head"` a strength of its own,
             `"channel"` a strength for each channel of k₁, as in Gated DeltaNet-2, by a low-rank map.
         qkv_conv: whether q, k and v have the short convolution; the anchor has it in any case.
+        norm_eps: epsilon of the norm of every head's output.
     """
 
     name = "prism"
@@ -104,6 +105,7 @@ class Prism(GatedDelta):
         qkv_conv: bool = True,
         gate: bool = True,
         negative_eigenvalues: bool = False,
+        norm_eps: float = 1e-5,
         layer_index: int = 0,
     ) -> None:
         check_solver(steps, solver)
@@ -120,6 +122,7 @@ class Prism(GatedDelta):
             conv_size=conv_size if qkv_conv else 1,
             gate=gate,
             negative_eigenvalues=negative_eigenvalues,
+            norm_eps=norm_eps,
         )
         self.write_rank, self.layer_index = steps, layer_index
         self.hands_over = residual == "below" and steps > 1
