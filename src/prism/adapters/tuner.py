@@ -20,6 +20,9 @@ _KINDS: tuple[tuple[Callable[[nn.Module], Sizes | None], type[AdapterLayer]], ..
     (sizes_of_delta_net, AdaptedDeltaNet),
 )
 
+_WRAPPER = "base_model.model."
+"""What a `PeftModel` puts before the names of the model inside."""
+
 
 def adaptable(model: nn.Module) -> dict[str, Sizes]:
     """The layers of a model that can be adapted, by name, with their sizes; those that already are included."""
@@ -78,16 +81,14 @@ class PrismTuner(BaseTuner):
         most = min(min(s.width, s.heads * s.key_dim, s.heads * s.value_dim) for s in chosen.values())
         if config.rank > most:
             raise ValueError(f"rank must be from 1 to {most}, the smallest size of the adapted layers, got {config.rank}")
-        base = {"model_type": self._model_type(model), "sizes": {name: list(sizes) for name, sizes in chosen.items()}}
+        sizes = {_plain(name): list(chosen[name]) for name in chosen}
+        base = {"model_type": self.get_model_config(model).get("model_type"), "sizes": sizes}
         if config.base is not None and config.base != base:
             raise ValueError(
                 f"this adapter was made for another base ({_described(config.base)}), not for {_described(base)}: load it on "
                 "the model that it was made for, or make a new PrismAdapterConfig"
             )
         config.base, config.target_modules = base, list(chosen)
-
-    def _model_type(self, model: nn.Module) -> str | None:
-        return self.get_model_config(model).get("model_type")
 
     def _create_and_replace(
         self,
@@ -111,6 +112,14 @@ class PrismTuner(BaseTuner):
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         setattr(parent, child_name, new_module)  # `unload`
 
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        """The name of a weight in a saved adapter. It depends neither on the adapter's name nor on LoRA around the model."""
+        place, found, weight = key.partition(f".prism_branches.{adapter_name}.")
+        if not found:
+            return super()._remove_adapter_name_from_key(key, adapter_name)
+        return f"{_WRAPPER}{_plain(place)}.prism_branches.{weight}"
+
     def _check_merge_allowed(self) -> NoReturn:
         raise ValueError(MERGING)
 
@@ -118,7 +127,13 @@ class PrismTuner(BaseTuner):
         raise ValueError(MERGING)
 
 
+def _plain(name: str) -> str:
+    """The name of a module in the base model itself, without the wrappers of peft around it."""
+    return name.replace(_WRAPPER, "")
+
+
 def _described(base: dict[str, Any]) -> str:
-    """A base's family and sizes, for an error."""
-    sizes = {str(Sizes(*s)) for s in base["sizes"].values()}
-    return f"{base['model_type'] or 'a model'}: {len(base['sizes'])} layers of {' and '.join(sorted(sizes))}"
+    """A base's family, layers and sizes, for an error."""
+    numbers = ", ".join(str(layer_number(name, place)) for place, name in enumerate(base["sizes"]))
+    sizes = " and ".join(sorted({str(Sizes(*s)) for s in base["sizes"].values()}))
+    return f"{base['model_type'] or 'a model'}, layers {numbers}, {sizes}"
