@@ -30,7 +30,12 @@ _SIZES = {
     "initializer_range": 0.3,  # with small weights nothing depends on the memory
     "pad_token_id": 0,
 }
-_EXPERTS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 2}
+_EXPERTS = {
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+}
 _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _EXPERTS),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}),

@@ -100,7 +100,9 @@ def _branch_names(cache: Any) -> set[str]:
     """The adapters with a memory in the first layer of a cache."""
     if isinstance(cache, PrismCache):
         memory = cache.states[0].memory
-        return {name.removeprefix("adapter.") for name in memory if name != "base"} if isinstance(memory, dict) else set()
+        return (
+            {name.removeprefix("adapter.") for name in memory if name != "base"} if isinstance(memory, dict) else set()
+        )
     layer = cache.layers[0]
     assert layer.number_of_states == 1 + len(layer.prism_slots) == len(layer.recurrent_states)
     return set(layer.prism_slots)

@@ -67,7 +67,11 @@ def problem(layer: nn.Module) -> str | None:
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(forward).parameters.values()):
         return f"{type(layer).__name__}.forward takes no further keyword arguments"
     missing = [name for name in ("hidden_states", "cache_params") if name not in inspect.signature(forward).parameters]
-    missing += [name for name in ("layer_idx", "hidden_size", "num_v_heads", "head_k_dim", "head_v_dim") if not hasattr(layer, name)]
+    missing += [
+        name
+        for name in ("layer_idx", "hidden_size", "num_v_heads", "head_k_dim", "head_v_dim")
+        if not hasattr(layer, name)
+    ]
     return f"{type(layer).__name__} has no {missing[0]}" if missing else None
 
 

@@ -47,12 +47,21 @@ class AdaptedDeltaNet(AdapterLayer):
         if cache_params is not None:
             cache = cache_params.layers[self.base_layer.layer_idx]
             slots.keep_only(cache, list(active))
-        given = {"hidden_states": hidden_states, "cache_params": cache_params, "attention_mask": attention_mask, **kwargs}
+        given = {
+            "hidden_states": hidden_states,
+            "cache_params": cache_params,
+            "attention_mask": attention_mask,
+            **kwargs,
+        }
         if not active:
             return self.base_layer(**given)
         compat.listen(self.base_layer)
         # As in the base layer, padding is an input of zeros. On the left that leaves an empty memory empty.
-        x = hidden_states if attention_mask is None else hidden_states * attention_mask[:, :, None].to(hidden_states.dtype)
+        x = (
+            hidden_states
+            if attention_mask is None
+            else hidden_states * attention_mask[:, :, None].to(hidden_states.dtype)
+        )
         visit = Visit(active, x, cache)
         y = self.base_layer(**given, **{compat.PASSED_ON: visit})
         if not visit.served:

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 _NAMES = "prism_slots"
-_TENSORS = ("conv_states", "recurrent_states", "conv_kernel_size")
-_FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
+TENSORS = ("conv_states", "recurrent_states", "conv_kernel_size")
+FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
 
 
 def keep_only(layer: Any, names: list[str]) -> None:
@@ -21,15 +21,17 @@ def keep_only(layer: Any, names: list[str]) -> None:
     slots = layer.__dict__.get(_NAMES, {})
     if all(name in names for name in slots):
         return
-    kept = {name: [getattr(layer, field)[i] for field in (*_TENSORS, *_FLAGS)] for name, i in slots.items() if name in names}
+    kept = {
+        name: [getattr(layer, field)[i] for field in (*TENSORS, *FLAGS)] for name, i in slots.items() if name in names
+    }
     for _ in slots:
         layer.number_of_states -= 1
-        for field in (*_TENSORS, *_FLAGS):
+        for field in (*TENSORS, *FLAGS):
             del getattr(layer, field)[layer.number_of_states]
     slots.clear()
     for name, values in kept.items():
         i = _slot(layer, name)
-        for field, value in zip((*_TENSORS, *_FLAGS), values, strict=True):
+        for field, value in zip((*TENSORS, *FLAGS), values, strict=True):
             getattr(layer, field)[i] = value
 
 
@@ -62,8 +64,8 @@ def _slot(layer: Any, name: str) -> int:
     if name not in slots:
         slots[name] = layer.number_of_states
         layer.number_of_states += 1
-        for field in _TENSORS:
+        for field in TENSORS:
             getattr(layer, field)[slots[name]] = None
-        for field in _FLAGS:
+        for field in FLAGS:
             getattr(layer, field)[slots[name]] = False
     return slots[name]

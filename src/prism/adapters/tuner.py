@@ -80,7 +80,9 @@ class PrismTuner(BaseTuner):
         chosen = {numbers[i]: found[numbers[i]] for i in wanted}
         most = min(min(s.width, s.heads * s.key_dim, s.heads * s.value_dim) for s in chosen.values())
         if config.rank > most:
-            raise ValueError(f"rank must be from 1 to {most}, the smallest size of the adapted layers, got {config.rank}")
+            raise ValueError(
+                f"rank must be from 1 to {most}, the smallest size of the adapted layers, got {config.rank}"
+            )
         sizes = {_plain(name): list(chosen[name]) for name in chosen}
         base = {"model_type": self.get_model_config(model).get("model_type"), "sizes": sizes}
         if config.base is not None and config.base != base:
