@@ -94,6 +94,9 @@ def test_in_a_cache_an_adapter_starts_with_an_empty_memory(family: str) -> None:
     with model.disable_adapter():
         read(model, ids[:, :1], caches[0])
     assert _branch_names(caches[0]) == set()
+    if isinstance(caches[0], PrismCache):
+        windows = {name: z for name, z in caches[0].states[0].carry.items() if "." in name}
+        assert windows.keys() == {"a.anchor", "b.anchor"} and not any(bool(z.any()) for z in windows.values())
 
 
 def _branch_names(cache: Any) -> set[str]:

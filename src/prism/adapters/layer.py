@@ -29,6 +29,7 @@ class AdapterLayer(nn.Module, BaseTunerLayer):
     """
 
     adapter_layer_names = ("prism_branches",)
+    base_layer: Any
 
     def __init__(self, base_layer: nn.Module, sizes: Sizes, active: list[str]) -> None:
         super().__init__()
