@@ -36,8 +36,9 @@ def test_cached_is_uncached_and_chunks_are_tokens(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_left_padding_changes_nothing(family: str) -> None:
     ids, model = tokens(1, 9), perturb(adapted(family))
-    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), ids], 1)
-    mask = (padded != 0).long()
+    padded = torch.cat([tokens(1, 4, seed=5), ids], 1)  # not the padding token, whose vector may be zero
+    mask = torch.ones_like(padded)
+    mask[:, :4] = 0
     assert close(logits(model, padded, attention_mask=mask)[:, 4:], logits(model, ids))
     options = {"max_new_tokens": 6, "do_sample": False}
     alone = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)

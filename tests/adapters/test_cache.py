@@ -37,6 +37,21 @@ def test_beams_are_those_without_a_cache(family: str) -> None:
     assert torch.equal(with_cache, model.generate(input_ids=ids, use_cache=False, **options))
 
 
+def test_a_static_cache_serves_too() -> None:
+    ids, model = tokens(2, 5), perturb(adapted("qwen3_next"))
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    static = model.generate(input_ids=ids, cache_implementation="static", **options)
+    assert torch.equal(static, model.generate(input_ids=ids, **options))
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_a_copy_is_independent(family: str) -> None:
+    ids, model = tokens(), perturb(adapted(family))
+    before, twin = logits(model, ids), copy.deepcopy(model)
+    perturb(model, 3)
+    assert torch.equal(logits(twin, ids), before) and not close(logits(model, ids), before, 1e-2)
+
+
 @pytest.mark.parametrize("family", SOME)
 def test_rows_can_be_reordered_copied_and_reset(family: str) -> None:
     ids, model = tokens(3, 10), perturb(adapted(family))

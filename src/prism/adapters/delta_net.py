@@ -56,12 +56,10 @@ class AdaptedDeltaNet(AdapterLayer):
         if not active:
             return self.base_layer(**given)
         compat.listen(self.base_layer)
-        # As in the base layer, padding is an input of zeros. On the left that leaves an empty memory empty.
-        x = (
-            hidden_states
-            if attention_mask is None
-            else hidden_states * attention_mask[:, :, None].to(hidden_states.dtype)
-        )
+        x = hidden_states
+        if attention_mask is not None:
+            # As in the base layer, padding is an input of zeros. On the left that leaves an empty memory empty.
+            x = x * attention_mask[:, :, None].to(x.dtype)
         visit = Visit(active, x, cache)
         y = self.base_layer(**given, **{compat.PASSED_ON: visit})
         if not visit.served:
