@@ -22,6 +22,7 @@ LIBRARIES = {
     "rec": ("transformers", "polars", "filelock", *_CLI),
     "eval": ("lm_eval",),
     "gpu": ("triton",),
+    "adapters": ("peft",),
 }
 """The libraries that each extra installs."""
 
