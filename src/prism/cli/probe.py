@@ -82,7 +82,7 @@ def probe(
     `prism probe mqar` has flags of its own. `prism compare` takes several tasks and every setting from a file.
 
     Args:
-        task: One of multi_pair, needle, regression, parity, modular, group, nine (mqar: `prism probe mqar --help`).
+        task: One of mqar_mix, multi_pair, needle, regression, parity, modular, group, nine (mqar: `prism probe mqar --help`).
         rules: Rules to compare, with options after a colon: prism:steps=3,preset=paper. The first is the reference.
         seeds: Number of final models for each rule.
         learning_rates: Peak learning rates to try for every rule, on validation, with another seed.
@@ -92,7 +92,8 @@ def probe(
         width: Width of the model.
         heads: Heads of every layer.
         key_dim: Key widths of a head; the state size is heads · key width · value width · layers.
-        set: Options of the task as name=value, and of the budget as budget.name=value.
+        set: Options of the task as name=value, of the budget as budget.name=value (budget.match=parameters gives every rule
+            as many parameters as the reference), of the search as learning_rate.name=value.
         device: cpu, cuda and so on. auto: cuda if available, else cpu.
         jobs: Trainings side by side. None: one per core, or four on a GPU.
         output: Folder for results.jsonl, report.html and pictures. None: runs/probe-TASK.
