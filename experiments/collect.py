@@ -2,9 +2,9 @@
 
     python experiments/collect.py runs/novels/results.jsonl novels          # experiments/results/novels.jsonl
 
-Of every training the last line stays, but a finished one stays finished. One that was started and never ended becomes `stopped`. Paths lose their folders, and
-tracebacks and curves (of which the report has pictures) are left out. Lines of an earlier copy stay if the new file lacks
-their training.
+Of every training the last line stays, but a finished one stays finished. One that was started and never ended becomes
+`stopped`. Paths lose their folders, and tracebacks and curves (of which the report has pictures) are left out. Lines of an
+earlier copy stay if the new file lacks their training.
 """
 
 from __future__ import annotations

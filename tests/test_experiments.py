@@ -145,6 +145,8 @@ def test_collected_lines_are_small_and_name_no_folder(tmp_path: Path) -> None:
     assert collect.collect(source, target) == 3
     assert "/home" not in target.read_text(encoding="utf-8")
     assert json.loads(target.read_text(encoding="utf-8").splitlines()[2])["status"] == "done"
-    source.write_text(json.dumps({"key": "c", "status": "stopped", "error": "killed", **about}) + "\n", encoding="utf-8")
+    source.write_text(
+        json.dumps({"key": "c", "status": "stopped", "error": "killed", **about}) + "\n", encoding="utf-8"
+    )
     collect.collect(source, target)  # another machine had started it too
     assert json.loads(target.read_text(encoding="utf-8").splitlines()[2])["status"] == "done"

@@ -157,10 +157,13 @@ def transformer(evidence: Evidence) -> Finding:
     gains = [pair.gain for pair in largest(pairs)]
     said, parts = [], []
     if not any(pair.first.kind == "recommendation" for pair in pairs):
-        old = earlier(evidence, "prism-3", "sasrec")
+        old = earlier(evidence, "prism-2", "sasrec")  # the default, as on text
         gains.append(old)
         parts.append(f"MovieLens-1M {shown(old, sign=True)}")
-        said.append(f"{EARLIER}, PRISM with L = 3 is better than SASRec by {shown(old)}.")
+        deeper, first = earlier(evidence, "prism-3", "sasrec"), earlier(evidence, "gated_delta", "sasrec")
+        said.append(
+            f"{EARLIER}, PRISM is better than SASRec by {shown(old)} (L = 3: {shown(deeper)}; Gated DeltaNet: {shown(first)})."
+        )
     if not any(pair.first.kind == "text" for pair in pairs):
         said.append("Text was not run yet.")
         verdict = judge_equal(gains) if judge_equal(gains) != HOLDS else PART

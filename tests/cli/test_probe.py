@@ -1,6 +1,7 @@
 """`prism probe mqar`: results and a picture; nothing is trained when a rule or option is wrong."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from prism.cli import main, probe
 from prism.cli.probe import train_recall
 from prism.compare.plan import parse_rule
+from prism.probes.catalogue import TASKS
 from prism.probes.jobs import run_jobs
 
 
@@ -95,3 +97,10 @@ def square(number: int | None, report: Callable[[int, float], None]) -> int:
     if number is None:
         raise ValueError("not a number")
     return number**2
+
+
+def test_help_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["probe", "--help"])
+    words = re.findall(r"\w+", capsys.readouterr().out)
+    assert set(TASKS) <= set(words)

@@ -157,7 +157,9 @@ def test_bad_sizes_are_refused(settings: dict[str, int], message: str) -> None:
     assert ModularArithmetic(8, 8, brackets=True) and Parity(2, 2)
 
 
-@pytest.mark.parametrize("task", [Parity(3, 6, 3, 9), ModularArithmetic(3, 7, 3, 9), ModularArithmetic(3, 6, 3, 9, True)])
+@pytest.mark.parametrize(
+    "task", [Parity(3, 6, 3, 9), ModularArithmetic(3, 7, 3, 9), ModularArithmetic(3, 6, 3, 9, True)]
+)
 def test_a_sequence_has_one_split_whatever_its_padding(task: Tracking) -> None:
     """Tests have longer sizes than training, so that a short sequence has more padding there."""
     pad = 11 if task.vocabulary == 12 else 0

@@ -130,6 +130,9 @@ def test_a_curriculum_doubles_an_option() -> None:
     assert [(steps, task.length) for steps, task in stages] == [(16, 3), (16, 6), (16, 12), (52, 20)]  # type: ignore[attr-defined]
     lengths = [batch.inputs.shape[1] for batch in training_batches(stages, 2, 0, CPU)]
     assert lengths == [3] * 16 + [6] * 16 + [12] * 16 + [20] * 52
+    assert [steps for steps, _ in Curriculum("length", 3).stages(Copy(20), 4)] == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match="has 4 stages, but training has 3 steps"):  # never more steps than the budget
+        Curriculum("length", 3).stages(Copy(20), 3)
 
 
 def test_a_run_stops_when_it_is_solved_and_fails_when_it_diverges() -> None:

@@ -112,7 +112,9 @@ class ReplayedOnCpu:
     seen: ClassVar[set[bool]] = set()
     pool = None
 
-    def __init__(self, differentiate: Any, samples: Batch, tensors: dict[str, Tensor], weight: float, pool: Any) -> None:
+    def __init__(
+        self, differentiate: Any, samples: Batch, tensors: dict[str, Tensor], weight: float, pool: Any
+    ) -> None:
         self.differentiate, self.samples, self.tensors = differentiate, samples, tensors
         self.weight = torch.full((), float(weight))
 

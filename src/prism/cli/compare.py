@@ -27,8 +27,9 @@ def compare(
     only: str | None = None,
     dry_run: bool = False,
 ) -> int:
-    """Compare rules under one budget: the same parameters, state, data and number of learning rates, several seeds.
+    """Compare rules under one budget: the same state, data and number of learning rates, several seeds.
 
+    Parameters are equal too with budget.match = "parameters" in the plan; tables show them in any case.
     Start the same command again after an interrupt or a kill: finished runs are kept, none is repeated.
 
     Args:

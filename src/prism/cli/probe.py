@@ -92,7 +92,8 @@ def probe(
         width: Width of the model.
         heads: Heads of every layer.
         key_dim: Key widths of a head; the state size is heads · key width · value width · layers.
-        set: Options of the task as name=value, and of the budget as budget.name=value.
+        set: Options of the task as name=value, of the budget as budget.name=value (budget.match=parameters gives every rule
+            as many parameters as the reference), of the search as learning_rate.name=value.
         device: cpu, cuda and so on. auto: cuda if available, else cpu.
         jobs: Trainings side by side. None: one per core, or four on a GPU.
         output: Folder for results.jsonl, report.html and pictures. None: runs/probe-TASK.

@@ -87,6 +87,11 @@ class Curriculum:
         values = [self.start]
         while 2 * values[-1] < full:
             values.append(2 * values[-1])
+        if steps <= len(values):
+            raise ValueError(
+                f"a curriculum from {self.option} = {self.start} to {full} has {len(values) + 1} stages, but training has "
+                f"{steps} steps: raise the steps or curriculum.start"
+            )
         each = max(1, int(steps * self.share) // len(values))
         early = [(each, replace(task, **{self.option: value})) for value in values]
         return [*early, (max(1, steps - each * len(values)), task)]
