@@ -27,6 +27,7 @@ ALLOWED = {
     "rules": {"engine"},
     "nn": {"engine", "rules"},
     "models": {"engine", "rules", "nn", "files"},
+    "dropin": {"engine"},
     "reports": {"files"},
     "train": _CORE,
     "language": _PRODUCT,

@@ -1,0 +1,112 @@
+"""Say which functions of transformers are replaced, family by family, and which families are not served and why."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of memory in transformers, and what replaces it."""
+
+    kind: str
+    models: tuple[str, ...]
+    """Folders of `transformers.models`."""
+    functions: Mapping[str, str] = field(default_factory=dict)
+    """Function of the modeling file → ours, `"module:function"`."""
+    methods: Mapping[str, str] = field(default_factory=dict)
+    """`"Class.method"` → a function that makes the new method from the old one."""
+    backbones: tuple[str, ...] = ()
+    """Classes whose `forward` takes `position_ids` and passes its other arguments on to all layers."""
+
+    def files(self) -> list[str]:
+        return [modeling_file(name) for name in self.models]
+
+
+_CONV = {
+    "causal_conv1d_fn": "prism.dropin.conv:causal_conv1d_fn",
+    "causal_conv1d_update": "prism.dropin.conv:causal_conv1d_update",
+}
+FAMILIES = (
+    Family(
+        "Gated DeltaNet",
+        ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
+        {
+            "torch_chunk_gated_delta_rule": "prism.dropin.delta:chunk_gated_delta_rule",
+            "torch_recurrent_gated_delta_rule": "prism.dropin.delta:recurrent_gated_delta_rule",
+            **_CONV,
+        },
+        backbones=("Qwen3NextModel", "Qwen3_5TextModel", "Qwen3_5MoeTextModel", "OlmoHybridModel"),
+    ),
+    Family(
+        "Mamba-2",
+        ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
+        {
+            "mamba2_chunk_scan": "prism.dropin.mamba2:chunk_scan",
+            "mamba2_selective_state_update": "prism.dropin.mamba2:selective_state_update",
+            "mamba2_split_conv1d_scan_combined": "prism.dropin.mamba2:no_fused_layer",
+            **_CONV,
+        },
+        backbones=(
+            "Mamba2Model",
+            "BambaModel",
+            "FalconH1Model",
+            "GraniteMoeHybridModel",
+            "NemotronHModel",
+            "Zamba2Model",
+        ),
+    ),
+)
+
+NOT_SERVED = {
+    "mamba": "Mamba-1 has a decay per channel and state",
+    "falcon_mamba": "Mamba-1 has a decay per channel and state",
+    "jamba": "Mamba-1 has a decay per channel and state",
+    "zamba": "Mamba-1 has a decay per channel and state",
+    "kimi_linear": "its functions take the gates before their activation",
+    "qwen4_exp": "it is experimental and changes between releases",
+    "rwkv": "RWKV-4 is a scalar recurrence per channel",
+    "lfm2": "it has a short convolution and no memory",
+}
+
+
+def modeling_file(model: str) -> str:
+    """The module that defines a model of transformers."""
+    return f"transformers.models.{model}.modeling_{model}"
+
+
+def packed_by_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a backbone's `forward`: position_ids that start again become document numbers for the memory layers.
+
+    transformers finds packed documents in `position_ids` for its attention layers, under the same conditions (no mask, no
+    cache), and lets the state of the other layers run through.
+    """
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def with_documents(self: Any, *positional: Any, **named: Any) -> Any:
+        given = dict(zip(names, positional, strict=False)) | named
+        numbers = _numbers(given)
+        return forward(self, *positional, **named) if numbers is None else forward(self, *positional, seq_idx=numbers, **named)
+
+    return with_documents
+
+
+def _numbers(given: Mapping[str, Any]) -> Tensor | None:
+    """Document numbers `[B, T]` from a call's position_ids; None if it packs nothing, or says itself what it packs."""
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    if any(given.get(name) is not None for name in ("attention_mask", "past_key_values", "cache_params", "seq_idx")):
+        return None
+    positions = given.get("position_ids")
+    if positions is None or given.get("cu_seq_lens_q") is not None:
+        return None
+    if positions.ndim == 3:  # text positions above those of images
+        positions = positions[0] if positions.shape[0] == 4 else None
+    return None if positions is None or positions.shape[-1] < 2 else find_packed_sequence_indices(positions)
