@@ -53,6 +53,7 @@ FAMILIES = (
             "mamba2_split_conv1d_scan_combined": "prism.dropin.mamba2:no_fused_layer",
             **_CONV,
         },
+        methods={"Mamba2ForCausalLM.forward": "prism.dropin.families:passing_documents"},
         backbones=(
             "Mamba2Model",
             "BambaModel",
@@ -76,6 +77,11 @@ NOT_SERVED = {
 }
 
 
+DOCUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q")
+"""Arguments of a model that say which documents its rows hold."""
+_PASSED = "_prism_documents"
+
+
 def modeling_file(model: str) -> str:
     """The module that defines a model of transformers."""
     return f"transformers.models.{model}.modeling_{model}"
@@ -91,9 +97,24 @@ def packed_by_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def with_documents(self: Any, *positional: Any, **named: Any) -> Any:
-        given = dict(zip(names, positional, strict=False)) | named
-        numbers = _numbers(given)
-        return forward(self, *positional, **named) if numbers is None else forward(self, *positional, seq_idx=numbers, **named)
+        named |= self.__dict__.pop(_PASSED, {})
+        numbers = _numbers(dict(zip(names, positional, strict=False)) | named)
+        if numbers is not None:
+            named["seq_idx"] = numbers
+        return forward(self, *positional, **named)
+
+    return with_documents
+
+
+def passing_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a `forward` that does not pass packed documents on to its backbone."""
+
+    @functools.wraps(forward)
+    def with_documents(self: Any, *positional: Any, **named: Any) -> Any:
+        given = {name: named[name] for name in DOCUMENTS if named.get(name) is not None}
+        if given:
+            self.backbone.__dict__[_PASSED] = given
+        return forward(self, *positional, **named)
 
     return with_documents
 
@@ -102,11 +123,9 @@ def _numbers(given: Mapping[str, Any]) -> Tensor | None:
     """Document numbers `[B, T]` from a call's position_ids; None if it packs nothing, or says itself what it packs."""
     from transformers.masking_utils import find_packed_sequence_indices
 
-    if any(given.get(name) is not None for name in ("attention_mask", "past_key_values", "cache_params", "seq_idx")):
+    if any(given.get(name) is not None for name in ("attention_mask", "past_key_values", "cache_params", *DOCUMENTS[1:])):
         return None
     positions = given.get("position_ids")
-    if positions is None or given.get("cu_seq_lens_q") is not None:
-        return None
-    if positions.ndim == 3:  # text positions above those of images
+    if positions is not None and positions.ndim == 3:  # text positions above those of images
         positions = positions[0] if positions.shape[0] == 4 else None
     return None if positions is None or positions.shape[-1] < 2 else find_packed_sequence_indices(positions)
