@@ -21,12 +21,17 @@ class Family:
     functions: Mapping[str, str] = field(default_factory=dict)
     """Function of the modeling file → ours, `"module:function"`."""
     methods: Mapping[str, str] = field(default_factory=dict)
-    """`"Class.method"` → a function that makes the new method from the old one."""
+    """`"model.Class.method"` → a function that makes the new method from the old one."""
     backbones: tuple[str, ...] = ()
-    """Classes whose `forward` takes `position_ids` and passes its other arguments on to all layers."""
+    """For each model the class whose `forward` takes `position_ids` and passes its other arguments on to all layers."""
 
-    def files(self) -> list[str]:
-        return [modeling_file(name) for name in self.models]
+    def replacements(self, model: str) -> dict[str, str]:
+        """The methods of one model, `"Class.method"`, and what makes the new ones."""
+        found = {key.removeprefix(f"{model}."): new for key, new in self.methods.items() if key.startswith(f"{model}.")}
+        for name, backbone in zip(self.models, self.backbones, strict=False):
+            if name == model:
+                found[f"{backbone}.forward"] = "prism.dropin.families:packed_by_positions"
+        return found
 
 
 _CONV = {
@@ -53,7 +58,7 @@ FAMILIES = (
             "mamba2_split_conv1d_scan_combined": "prism.dropin.mamba2:no_fused_layer",
             **_CONV,
         },
-        methods={"Mamba2ForCausalLM.forward": "prism.dropin.families:passing_documents"},
+        methods={"mamba2.Mamba2ForCausalLM.forward": "prism.dropin.families:passing_documents"},
         backbones=(
             "Mamba2Model",
             "BambaModel",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import FunctionType, MethodType, ModuleType
@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from prism.dropin import fla_backend
-from prism.dropin.families import FAMILIES, NOT_SERVED, Family, modeling_file, packed_by_positions
+from prism.dropin.families import FAMILIES, NOT_SERVED, Family, modeling_file
 
 _undo: list[Callable[[], None]] = []
 _ours: set[Any] = set()
@@ -77,7 +77,7 @@ def _everywhere() -> Report:
                 report.kept[name] = "the installed transformers has no such model"
                 continue
             done = [_replace_function(file, old, new, report, name) for old, new in family.functions.items()]
-            done += [_replace_method(file, where, new, report, name) for where, new in _methods(family, file)]
+            done += [_replace_method(file, where, new, report, name) for where, new in family.replacements(name).items()]
             report.replaced[name] = [each for each in done if each]
     report.kept |= NOT_SERVED
     why_not = fla_backend.register(_undo)
@@ -101,7 +101,7 @@ def _replace_function(file: ModuleType, old: str, new: str, report: Report, name
     return old
 
 
-def _replace_method(file: ModuleType, where: str, new: Callable[..., Any], report: Report, name: str) -> str | None:
+def _replace_method(file: ModuleType, where: str, new: str, report: Report, name: str) -> str | None:
     class_name, _, method = where.partition(".")
     owner = getattr(file, class_name, None)
     original = getattr(owner, method, None)
@@ -109,7 +109,7 @@ def _replace_method(file: ModuleType, where: str, new: Callable[..., Any], repor
         report.kept[f"{name}.{where}"] = "the installed transformers has no such method"
         return None
     if original not in _ours:
-        _set(owner, method, _remember(new(original)))
+        _set(owner, method, _function(new)(original))
     return where
 
 
@@ -123,7 +123,7 @@ def _in_model(model: nn.Module) -> Report:
             continue
         family_name, family = known[kind.__module__]
         if kind not in _ours and not _already(module):
-            faster = _subclass(kind, file, family)
+            faster = _subclass(kind, file, family, family_name)
             if faster is None:
                 continue
             _change_class(module, faster)
@@ -135,15 +135,15 @@ def _in_model(model: nn.Module) -> Report:
     return report
 
 
-def _subclass(kind: type[nn.Module], file: ModuleType, family: Family) -> type[nn.Module] | None:
+def _subclass(kind: type[nn.Module], file: ModuleType, family: Family, model: str) -> type[nn.Module] | None:
     """The class of a faster layer; None if this one has nothing to replace."""
     ours = {old: _function(new) for old, new in family.functions.items() if hasattr(file, old)}
     forward = _rebuilt(kind.forward, ours)
     methods: dict[str, Any] = {} if forward is kind.forward else {"forward": forward}
-    for where, new in _methods(family, file):
+    for where, new in family.replacements(model).items():
         class_name, _, method = where.partition(".")
         if class_name == kind.__name__:
-            methods[method] = new(methods.get(method, getattr(kind, method)))
+            methods[method] = _function(new)(methods.get(method, getattr(kind, method)))
     if not methods:
         return None
     made = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods})
@@ -210,25 +210,12 @@ def _rebuilt(function: Any, ours: Mapping[str, Any]) -> Any:
     return new
 
 
-def _methods(family: Family, file: ModuleType) -> Iterator[tuple[str, Callable[..., Any]]]:
-    for where, new in family.methods.items():
-        yield where, _function(new)
-    for name in family.backbones:
-        if hasattr(file, name):
-            yield f"{name}.forward", packed_by_positions
-
-
 def _set(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, and remember how to put the old one back."""
     own, original = name in vars(owner), getattr(owner, name)
-    _remember(value)
+    _ours.add(value)
     setattr(owner, name, value)
     _undo.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
-
-
-def _remember(value: Any) -> Any:
-    _ours.add(value)
-    return value
 
 
 def _function(path: str) -> Any:
