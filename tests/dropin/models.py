@@ -88,6 +88,35 @@ CLASSES = {
             "use_shared_attention_adapter": False,
         },
     ),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {
+            **_COMMON,
+            "layer_types": ["linear_attention", "full_attention"],
+            "block_size": 8,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    "xlstm": (
+        "xLSTMForCausalLM",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 128,  # a multiple of 64, for which its cache has the right shape
+            "embedding_dim": 128,
+            "num_heads": 2,
+            "num_blocks": 2,
+            "num_hidden_layers": 2,
+            "chunk_size": 8,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+        },
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM",
+        {**_COMMON, "lru_width": 32, "block_types": ["recurrent", "attention"], "attention_window_size": 64},
+    ),
 }
 
 

@@ -44,10 +44,10 @@ def everything() -> dict[str, Any]:
 def test_transformers_has_the_functions_relied_on(family: Any, name: str) -> None:
     file = import_module(modeling_file(name))
     for theirs, ours in family.functions.items():
-        assert hasattr(file, theirs), f"{modeling_file(name)} has no {theirs} in this transformers: see dropin/families.py"
-        wanted = [
-            (p.name, p.kind) for p in inspect.signature(unwrapped(getattr(file, theirs))).parameters.values()
-        ]
+        assert hasattr(file, theirs), (
+            f"{modeling_file(name)} has no {theirs} in this transformers: see dropin/families.py"
+        )
+        wanted = [(p.name, p.kind) for p in inspect.signature(unwrapped(getattr(file, theirs))).parameters.values()]
         function = patch._function(ours)
         if ours.endswith(":no_fused_layer"):
             continue
@@ -58,12 +58,16 @@ def test_transformers_has_the_functions_relied_on(family: Any, name: str) -> Non
         assert list(found)[: len(order)] == order, f"{theirs} of {name} takes its arguments in another order: {order}"
     for where in family.replacements(name):
         owner, method = where.split(".")
-        assert hasattr(getattr(file, owner, None), method), f"{modeling_file(name)} has no {where}: see dropin/families.py"
+        assert hasattr(getattr(file, owner, None), method), (
+            f"{modeling_file(name)} has no {where}: see dropin/families.py"
+        )
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
 def test_families_that_are_not_served_exist(name: str) -> None:
-    assert importlib.util.find_spec(f"transformers.models.{name}") is not None, f"{name} is gone: see dropin/families.py"
+    assert importlib.util.find_spec(f"transformers.models.{name}") is not None, (
+        f"{name} is gone: see dropin/families.py"
+    )
 
 
 def test_everything_is_replaced_once_and_restored() -> None:

@@ -58,7 +58,9 @@ def chunk_gated_delta_rule(
     strength = beta.float()
     w = value.float() * strength.unsqueeze(-1)
     reset = document_starts(document_numbers(batch, tokens, seq_idx, cu_seqlens))
-    update = decayed(q, k.unsqueeze(3), w.unsqueeze(3), g.float(), erase_strength=strength, erase_first=True, reset=reset)
+    update = decayed(
+        q, k.unsqueeze(3), w.unsqueeze(3), g.float(), erase_strength=strength, erase_first=True, reset=reset
+    )
     o, state = memory(update, initial_state)
     return o.to(query.dtype), state if output_final_state else None
 

@@ -68,6 +68,22 @@ FAMILIES = (
             "Zamba2Model",
         ),
     ),
+    Family(
+        "lightning attention",
+        ("minimax",),
+        methods={"minimax.MiniMaxLightningAttention.forward": "prism.dropin.lightning:lightning_attention"},
+        backbones=("MiniMaxModel",),
+    ),
+    Family("mLSTM", ("xlstm",), methods={"xlstm.xLSTMBackend.forward": "prism.dropin.mlstm:backend"}),
+    Family(
+        "RG-LRU",
+        ("recurrent_gemma",),
+        methods={
+            "recurrent_gemma.RecurrentGemmaRglru._rnn_scan": "prism.dropin.rg_lru:scan",
+            "recurrent_gemma.RecurrentGemmaRecurrentBlock.forward": "prism.dropin.rg_lru:recurrent_block",
+        },
+        backbones=("RecurrentGemmaModel",),
+    ),
 )
 
 NOT_SERVED = {
@@ -128,7 +144,9 @@ def _numbers(given: Mapping[str, Any]) -> Tensor | None:
     """Document numbers `[B, T]` from a call's position_ids; None if it packs nothing, or says itself what it packs."""
     from transformers.masking_utils import find_packed_sequence_indices
 
-    if any(given.get(name) is not None for name in ("attention_mask", "past_key_values", "cache_params", *DOCUMENTS[1:])):
+    if any(
+        given.get(name) is not None for name in ("attention_mask", "past_key_values", "cache_params", *DOCUMENTS[1:])
+    ):
         return None
     positions = given.get("position_ids")
     if positions is not None and positions.ndim == 3:  # text positions above those of images

@@ -13,7 +13,13 @@ from typing import Any
 from prism.dropin.delta import Result, chunk_gated_delta_rule
 
 OPERATION, TYPE = "gated_delta_rule", "prism"
-_UNSERVED = ("cp_context", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "state_v_first", "transpose_state_layout")
+_UNSERVED = (
+    "cp_context",
+    "use_gate_in_kernel",
+    "use_beta_sigmoid_in_kernel",
+    "state_v_first",
+    "transpose_state_layout",
+)
 
 
 def register(undo: list[Callable[[], None]]) -> str | None:

@@ -54,7 +54,9 @@ def accelerate(model: nn.Module | None = None, quiet: bool = False) -> Report:
         What was replaced and what was not, and why. A second call replaces nothing and returns the same.
     """
     if model is not None and not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch module, or None for transformers as a whole, got {type(model).__name__}")
+        raise ValueError(
+            f"model must be a torch module, or None for transformers as a whole, got {type(model).__name__}"
+        )
     report = _everywhere() if model is None else _in_model(model)
     if not quiet:
         print(report)
@@ -69,16 +71,19 @@ def restore() -> None:
 
 
 def _everywhere() -> Report:
-    report = Report()
+    report, wanted = Report(), {}
     for family in FAMILIES:
         for name in family.models:
             file = _load(name)
             if file is None:
                 report.kept[name] = "the installed transformers has no such model"
                 continue
-            done = [_replace_function(file, old, new, report, name) for old, new in family.functions.items()]
-            done += [_replace_method(file, where, new, report, name) for where, new in family.replacements(name).items()]
+            done = [_plan_function(file, old, new, report, name, wanted) for old, new in family.functions.items()]
+            done += [
+                _replace_method(file, where, new, report, name) for where, new in family.replacements(name).items()
+            ]
             report.replaced[name] = [each for each in done if each]
+    _replace_functions(wanted)
     report.kept |= NOT_SERVED
     why_not = fla_backend.register(_undo)
     if why_not is None:
@@ -88,17 +93,26 @@ def _everywhere() -> Report:
     return report
 
 
-def _replace_function(file: ModuleType, old: str, new: str, report: Report, name: str) -> str | None:
+def _plan_function(
+    file: ModuleType, old: str, new: str, report: Report, name: str, wanted: dict[int, tuple[Any, Any]]
+) -> str | None:
+    """Add a function to those that will be replaced, by the identity of the original."""
     original, ours = getattr(file, old, None), _function(new)
     if original is None:
         report.kept[f"{name}.{old}"] = "the installed transformers has no such function"
         return None
     if original is not ours:
-        for module in list(sys.modules.values()):
-            for key, value in list(getattr(module, "__dict__", {}).items()):
-                if value is original and isinstance(module, ModuleType):
-                    _set(module, key, ours)
+        wanted[id(original)] = original, ours
     return old
+
+
+def _replace_functions(wanted: Mapping[int, tuple[Any, Any]]) -> None:
+    """Replace functions in every loaded module that holds them, under whatever name: others import them by name."""
+    for module in list(sys.modules.values()) if wanted else ():
+        if isinstance(module, ModuleType):
+            for key, value in list(vars(module).items()):
+                if id(value) in wanted:
+                    _set(module, key, wanted[id(value)][1])
 
 
 def _replace_method(file: ModuleType, where: str, new: str, report: Report, name: str) -> str | None:
