@@ -1,4 +1,4 @@
-"""`accelerate` replaces what it says, where it says, once; `restore` puts everything back; upgrades that move things are seen."""
+"""`accelerate` replaces what it says, where it says, once; `restore` undoes it; upgrades that move things are seen."""
 
 from __future__ import annotations
 
@@ -230,5 +230,5 @@ def test_a_family_that_is_not_served_says_why() -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
     model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, state_size=2))
-    with pytest.raises(ValueError, match="'mamba' has nothing to replace .Mamba-1 has a decay per channel"):
+    with pytest.raises(ValueError, match=r"'mamba' has nothing to replace .Mamba-1 has a decay per channel"):
         prism.accelerate(model)

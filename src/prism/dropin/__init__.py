@@ -1,4 +1,4 @@
-"""Make models of transformers faster and exact everywhere: `accelerate` replaces their memory functions, `restore` undoes it."""
+"""Make models of transformers faster, and exact everywhere: `accelerate` replaces memory functions, `restore` undoes it."""
 
 from prism.dropin.patch import Report, accelerate, restore
 
