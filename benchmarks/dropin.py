@@ -188,7 +188,9 @@ def measure(name: str, lengths: list[int], repeats: int) -> list[dict[str, Any]]
 def row(name: str, kind: str, tokens: int, runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, Any]:
     seconds = fastest(runs, repeats)
     ratio = seconds["prism"] / seconds["transformers"]
-    print(f"{name:18}{kind:22}{tokens:6}{seconds['transformers']:10.4f}{seconds['prism']:10.4f}{ratio:8.2f}", flush=True)
+    print(
+        f"{name:18}{kind:22}{tokens:6}{seconds['transformers']:10.4f}{seconds['prism']:10.4f}{ratio:8.2f}", flush=True
+    )
     return {"family": name, "pass": kind, "tokens": tokens, **seconds, "ratio": ratio}
 
 
@@ -203,7 +205,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(f"{'family':18}{'pass':22}{'tokens':>6}{'theirs s':>10}{'ours s':>10}{'ratio':>8}")
     rows = [row for name in options.families for row in measure(name, options.tokens, options.repeats)]
-    write_results(options.out, {"threads": options.threads, "rows": rows})
+    write_results(options.out, rows, command="python benchmarks/dropin.py", threads=options.threads)
 
 
 if __name__ == "__main__":

@@ -119,5 +119,5 @@ class _Taps(torch.autograd.Function):
         for back in range(min(len(taps), T)):
             if back:
                 d_x[:, : T - back].addcmul_(d_y[:, back:], taps[-1 - back])
-            d_taps[-1 - back] = torch.einsum("btd,btd->d", d_y[:, back:], x[:, : T - back])
+            d_taps[-1 - back] = (d_y[:, back:] * x[:, : T - back]).sum((0, 1))  # einsum would copy channel by channel
         return d_x, d_taps.t(), None if bias is None else d_y.sum((0, 1)), None
