@@ -16,8 +16,10 @@ from torch import Tensor
 
 from prism.dropin.documents import document_numbers
 from prism.engine import fused
+from prism.engine.compat import have_tangents
 
 _SILU = ("silu", "swish")
+_CACHED = 2**16
 
 
 def causal_conv1d_fn(
@@ -42,7 +44,7 @@ def causal_conv1d_fn(
     x = hidden_states.transpose(1, 2)
     numbers = document_numbers(x.shape[0], x.shape[1], seq_idx, cu_seqlens, cu_seq_lens_q)
     silu = activation in _SILU
-    if numbers is None and not x.is_cuda and not torch.compiler.is_compiling() and not fused.have_tangents(x):
+    if numbers is None and not x.is_cuda and not torch.compiler.is_compiling() and not have_tangents(x):
         y = _Taps.apply(_wide(x), _wide(weight), None if bias is None else _wide(bias), silu)
     else:
         x = x if x.is_cuda else _wide(x)
@@ -85,39 +87,53 @@ def _activation(name: str) -> Any:
     return ACT2FN[name]
 
 
-def _sum_of_taps(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`[B, T, D]` and `[D, W]` → `[B, T, D]`."""
-    taps, T = weight.t(), x.shape[1]
-    y = x * taps[-1]
-    for back in range(1, min(len(taps), T)):
-        y[:, back:].addcmul_(x[:, : T - back], taps[-1 - back])
-    return y if bias is None else y.add_(bias)
+def _spans(x: Tensor) -> list[tuple[int, int]]:
+    """Spans of tokens of `[B, T, D]`, so short that the tensors of one stay in the cache."""
+    size = max(1, _CACHED // (x.shape[0] * x.shape[2]))
+    return [(start, min(start + size, x.shape[1])) for start in range(0, x.shape[1], size)]
 
 
 class _Taps(torch.autograd.Function):
-    """The sum of taps, then SiLU if asked for, with a backward in as few passes as the forward."""
+    """The sum of taps of x `[B, T, D]`, then SiLU if asked for; weight `[D, W]`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        y = _sum_of_taps(x, weight, bias)
+        y, taps = torch.empty_like(x, memory_format=torch.contiguous_format), weight.t()
+        out = torch.empty_like(y) if silu else y
+        for start, stop in _spans(x):
+            torch.mul(x[:, start:stop], taps[-1], out=y[:, start:stop])
+            for back in range(1, len(taps)):
+                first = max(start, back)
+                if first < stop:
+                    y[:, first:stop].addcmul_(x[:, first - back : stop - back], taps[-1 - back])
+            if bias is not None:
+                y[:, start:stop] += bias
+            if silu:
+                torch.ops.aten.silu.out(y[:, start:stop], out=out[:, start:stop])
         ctx.silu = silu
         ctx.save_for_backward(x, weight, bias, y if silu else None)
-        return F.silu(y) if silu else y
+        return out
 
     @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, y = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
             inputs = [z for z in (x, weight, bias) if z is not None and z.requires_grad]
             again = fused.short_conv(x, weight.t(), bias, activation=ctx.silu)
-            found = iter(torch.autograd.grad(again, inputs, d_y, create_graph=True))
+            found = iter(torch.autograd.grad(again, inputs, d_out, create_graph=True))
             return (*[next(found) if z is not None and z.requires_grad else None for z in (x, weight, bias)], None)
-        if ctx.silu:
-            d_y = torch.ops.aten.silu_backward(d_y, y)
         taps, T = weight.t(), x.shape[1]
-        d_x, d_taps = d_y * taps[-1], torch.zeros_like(taps)
-        for back in range(min(len(taps), T)):
-            if back:
-                d_x[:, : T - back].addcmul_(d_y[:, back:], taps[-1 - back])
-            d_taps[-1 - back] = (d_y[:, back:] * x[:, : T - back]).sum((0, 1))  # einsum would copy channel by channel
+        d_y, d_x, d_taps = torch.empty_like(y) if ctx.silu else d_out, torch.empty_like(x), torch.zeros_like(taps)
+        for start, stop in reversed(_spans(x)):  # a token's gradient comes from the tokens after it
+            if ctx.silu:
+                torch.ops.aten.silu_backward.grad_input(
+                    d_out[:, start:stop], y[:, start:stop], grad_input=d_y[:, start:stop]
+                )
+            torch.mul(d_y[:, start:stop], taps[-1], out=d_x[:, start:stop])
+            for back in range(len(taps)):
+                last, first = min(stop, T - back), max(start, back)
+                if back and start < last:
+                    d_x[:, start:last].addcmul_(d_y[:, start + back : last + back], taps[-1 - back])
+                if first < stop:  # a product and a sum: einsum would copy channel by channel
+                    d_taps[-1 - back] += (d_y[:, first:stop] * x[:, first - back : stop - back]).sum((0, 1))
         return d_x, d_taps.t(), None if bias is None else d_y.sum((0, 1)), None
