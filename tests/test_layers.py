@@ -28,6 +28,7 @@ ALLOWED = {
     "nn": {"engine", "rules"},
     "models": {"engine", "rules", "nn", "files"},
     "adapters": {"engine", "rules"},
+    "dropin": {"engine"},
     "reports": {"files"},
     "train": _CORE,
     "language": _PRODUCT,

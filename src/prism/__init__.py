@@ -12,19 +12,29 @@ from prism.autoload import register_with_transformers
 from prism.messages import missing_extra
 
 if TYPE_CHECKING:
+    from prism import dropin as dropin
     from prism import engine as engine
     from prism import models as models
     from prism import nn as nn
     from prism import rules as rules
+    from prism.dropin import accelerate, restore
     from prism.engine import Update, memory
     from prism.nn import Mixer, State
     from prism.recommend import Recommender
 
 __version__ = "0.1.0"
-__all__ = ["Mixer", "Recommender", "State", "Update", "__version__", "memory", "rules"]
+__all__ = ["Mixer", "Recommender", "State", "Update", "__version__", "accelerate", "memory", "restore", "rules"]
 
-_LAZY = {"Mixer": "nn", "Recommender": "recommend", "State": "nn", "Update": "engine", "memory": "engine"}
-_SUBPACKAGES = ("engine", "models", "nn", "rules")
+_LAZY = {
+    "Mixer": "nn",
+    "Recommender": "recommend",
+    "State": "nn",
+    "Update": "engine",
+    "accelerate": "dropin",
+    "memory": "engine",
+    "restore": "dropin",
+}
+_SUBPACKAGES = ("dropin", "engine", "models", "nn", "rules")
 
 
 def __getattr__(name: str) -> Any:

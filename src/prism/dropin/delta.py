@@ -1,0 +1,153 @@
+"""Replace transformers' gated delta rule: Qwen3-Next, Qwen3.5 (dense and MoE) and OLMo-hybrid.
+
+    S_t = (I - β_t k_t k_tᵀ) e^{g_t} S_{t-1} + β_t k_t v_tᵀ        o_t = S_tᵀ q_t K^-½        q, k of length 1
+
+The engine computes it; one cached token on the CPU has a form of its own, because there a few small operations cost more
+than the arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prism.dropin.documents import document_numbers, document_starts
+from prism.engine import Update, memory
+from prism.engine.checks import InvalidValueError
+from prism.engine.compat import have_tangents
+from prism.engine.fused import UNIT_EPS
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    **unused: Any,
+) -> Result:
+    """Run T tokens through the gated delta rule.
+
+    Args:
+        query, key: `[B, T, G, K]`; G divides H.
+        value: `[B, T, H, V]`.
+        g: log-decay `[B, T, H]`, ≤ 0.
+        beta: `[B, T, H]`.
+        chunk_size: not used; the engine chooses its own.
+        initial_state: `[B, H, K, V]`.
+        output_final_state: also return the state after the last token; otherwise None is returned for it.
+        use_qk_l2norm_in_kernel: divide queries and keys by their length.
+        seq_idx, cu_seqlens: packed documents (documents.py).
+        scale: of the queries; None: K^-½.
+
+    Returns:
+        The outputs `[B, T, H, V]` in the dtype of `query`, and the state.
+    """
+    batch, tokens = query.shape[:2]
+    q, k = _rows(query, key, use_qk_l2norm_in_kernel, scale)
+    strength = beta.float()
+    w = value.float() * strength.unsqueeze(-1)
+    reset = document_starts(document_numbers(batch, tokens, seq_idx, cu_seqlens))
+    update = decayed(
+        q, k.unsqueeze(3), w.unsqueeze(3), g.float(), erase_strength=strength, erase_first=True, reset=reset
+    )
+    o, state = memory(update, initial_state)
+    return o.to(query.dtype), state if output_final_state else None
+
+
+def recurrent_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    **unused: Any,
+) -> Result:
+    """Same arguments and results as `chunk_gated_delta_rule`, for a few tokens after a cached state."""
+    step = query.shape[1] == 1 and initial_state is not None and query.shape[2] == value.shape[2]
+    if not step or query.is_cuda:
+        return chunk_gated_delta_rule(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            scale=scale,
+        )
+    assert initial_state is not None
+    q, k = _rows(query, key, use_qk_l2norm_in_kernel, scale)  # [B, 1, H, K]
+    q, k = q.transpose(1, 2), k.transpose(1, 2)  # [B, H, 1, K]
+    kept = initial_state.float() * g.float().exp().transpose(1, 2).unsqueeze(-1)
+    error = (value.float().transpose(1, 2) - k @ kept) * beta.float().transpose(1, 2).unsqueeze(-1)  # [B, H, 1, V]
+    state = torch.addcmul(kept, k.mT, error)
+    o = (q @ state).transpose(1, 2).to(query.dtype)
+    return o, state if output_final_state else None
+
+
+def decayed(q: Tensor, k: Tensor, w: Tensor, log_decay: Tensor, **more: Any) -> Update:
+    """An update whose log-decay may hold NaN or -inf, as after an overflow in half precision: NaN then spreads.
+
+    A loss scaler relies on that: it skips the step. The engine itself refuses such values.
+    """
+    try:
+        return Update(q, k, w, log_decay, **more)
+    except InvalidValueError:
+        poison = torch.where(log_decay.isnan(), log_decay, 0.0)
+        finite = log_decay.nan_to_num(nan=0.0, neginf=-1e4).clamp(max=0.0)
+        return Update(q, k, w + poison[..., None, None], finite, **more)
+
+
+def _rows(query: Tensor, key: Tensor, normalise: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Queries and keys in float32, of length 1 if asked for, the queries times `scale`."""
+    q, k = query.float(), key.float()
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if not normalise:
+        return q * scale, k
+    if torch.compiler.is_compiling() or have_tangents(q, k):
+        return _unit(q, scale), _unit(k, 1.0)
+    return _UnitRows.apply(q, scale), _UnitRows.apply(k, 1.0)
+
+
+def _unit(x: Tensor, scale: float) -> Tensor:
+    return x * (torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS) * scale)
+
+
+class _UnitRows(torch.autograd.Function):
+    """`scale` x / sqrt(Σx² + ε), with a backward of three passes instead of autograd's six."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        inverse = torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
+        ctx.scale = scale
+        ctx.save_for_backward(x, inverse)
+        return x * (inverse * scale)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
+        x, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
+            return torch.autograd.grad(_unit(x, ctx.scale), x, d_y, create_graph=True)[0], None
+        along = (d_y * x).sum(-1, keepdim=True) * inverse.pow(3) * ctx.scale
+        return (d_y * (inverse * ctx.scale)).addcmul_(x, along, value=-1), None

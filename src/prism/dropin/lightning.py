@@ -1,0 +1,49 @@
+"""Replace MiniMax's lightning attention, a loop over blocks: S_t = e^{-slope} S_{t-1} + k_t v_tᵀ, o_t = S_tᵀ q_t."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prism.dropin.documents import document_numbers, document_starts
+from prism.engine import Update, memory
+
+
+def lightning_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the layer's `forward`. One cached token stays with the original, which is as short."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor]:
+        batch, tokens, _ = hidden_states.shape
+        state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
+        if tokens == 1 and state is not None:
+            return original(self, hidden_states, position_embeddings, attention_mask, past_key_values)
+        mixed = self.act_fn(self.qkv_proj(hidden_states))
+        if attention_mask is not None:
+            mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
+        q, k, v = mixed.view(batch, tokens, self.num_attention_heads, -1).split(self.head_dim, -1)
+        # Not the buffer: in half precision it would be rounded.
+        decay = -self.get_slope_rate(mixed.device).float().flatten().expand(batch, tokens, -1)
+        numbers = document_numbers(batch, tokens, seq_idx, None, cu_seq_lens_q)
+        o, end = memory(Update(q, k.unsqueeze(3), v.unsqueeze(3), decay, reset=document_starts(numbers)), state)
+        end = end.to(v.dtype)
+        o = self.norm(o.reshape(batch, tokens, -1))
+        o = self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * o)
+        if past_key_values is not None:
+            past_key_values.set_linear_cache(self.layer_idx, end)
+        return o, end
+
+    return forward

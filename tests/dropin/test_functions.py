@@ -1,0 +1,77 @@
+"""The functions with a backward of their own: values, first and second derivatives, short and odd lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck, gradgradcheck
+
+from prism.dropin import conv, delta, mamba2, rg_lru
+from prism.dropin.documents import document_numbers, document_starts
+
+
+def doubles(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("cached", [7, 2**16])
+@pytest.mark.parametrize("activation", ["silu", None, "gelu"])
+@pytest.mark.parametrize(("tokens", "bias"), [(1, True), (3, False), (11, True)])
+def test_convolution(tokens: int, bias: bool, activation: Any, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv, "_CACHED", cached)
+    torch.manual_seed(0)
+    x, weight = doubles(2, 3, tokens), doubles(3, 4)
+    c = doubles(3) if bias else None
+    wanted = F.conv1d(x, weight.unsqueeze(1), c, padding=3, groups=3)[..., :tokens]
+    wanted = {"silu": F.silu, "gelu": F.gelu, None: lambda y: y}[activation](wanted)
+    inputs = (x, weight) if c is None else (x, weight, c)
+    torch.testing.assert_close(conv.causal_conv1d_fn(x, weight, c, activation), wanted)
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        return conv.causal_conv1d_fn(given[0], given[1], given[2] if bias else None, activation)
+
+    assert gradcheck(run, inputs) and gradgradcheck(run, inputs)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_convolution_after_cached_tokens(tokens: int) -> None:
+    x, weight, bias = torch.randn(2, 3, 4 + tokens), torch.randn(3, 4), torch.randn(3)
+    state = x[..., :4].clone()
+    wanted = conv.causal_conv1d_fn(x, weight, bias, "silu")[..., 4:]
+    torch.testing.assert_close(conv.causal_conv1d_update(x[..., 4:], state, weight, bias, "silu"), wanted)
+    torch.testing.assert_close(state, x[..., -4:])
+
+
+def test_unit_rows() -> None:
+    x = doubles(2, 3, 5)
+    assert gradcheck(lambda z: delta._UnitRows.apply(z, 0.5), x)
+    assert gradgradcheck(lambda z: delta._UnitRows.apply(z, 0.5), x)
+
+
+def test_recurrence_over_tokens() -> None:
+    x, a, start = doubles(2, 5, 3), torch.rand(2, 5, 3, dtype=torch.float64, requires_grad=True), doubles(2, 3)
+    assert gradcheck(rg_lru._Loop.apply, (x, a, start)) and gradgradcheck(rg_lru._Loop.apply, (x, a, start))
+
+
+def test_a_state_update_with_a_decay_per_number() -> None:
+    """A and dt that are not the same for all channels of a head, as mamba_ssm allows."""
+    state, x, dt = torch.randn(2, 4, 3, 5), torch.randn(2, 4, 3), torch.rand(2, 4, 3)
+    A, B, C, D = -torch.rand(4, 3, 5), torch.randn(2, 2, 5), torch.randn(2, 2, 5), torch.randn(4, 3)
+    wide_B, wide_C = (part.repeat_interleave(2, 1)[:, :, None] for part in (B, C))
+    new = state * (dt[..., None] * A).exp() + dt[..., None] * wide_B * x[..., None]
+    wanted = (new * wide_C).sum(-1) + D * x
+    torch.testing.assert_close(mamba2.selective_state_update(state, x, dt, A, B, C, D), wanted)
+    torch.testing.assert_close(state, new)
+
+
+def test_documents_from_numbers_and_offsets() -> None:
+    offsets = torch.tensor([0, 2, 3, 6])
+    numbers = torch.tensor([[0, 0, 1], [2, 2, 2]])
+    assert torch.equal(document_numbers(2, 3, cu_seqlens=offsets), numbers)
+    assert torch.equal(document_starts(numbers), torch.tensor([[False, False, True], [False, False, False]]))
+    after_cached = document_numbers(1, 5, seq_idx=torch.tensor([[4, 4, 5]]))
+    assert torch.equal(after_cached, torch.tensor([[4, 4, 4, 4, 5]]))
+    assert document_numbers(1, 3) is None and document_starts(None) is None
