@@ -56,7 +56,7 @@ def refuses(q: Any, k: Any, v: Any, g: Any, beta: Any, *more: Any, **options: An
 
 
 def _backend(base: Any) -> Any:
-    class PrismBackend(base):  # type: ignore[misc]
+    class PrismBackend(base):
         """PRISM's engine: any width, float32 too, on the CPU too."""
 
         backend_type = TYPE

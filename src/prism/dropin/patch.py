@@ -71,7 +71,8 @@ def restore() -> None:
 
 
 def _everywhere() -> Report:
-    report, wanted = Report(), {}
+    report = Report()
+    wanted: dict[int, tuple[Any, Any]] = {}
     for family in FAMILIES:
         for name in family.models:
             file = _load(name)
