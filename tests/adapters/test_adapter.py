@@ -107,6 +107,19 @@ def test_in_bfloat16_it_starts_as_the_base_too(family: str) -> None:
     assert close(logits(model, ids, CUTS), logits(model, ids), 0.05)
 
 
+@pytest.mark.parametrize("family", ["gated_delta", "qwen3_next"])
+def test_under_autocast_it_starts_as_the_base_and_learns(family: str) -> None:
+    ids, plain, model = tokens(), base(family), adapted(family)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logits(model, ids), logits(plain, ids))
+        assert torch.equal(logits(model, ids, CUTS), logits(plain, ids, CUTS))
+        perturb(model).train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert close(logits(model, ids, CUTS), logits(model, ids), 0.05)
+
+
 def test_few_weights_are_trained() -> None:
     config = PrismConfig(32000, 768, num_heads=6, layers="gated_delta", num_hidden_layers=12)
     with torch.device("meta"):

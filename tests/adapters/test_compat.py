@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from enum import Enum
 from typing import Any
@@ -90,6 +91,7 @@ def test_functions_that_others_replace_are_listened_to_again() -> None:
     before, calls = logits(model, ids), []
     original: Any = inspect.unwrap(module.torch_chunk_gated_delta_rule)
 
+    @functools.wraps(module.torch_chunk_gated_delta_rule)
     def theirs(*args: Any, **kwargs: Any) -> Any:
         calls.append(kwargs.keys())
         return original(*args, **kwargs)

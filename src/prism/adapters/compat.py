@@ -93,7 +93,7 @@ def listen(layer: nn.Module) -> None:
     module = module_of(layer)
     for name in MEMORY_FUNCTIONS:
         function = getattr(module, name)
-        if not hasattr(function, _LISTENS):
+        if getattr(function, _LISTENS, None) is not function:
             setattr(module, name, _listening(function))
 
 
@@ -106,5 +106,5 @@ def _listening(function: Callable[..., Any]) -> Callable[..., Any]:
         o, state = function(query, key, value, *args, **kwargs)
         return (o if branches is None else branches(o, query, key, value, **kwargs)), state
 
-    setattr(listening, _LISTENS, True)
+    setattr(listening, _LISTENS, listening)  # itself: a function that imitates this one may copy its attributes
     return listening
