@@ -30,7 +30,7 @@ ALLOWED = {
     "adapters": {"engine", "rules"},
     "reports": {"files"},
     "train": _CORE,
-    "language": _PRODUCT,
+    "language": {*_PRODUCT, "adapters"},
     "recommend.events": {"files"},
     "recommend": {*_PRODUCT, "recommend.events"},
     "probes": {*_PRODUCT, "language", "recommend", "recommend.events"},

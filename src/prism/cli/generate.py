@@ -11,6 +11,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from prism.files import check_state_target
+from prism.language.adapted import with_adapter
 from prism.language.export import write_model
 from prism.language.generate import Sampling, Session, open_model
 from prism.messages import INTERRUPTED, say
@@ -30,6 +31,7 @@ def generate(
     state: Path | None = None,
     save_state: Path | None = None,
     state_dtype: Literal["float32", "bfloat16"] | None = None,
+    adapter: Path | None = None,
     device: str = "auto",
 ) -> int:
     """Continue a text with a language model.
@@ -53,6 +55,7 @@ def generate(
         save_state: Write the state after the last token to this .safetensors file, also when interrupted.
         state_dtype: dtype of the memories between tokens. bfloat16 halves their size and rounds them after every token. None:
             float32, or with --state that of the file.
+        adapter: Folder of a saved adapter of the model, or run folder of `prism adapt`.
         device: cpu, cuda, cuda:1 and so on. auto: cuda if available, else cpu.
     """
     sampling = Sampling(temperature, top_k, top_p)
@@ -63,6 +66,8 @@ def generate(
     text = _prompt(prompt, file, state)
     with resolve_model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device)
+    if adapter is not None:
+        lm = with_adapter(lm, adapter)
     dtype = None if state_dtype is None else getattr(torch, state_dtype)
     fresh = (seed or 0, dtype or torch.float32)
     session = Session(lm, *fresh) if state is None else Session.load(state, lm, seed, dtype)
