@@ -11,7 +11,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from prism.files import check_state_target
-from prism.language.adapted import with_adapter
+from prism.language.adapted import open_adaptable, with_adapter
 from prism.language.export import write_model
 from prism.language.generate import Sampling, Session, open_model
 from prism.messages import INTERRUPTED, say
@@ -65,9 +65,11 @@ def generate(
         check_state_target(save_state, "save_state")
     text = _prompt(prompt, file, state)
     with resolve_model_folder(model, write_model, say) as folder:
-        lm = open_model(folder, device)
-    if adapter is not None:
-        lm = with_adapter(lm, adapter)
+        lm = open_model(folder, device) if adapter is None else with_adapter(open_adaptable(folder, device), adapter)
+    if not lm.own and (state, save_state, state_dtype) != (None, None, None):
+        raise ValueError(
+            "--state, --save-state and --state-dtype need a model of this library, not one of transformers"
+        )
     dtype = None if state_dtype is None else getattr(torch, state_dtype)
     fresh = (seed or 0, dtype or torch.float32)
     session = Session(lm, *fresh) if state is None else Session.load(state, lm, seed, dtype)

@@ -23,7 +23,6 @@ from prism.language.corpus import Corpus, Recipe, prepare
 from prism.language.task import TextTask, loss_sum
 from prism.language.tokens import Batch
 from prism.messages import say
-from prism.models import PrismForCausalLM
 from prism.overrides import to_plain
 from prism.train.checkpoint import Checkpoint
 from prism.train.loop import Report, RunResult, train
@@ -43,11 +42,9 @@ def adapt(settings: AdaptSettings, report: Report | None = None) -> RunResult:
     assert settings.base.folder is not None  # `check` has seen it
     recipe = settings.data.recipe()
     with open_base(settings.base.folder, settings.device) as base:
-        if settings.data.separate_documents and not isinstance(base.lm.model, PrismForCausalLM):
-            raise ValueError(
-                f"{type(base.lm.model).__name__} cannot reset its memories where a document starts: give "
-                "--data.no-separate-documents"
-            )
+        if settings.data.separate_documents and not base.lm.own:
+            say(f"the memories of {type(base.lm.model).__name__} are not reset where a document starts inside a sample")
+            settings = replace(settings, data=replace(settings.data, separate_documents=False))
         recipe = replace(recipe, tokenizer=str(base.folder / "tokenizer.json"), end_token=base.lm.tokenizer.end_token)
         task = AdaptTask(settings, _prepare(settings, recipe), base)
     return train(task, report)
@@ -84,7 +81,7 @@ class AdaptTask(TextTask):
         model: Any = wrapped.get_base_model()
         if self.settings.base.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        if not isinstance(model, PrismForCausalLM):
+        if not self.base.lm.own:
             model.register_forward_pre_hook(_without_reset, with_kwargs=True)
         return config_bytes(wrapped, self.base.source), model
 

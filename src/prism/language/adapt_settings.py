@@ -12,7 +12,7 @@ from prism.train.settings import RunSettings
 
 @dataclass(frozen=True)
 class BaseSettings:
-    folder: Path | None = None
+    folder: Path | None = field(default=None, metadata={"short": True})
     """Folder of the model to adapt, the same as MODEL. It was saved by transformers or exported by `prism train lm`, or it is
     a run folder of that command."""
     gradient_checkpointing: bool = False
@@ -39,8 +39,7 @@ class AdaptDataSettings(DataSettings):
     validation: float = 0.05
     """Fraction of the data held out for validation."""
     separate_documents: bool = True
-    """Reset the memories where a document starts inside a sample. Models of transformers cannot: they need
-    --data.no-separate-documents."""
+    """Reset the memories where a document starts inside a sample. Only models of this library can."""
     tokenizer: str = field(default="", init=False)
     bpe_size: int = field(default=0, init=False)
     end_token: str | None = field(default=None, init=False)

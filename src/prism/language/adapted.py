@@ -14,8 +14,9 @@ from safetensors import safe_open
 from prism.files import check_weights
 from prism.language.adapt_export import CONFIG, DIGEST, WEIGHTS, write_adapter
 from prism.language.export import write_model
-from prism.language.generate import LanguageModel, open_model
+from prism.language.generate import LanguageModel, open_model, with_tokenizer
 from prism.messages import say
+from prism.models.loading import holds_own_model, open_causal_lm
 from prism.train.export import resolve_model_folder
 
 _SAMPLE = 64
@@ -36,9 +37,18 @@ class Base:
 def open_base(path: Path, device: str) -> Iterator[Base]:
     """Open a model folder, or a run folder of `prism train lm`. Its files may be temporary: they exist until the end."""
     with resolve_model_folder(path, write_model, say) as folder:
-        lm = open_model(folder, device)
+        lm = open_adaptable(folder, device)
         source = folder if folder in (path, path / "model") else path
         yield Base(lm, folder, source, digest(lm.model))
+
+
+def open_adaptable(folder: Path, device: str = "auto") -> LanguageModel:
+    """Open the folder of a model that may get an adapter: one of this library, or of transformers."""
+    return (
+        open_model(folder, device)
+        if holds_own_model(folder)
+        else with_tokenizer(open_causal_lm(folder, device), folder)
+    )
 
 
 def digest(model: Any) -> str:
