@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 import types
-from dataclasses import Field, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -49,7 +49,7 @@ def override(settings: T, values: dict[str, Any], where: str, prefix: str = "") 
     """
     assert is_dataclass(settings) and not isinstance(settings, type)
     hints = get_type_hints(type(settings))
-    known = [field.name for field in given_fields(settings)]
+    known = [field.name for field in fields(settings)]
     changes: dict[str, Any] = {}
     for key, value in values.items():
         name = prefix + key
@@ -78,15 +78,10 @@ def short_field(section: Any) -> str | None:
     return next((field.name for field in fields(section) if "short" in field.metadata), None)
 
 
-def given_fields(settings: Any) -> list[Field[Any]]:
-    """The fields that users can set. A section hides an inherited one with `field(init=False)`."""
-    return [field for field in fields(settings) if field.init]
-
-
 def to_plain(settings: Any) -> Any:
     """Settings as nested dicts of JSON and TOML types; `override` reads them back."""
     if is_dataclass(settings):
-        return {field.name: to_plain(getattr(settings, field.name)) for field in given_fields(settings)}
+        return {field.name: to_plain(getattr(settings, field.name)) for field in fields(settings)}
     if isinstance(settings, tuple):
         return list(settings)
     return str(settings) if isinstance(settings, Path) else settings

@@ -24,4 +24,4 @@ def parse(arguments: Sequence[str]) -> AdaptSettings:
     words = list(arguments)
     if words and not words[0].startswith("-"):
         words.insert(0, "--base.folder")
-    return parse_settings(words, "adapt", AdaptSettings(), no_presets)
+    return parse_settings(words, "adapt", AdaptSettings(), no_presets, " [MODEL]")

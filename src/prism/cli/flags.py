@@ -9,7 +9,7 @@ import shutil
 import textwrap
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -17,7 +17,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from prism.messages import did_you_mean
-from prism.overrides import command_of, given_fields, override, read_toml, short_field
+from prism.overrides import command_of, override, read_toml, short_field
 from prism.train.settings import RunSettings
 
 S = TypeVar("S", bound=RunSettings)
@@ -51,13 +51,16 @@ def run_command(function: Callable[..., int | None], name: str, arguments: Seque
     return result or 0
 
 
-def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callable[[str | None], S]) -> S:
+def parse_settings(
+    arguments: Sequence[str], task: str, blank: S, preset: Callable[[str | None], S], usage: str = ""
+) -> S:
     """Settings of a run: the preset (or the run folder's stored settings), then the TOML file, then the flags.
 
     Args:
         task: as in `prism train lm`.
         blank: the settings' defaults.
         preset: settings by name; None is the default preset.
+        usage: what the help shows before the flags, such as ` [MODEL]`.
     """
     from prism.train.run import resumed_settings  # other commands start without the trainer
 
@@ -72,7 +75,7 @@ def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callab
     settings = override(stored or preset(name), toml, str(given.config))
     parsed, unknown = tyro.cli(
         type(blank),
-        prog=command_of(task),
+        prog=command_of(task) + usage,
         args=[_in_full(word, blank) for word in arguments],
         description=_description(type(blank)),
         default=settings,
@@ -111,7 +114,7 @@ def _description(described: Any) -> str:
 def _flags(settings: Any, prefix: str = "--") -> list[str]:
     """All flags of nested settings, such as `--batch.micro`."""
     flags = []
-    for field in given_fields(settings):
+    for field in fields(settings):
         value, flag = getattr(settings, field.name), prefix + field.name.replace("_", "-")
         flags += _flags(value, f"{flag}.") if is_dataclass(value) else [flag]
     return flags

@@ -43,7 +43,7 @@ def generate(
     interruption, given the same options.
 
     Args:
-        model: Folder of a saved model, or run folder of `prism train lm`.
+        model: Folder of a saved model, or run folder of `prism train lm`. With --adapter it may be a model of transformers.
         prompt: Text to continue.
         file: File with the text to continue; - is standard input.
         max_new_tokens: Maximum number of new tokens; the end token stops earlier.

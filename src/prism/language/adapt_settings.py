@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from prism.language.settings import DataSettings
 from prism.overrides import train_command
@@ -31,8 +32,6 @@ class AdapterSettings:
 
 @dataclass(frozen=True)
 class AdaptDataSettings(DataSettings):
-    """The text; its tokenizer is the base's."""
-
     sources: tuple[str, ...] = field(default=(), metadata={"short": True})
     """Text to train on (also: --data FILE …): text, jsonl or parquet files (also .gz and .xz), folders of them, or
     hub:owner/dataset[:configuration]."""
@@ -40,9 +39,10 @@ class AdaptDataSettings(DataSettings):
     """Fraction of the data held out for validation."""
     separate_documents: bool = True
     """Reset the memories where a document starts inside a sample. Only models of this library can."""
-    tokenizer: str = field(default="", init=False)
-    bpe_size: int = field(default=0, init=False)
-    end_token: str | None = field(default=None, init=False)
+    # No settings here: the tokenizer is the base's.
+    tokenizer: ClassVar[str] = "bytes"  # type: ignore[misc]
+    bpe_size: ClassVar[int] = 0  # type: ignore[misc]
+    end_token: ClassVar[str | None] = None  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AdaptSettings(RunSettings):
     - the flags
     """
 
-    preset: str | None = field(default=None, init=False)
+    preset: ClassVar[str | None] = None  # type: ignore[misc]  # there are none
     out: Path = Path("runs/adapt")
     """Run folder: settings, log, checkpoints and, at the end, the adapter, in the folder model."""
     base: BaseSettings = field(default_factory=BaseSettings)
