@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -307,6 +308,25 @@ def test_a_wrong_adapter_is_one_sentence(roots: dict[str, Path], tmp_path: Path,
     foreign = ["--adapter", str(roots["qwen3_next"] / "run"), "--save-state", str(tmp_path / "s.safetensors")]
     assert main(["generate", str(roots["qwen3_next"] / "base"), "--prompt", "x", *foreign]) == 2
     assert "need a model of this library" in capsys.readouterr().err
+
+
+def test_a_missing_peft_is_one_sentence(
+    roots: dict[str, Path], tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [module for module in sys.modules if (module + ".").startswith("prism.adapters.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    base, run = str(roots["own"] / "base"), str(roots["own"] / "run")
+    for arguments in (
+        ["adapt", base, "--data", run, "--out", str(tmp_path / "run")],
+        ["generate", base, "--prompt", "x", "--adapter", run],
+    ):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err.strip()
+        assert (
+            "needs peft, from the extra adapters: pip install 'prism-sequence[adapters]'" in said and "\n" not in said
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def _without_digest(path: Path) -> bytes:

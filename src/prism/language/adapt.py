@@ -35,6 +35,8 @@ def adapt(settings: AdaptSettings, report: Report | None = None) -> RunResult:
     Args:
         report: called with (step, loss) after every step; replaces the progress bar.
     """
+    import prism.adapters  # noqa: F401  (reports a missing peft before a large model is read)
+
     settings.check()
     check_folder(settings.out, settings.resume)
     if settings.parallel.mode == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -77,7 +79,7 @@ class AdaptTask(TextTask):
             steps=chosen.steps, rank=chosen.rank, layers=list(chosen.layers) if chosen.layers else None
         )
         torch.manual_seed(self.settings.seed)
-        wrapped = get_peft_model(self.base.lm.model, config, adapter_name=ADAPTER)  # type: ignore[arg-type]
+        wrapped = get_peft_model(self.base.lm.model, config, adapter_name=ADAPTER)
         model: Any = wrapped.get_base_model()
         if self.settings.base.gradient_checkpointing:
             model.gradient_checkpointing_enable()

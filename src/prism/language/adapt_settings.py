@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from prism.language.settings import DataSettings
 from prism.overrides import train_command
-from prism.train.settings import RunSettings
+from prism.train.settings import OptimizerSettings, RunSettings
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class AdaptSettings(RunSettings):
     preset: ClassVar[str | None] = None  # type: ignore[misc]  # there are none
     out: Path = Path("runs/adapt")
     """Run folder: settings, log, checkpoints and, at the end, the adapter, in the folder model."""
+    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(weight_decay=0.0))
     base: BaseSettings = field(default_factory=BaseSettings)
     adapter: AdapterSettings = field(default_factory=AdapterSettings)
     data: AdaptDataSettings = field(default_factory=AdaptDataSettings)

@@ -68,7 +68,7 @@ def with_adapter(lm: LanguageModel, path: Path) -> LanguageModel:
 
     with resolve_model_folder(path, write_adapter, say) as folder:
         _check_adapter(folder, lm)
-        model = PeftModel.from_pretrained(lm.model, folder, torch_device=str(lm.device))  # type: ignore[arg-type]
+        model = PeftModel.from_pretrained(lm.model, folder, torch_device=str(lm.device))
     return replace(lm, model=model.get_base_model().eval(), name=f"{lm.name} with {path.resolve().name}")
 
 
