@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -28,7 +27,7 @@ from prism.language.tokenizer import ByteTokenizer
 from prism.overrides import override
 from tests.adapters.bases import FUNCTIONS, without_fla
 from tests.adapters.bases import base as small_base
-from tests.children import final_tensors, kill_when, reached, same_tensors, start_children
+from tests.children import final_tensors, same_tensors
 from tests.tiny_lm import save_lm, save_tokenizer
 from tests.train.runs import losses, write_corpus
 
@@ -142,18 +141,24 @@ def test_the_adapter_is_what_peft_would_save(roots: dict[str, Path], kind: str, 
     assert {**configs[0], "auto_mapping": None} == {**configs[1], "auto_mapping": None}
 
 
-def _train(settings: AdaptSettings) -> None:
-    adapt(settings, report=lambda step, loss: time.sleep(0.02))
+class Killed(BaseException):
+    """Ends a run as a kill does: nothing is written any more. (Real kills: tests/train/test_kill.py.)"""
 
 
 def test_killed_and_resumed_is_bit_identical(roots: dict[str, Path], tmp_path: Path) -> None:
-    for name in ("base", "corpus"):
-        shutil.copytree(roots["own"] / name, tmp_path / name)
-    hunted = small(tmp_path)
-    kill_when(start_children(_train, hunted), reached(hunted.out, 8))
-    assert not (hunted.out / "model").exists()
-    adapt(hunted, report=lambda step, loss: None)
-    calm = roots["own"] / "run"
+    hunted, calm = replace(small(roots["own"]), out=tmp_path / "run"), roots["own"] / "run"
+
+    def kill(step: int, loss: float) -> None:
+        if step == 9:  # after the checkpoint of step 6
+            raise Killed
+
+    with pytest.raises(Killed):
+        adapt(hunted, kill)
+    assert not (hunted.out / "model").exists() and losses(hunted.out)[-1][0] == 9
+    torch.manual_seed(123)
+    steps: list[int] = []
+    adapt(hunted, lambda step, loss: steps.append(step))
+    assert steps == list(range(7, 17))
     assert losses(hunted.out) == losses(calm)
     assert same_tensors(final_tensors(hunted.out), final_tensors(calm))
 
@@ -317,10 +322,8 @@ def test_a_missing_peft_is_one_sentence(
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "peft", None)
     base, run = str(roots["own"] / "base"), str(roots["own"] / "run")
-    for arguments in (
-        ["adapt", base, "--data", run, "--out", str(tmp_path / "run")],
-        ["generate", base, "--prompt", "x", "--adapter", run],
-    ):
+    train = ["adapt", base, "--data", run, "--out", str(tmp_path / "run")]
+    for arguments in (train, ["generate", base, "--prompt", "x", "--adapter", run]):
         assert main(arguments) == 2
         said = capsys.readouterr().err.strip()
         assert (
