@@ -31,7 +31,7 @@ ALLOWED = {
     "dropin": {"engine"},
     "reports": {"files"},
     "train": _CORE,
-    "language": _PRODUCT,
+    "language": {*_PRODUCT, "adapters"},
     "recommend.events": {"files"},
     "recommend": {*_PRODUCT, "recommend.events"},
     "probes": {*_PRODUCT, "language", "recommend", "recommend.events"},

@@ -119,9 +119,14 @@ def _convert_tuple(arguments: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     return tuple(_convert(kind, item) for kind, item in zip(kinds, value, strict=True))
 
 
+def command_of(task: str) -> str:
+    """The command that trains for a task, such as `prism train lm`."""
+    return "prism adapt" if task == "adapt" else f"prism train {task}"
+
+
 def train_command(task: str, settings: Any, start: Any) -> str:
-    """The `prism train TASK …` command that gives `settings`: the flags that differ from `start`, their preset."""
-    words = ["prism", "train", task, *(["--preset", settings.preset] if settings.preset else [])]
+    """The command that gives `settings`: the flags that differ from `start`, their preset."""
+    words = [*command_of(task).split(), *(["--preset", settings.preset] if settings.preset else [])]
     return shlex.join([*words, *_differences(to_plain(start), to_plain(settings), "--")])
 
 

@@ -39,6 +39,18 @@ def train_language_model() -> None:
     assert main(f"train lm --data.sources texts/ --out runs/mine --steps 1 --device cpu {small}".split()) == 0
 
 
+def train_adapter() -> None:
+    """What the commands of the page leave behind, as small as they can be."""
+    for folder in ("texts", "new"):
+        Path(folder).mkdir()
+        Path(folder, "story.txt").write_text("Once there was a memory of fixed size. " * 40, encoding="utf-8")
+    small = "--model.hidden-size 16 --model.num-heads 1 --model.num-hidden-layers 1 --data.context 32 --device cpu"
+    command = "train lm --model.layers gated_delta --data.sources texts/ --out runs/base --steps 1"
+    assert main(f"{command} {small}".split()) == 0
+    command = "adapt runs/base --data new/ --out runs/adapted --adapter.rank 8 --steps 1"
+    assert main(f"{command} --data.context 32 --device cpu".split()) == 0
+
+
 def write_events() -> None:
     """A table with the columns, users and items that the page names."""
     people, things = ["ann", "bob", *(f"c{n}" for n in range(20))], ["shoes", "socks", "hat", "coat", "scarf"]
@@ -47,6 +59,7 @@ def write_events() -> None:
 
 
 BEFORE: dict[str, Callable[[], None]] = {
+    "docs/howto/adapter.md": train_adapter,
     "docs/howto/train-on-text.md": train_language_model,
     "docs/language-models.md": train_language_model,
     "docs/recommendation.md": write_events,

@@ -29,6 +29,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train lm": Command("prism.cli.train:train", "train or resume a language model", True),
     "train rec": Command("prism.cli.train_rec:train", "train or resume a recommender on user events", True, "rec"),
+    "adapt": Command("prism.cli.adapt:adapt", "fine-tune a model with a PRISM adapter", True, "adapters"),
     "generate": Command("prism.cli.generate:generate", "continue a text with a language model"),
     "evaluate lm": Command("prism.cli.evaluate:evaluate_lm", "measure perplexity on files and run lm-eval tasks"),
     "evaluate rec": Command(

@@ -14,7 +14,11 @@ from prism.train.checkpoint import all_damaged, checkpoint_names, chosen_by, fin
 from prism.train.export import write_export
 from prism.train.run import CONFIG, stored_config
 
-WRITERS = {"lm": "prism.language.export:write_model", "rec": "prism.recommend.export:write_model"}
+WRITERS = {
+    "lm": "prism.language.export:write_model",
+    "rec": "prism.recommend.export:write_model",
+    "adapt": "prism.language.adapt_export:write_adapter",
+}
 """The function that writes the model of a run, by the run's task."""
 
 
@@ -22,7 +26,7 @@ def export(run: Annotated[Positional[Path], arg(metavar="RUN")], out: Path | Non
     """Write the newest good checkpoint of a run (with early stopping, the best) as a model folder for transformers.
 
     Args:
-        run: Run folder of `prism train lm` or `prism train rec`.
+        run: Run folder of `prism train lm`, `prism train rec` or `prism adapt`.
         out: Folder to write; it must not exist yet. None: `model` in the run folder, which is replaced.
     """
     if out is not None and out.exists():

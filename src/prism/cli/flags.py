@@ -17,7 +17,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from prism.messages import did_you_mean
-from prism.overrides import override, read_toml, short_field
+from prism.overrides import command_of, override, read_toml, short_field
 from prism.train.settings import RunSettings
 
 S = TypeVar("S", bound=RunSettings)
@@ -54,13 +54,16 @@ def run_command(function: Callable[..., int | None], name: str, arguments: Seque
     return result or 0
 
 
-def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callable[[str | None], S]) -> S:
+def parse_settings(
+    arguments: Sequence[str], task: str, blank: S, preset: Callable[[str | None], S], usage: str = ""
+) -> S:
     """Settings of a run: the preset (or the run folder's stored settings), then the TOML file, then the flags.
 
     Args:
         task: as in `prism train lm`.
         blank: the settings' defaults.
         preset: settings by name; None is the default preset.
+        usage: what the help shows before the flags, such as ` [MODEL]`.
     """
     from prism.train.run import resumed_settings  # other commands start without the trainer
 
@@ -76,7 +79,7 @@ def parse_settings(arguments: Sequence[str], task: str, blank: S, preset: Callab
     settings = override(stored or preset(name), toml, str(given.config))
     parsed, unknown = tyro.cli(
         type(blank),
-        prog=f"prism train {task}",
+        prog=command_of(task) + usage,
         args=[_in_full(word, blank) for word in arguments],
         description=_description(type(blank)),
         default=settings,

@@ -11,6 +11,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from prism.files import check_state_target
+from prism.language.adapted import open_adaptable, with_adapter
 from prism.language.export import write_model
 from prism.language.generate import Sampling, Session, open_model
 from prism.messages import INTERRUPTED, say
@@ -30,6 +31,7 @@ def generate(
     state: Path | None = None,
     save_state: Path | None = None,
     state_dtype: Literal["float32", "bfloat16"] | None = None,
+    adapter: Path | None = None,
     device: str = "auto",
 ) -> int:
     """Continue a text with a language model.
@@ -41,7 +43,7 @@ def generate(
     interruption, given the same options.
 
     Args:
-        model: Folder of a saved model, or run folder of `prism train lm`.
+        model: Folder of a saved model, or run folder of `prism train lm`. With --adapter it may be a model of transformers.
         prompt: Text to continue.
         file: File with the text to continue; - is standard input.
         max_new_tokens: Maximum number of new tokens; the end token stops earlier.
@@ -53,6 +55,7 @@ def generate(
         save_state: Write the state after the last token to this .safetensors file, also when interrupted.
         state_dtype: dtype of the memories between tokens. bfloat16 halves their size and rounds them after every token. None:
             float32, or with --state that of the file.
+        adapter: Folder of a saved adapter of the model, or run folder of `prism adapt`.
         device: cpu, cuda, cuda:1 and so on. auto: cuda if available, else cpu.
     """
     sampling = Sampling(temperature, top_k, top_p)
@@ -62,7 +65,11 @@ def generate(
         check_state_target(save_state, "save_state")
     text = _prompt(prompt, file, state)
     with resolve_model_folder(model, write_model, say) as folder:
-        lm = open_model(folder, device)
+        lm = open_model(folder, device) if adapter is None else with_adapter(open_adaptable(folder, device), adapter)
+    if not lm.own and (state, save_state, state_dtype) != (None, None, None):
+        raise ValueError(
+            "--state, --save-state and --state-dtype need a model of this library, not one of transformers"
+        )
     dtype = None if state_dtype is None else getattr(torch, state_dtype)
     fresh = (seed or 0, dtype or torch.float32)
     session = Session(lm, *fresh) if state is None else Session.load(state, lm, seed, dtype)

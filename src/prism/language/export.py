@@ -74,13 +74,14 @@ def model_card(
         state,
         records,
         command_line(settings),
-        _validation(records),
+        validation_text(records),
         _USE,
         _LIMITS,
     )
 
 
-def _validation(records: list[dict[str, Any]]) -> str:
+def validation_text(records: list[dict[str, Any]]) -> str:
+    """The last validation in a log, as a sentence."""
     scores = [record for record in records if "validation_nats" in record]
     if not scores:
         return "Not validated."

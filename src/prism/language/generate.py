@@ -64,6 +64,11 @@ class Reader:
         self.last = int(tokens[-1])
         return out
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the state."""
+        return self.cache.nbytes
+
     def read(self, tokens: Tensor, keep: int = 0) -> Tensor:
         """Read tokens `[T]` in one forward pass; returns next-token logits `[T, V]` (with `keep`, of the last), float32."""
         logits = self.forward(tokens, logits_to_keep=keep).logits
@@ -77,29 +82,69 @@ class Reader:
         return logits[-1]
 
 
+class OtherReader(Reader):
+    """A model of transformers and its cache. It reads one prompt, whole, and then token by token; documents are not reset."""
+
+    def __init__(self, model: Any, end: int) -> None:
+        self.model, self.end, self.last = model, end, None
+        self.cache: Any = None
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, **options: Any) -> Any:
+        ids = tokens[None].to(self.model.device)
+        out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **options)
+        self.cache, self.last = out.past_key_values, int(tokens[-1])
+        return out
+
+    def read_all(self, tokens: Tensor, segment: int = SEGMENT) -> Tensor:
+        return self.read(tokens, keep=1)[-1]
+
+    @property
+    def nbytes(self) -> int:
+        parts = [part for layer in self.cache.layers for part in vars(layer).values()]
+        held = [x for part in parts for x in (part.values() if isinstance(part, dict) else [part])]
+        return sum(x.nbytes for x in held if isinstance(x, Tensor))
+
+
 @dataclass(frozen=True)
 class LanguageModel:
     """A saved language model and its tokenizer."""
 
-    model: PrismForCausalLM
+    model: Any
+    """A `PrismForCausalLM`, or with an adapter perhaps a model of transformers."""
     tokenizer: Tokenizer
     name: str
 
     @property
+    def own(self) -> bool:
+        """Whether it is a model of this library."""
+        return isinstance(self.model, PrismForCausalLM)
+
+    def reader(self, state_dtype: torch.dtype = torch.float32) -> Reader:
+        """The model with an empty state."""
+        if not self.own:
+            return OtherReader(self.model, self.tokenizer.end)
+        return Reader(self.model, self.tokenizer.end, cache_for(self.model, state_dtype))
+
+    @property
     def device(self) -> torch.device:
-        return self.model.device
+        where: torch.device = self.model.device
+        return where
 
 
 def open_model(folder: Path, device: str = "auto") -> LanguageModel:
     """Open a model folder that `save_pretrained` or `prism train lm` wrote."""
-    model = open_weights(PrismForCausalLM, folder, device)
+    return with_tokenizer(open_weights(PrismForCausalLM, folder, device), folder)
+
+
+def with_tokenizer(model: Any, folder: Path) -> LanguageModel:
+    """A model with the tokenizer in its folder."""
     if not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(f"{folder} has no tokenizer.json")
     tokenizer = load_tokenizer(folder / "tokenizer.json", _end_token(folder))
-    if tokenizer.size > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {folder} has {tokenizer.size} tokens, but the model only {model.config.vocab_size}"
-        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if tokenizer.size > rows:
+        raise ValueError(f"the tokenizer in {folder} has {tokenizer.size} tokens, but the model only {rows}")
     full = folder.resolve()
     return LanguageModel(model, tokenizer, full.parent.name if full.name == "model" else full.name)
 
@@ -161,7 +206,7 @@ class Session:
 
     def __init__(self, lm: LanguageModel, seed: int = 0, state_dtype: torch.dtype = torch.float32) -> None:
         self.lm = lm
-        self.reader = Reader(lm.model, lm.tokenizer.end, cache_for(lm.model, state_dtype))
+        self.reader = lm.reader(state_dtype)
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must fit in 64 bits, got {seed}")
         self.random = torch.Generator().manual_seed(seed)
@@ -174,7 +219,7 @@ class Session:
     @property
     def nbytes(self) -> int:
         """Size of the state; constant if all rules of the model have a state of fixed size."""
-        return self.reader.cache.nbytes
+        return self.reader.nbytes
 
     def read(self, text: str) -> int:
         """Read more text; returns its number of tokens."""

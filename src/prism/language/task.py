@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.context import Context
+from prism.language.adapt_settings import AdaptSettings
 from prism.language.corpus import Corpus, prepare
 from prism.language.export import write_model
 from prism.language.model import Builder, build_model, started_from, vocabulary
@@ -100,19 +101,55 @@ def train_lm(settings: Settings, build: Builder = build_model, report: Report | 
     return train(LanguageTask(settings, corpus, weights, build), report)
 
 
-class LanguageTask:
-    """Samples of a corpus; `Task` documents the methods."""
+class TextTask:
+    """What all tasks on a corpus share: samples, and validation on held-out text. `Task` documents the methods."""
 
-    name = "lm"
     unit = "tokens"
+    settings: Settings | AdaptSettings
 
-    def __init__(self, settings: Settings, corpus: Corpus, weights: dict[str, Tensor] | None, builder: Builder) -> None:
-        self.settings, self.corpus, self.weights, self.builder = settings, corpus, weights, builder
-        self.vocab_size = vocabulary(settings.model, corpus.manifest)
+    def __init__(self, settings: Settings | AdaptSettings, corpus: Corpus) -> None:
+        self.settings, self.corpus = settings, corpus
         end = corpus.manifest.end if settings.data.separate_documents else None
         self.sequences = Sequences(corpus.stream("train"), settings.data.context, end)
         self.validation = Validation(corpus, settings.data.context, end, settings.validation.sequences)
         self.context: Context | None = None
+
+    def config(self) -> dict[str, Any]:
+        split = self.corpus.manifest.splits["train"]
+        seen = {"documents": split.documents, "tokens": split.tokens, "text_bytes": split.text_bytes}
+        return {"settings": to_plain(self.settings), "training_data": seen}
+
+    def samples(self, numbers: np.ndarray, device: torch.device) -> Batch:
+        batch = self.sequences.samples(numbers, self.settings.seed)
+        return batch if self.context is None else batch.part(self.context)
+
+    def weight(self, numbers: np.ndarray) -> int:
+        return len(numbers) * self.settings.data.context
+
+    def seen(self, step: int) -> dict[str, float]:
+        return {"tokens": step * self.settings.batch.sequences * self.settings.data.context}
+
+    def validate(self, model: nn.Module, world: World, at_once: int) -> ValidationResult:
+        score = self.validation.score(model, world, at_once)
+        record = {
+            "validation_nats": score.nats,
+            "validation_perplexity": score.perplexity,
+            "validation_bits_per_byte": score.bits_per_byte,
+        }
+        text = f"{score.nats:.4f} nats, perplexity {score.perplexity:.3f}, {score.bits_per_byte:.4f} bits per byte"
+        return ValidationResult(score, -score.nats, record, text)
+
+
+class LanguageTask(TextTask):
+    """A language model whose weights are all trained."""
+
+    name = "lm"
+    settings: Settings
+
+    def __init__(self, settings: Settings, corpus: Corpus, weights: dict[str, Tensor] | None, builder: Builder) -> None:
+        super().__init__(settings, corpus)
+        self.weights, self.builder = weights, builder
+        self.vocab_size = vocabulary(settings.model, corpus.manifest)
 
     def build(self) -> nn.Module:
         return self.builder(self.settings.model, self.vocab_size, self.corpus.manifest.end)
@@ -137,11 +174,6 @@ class LanguageTask:
             "tokens": self.corpus.manifest.digest,
         }
 
-    def config(self) -> dict[str, Any]:
-        split = self.corpus.manifest.splits["train"]
-        seen = {"documents": split.documents, "tokens": split.tokens, "text_bytes": split.text_bytes}
-        return {"settings": to_plain(self.settings), "training_data": seen}
-
     def files(self) -> dict[str, bytes]:
         return {"tokenizer.json": self.corpus.tokenizer_file.read_bytes()}
 
@@ -153,28 +185,8 @@ class LanguageTask:
         for mixer in mixers:
             mixer.check_cut(shortest // context.size)
 
-    def samples(self, numbers: np.ndarray, device: torch.device) -> Batch:
-        batch = self.sequences.samples(numbers, self.settings.seed)
-        return batch if self.context is None else batch.part(self.context)
-
-    def weight(self, numbers: np.ndarray) -> int:
-        return len(numbers) * self.settings.data.context
-
-    def seen(self, step: int) -> dict[str, float]:
-        return {"tokens": step * self.settings.batch.sequences * self.settings.data.context}
-
     def loss(self, model: nn.Module, samples: Batch) -> Tensor:
         return loss_sum(model, samples, self.settings.z_loss)
-
-    def validate(self, model: nn.Module, world: World, at_once: int) -> ValidationResult:
-        score = self.validation.score(model, world, at_once)
-        record = {
-            "validation_nats": score.nats,
-            "validation_perplexity": score.perplexity,
-            "validation_bits_per_byte": score.bits_per_byte,
-        }
-        text = f"{score.nats:.4f} nats, perplexity {score.perplexity:.3f}, {score.bits_per_byte:.4f} bits per byte"
-        return ValidationResult(score, -score.nats, record, text)
 
     def write_model(self, run: Path, checkpoint: Checkpoint, folder: Path) -> None:
         write_model(run, checkpoint, folder, self.builder)

@@ -83,20 +83,37 @@ def open_weights(kind: type[Model], folder: Path, device: str = "auto") -> Model
 
     A folder that does not hold exactly the weights of its config.json, all of them finite, is refused with a ValueError.
     """
-    if not folder.exists():
-        raise FileNotFoundError(f"there is no model folder {folder}")
-    if folder.suffix == ".safetensors":
-        raise ValueError(f"{folder} is a file of weights: give the folder that holds it and its config.json")
     check_kind(kind, folder)
+    model, unknown = _open(kind, folder, device)
+    if unknown:
+        raise ValueError(f"{folder} has unknown weights ({min(unknown)}): its config.json belongs to another model")
+    opened: Model = model
+    return opened
+
+
+def open_causal_lm(folder: Path, device: str = "auto") -> PreTrainedModel:
+    """Load a causal language model of transformers from a folder, as `open_weights` does. Weights must be safetensors."""
+    from transformers import AutoModelForCausalLM
+
+    _model_type(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} has no safetensors file: save the model again with save_pretrained")
+    try:
+        model: PreTrainedModel = _open(AutoModelForCausalLM, folder, device)[0]
+    except ValueError as error:  # of a model that transformers does not know, it names all that it knows
+        raise ValueError(str(error).splitlines()[0]) from error
+    return model
+
+
+def _open(kind: Any, folder: Path, device: str) -> tuple[Any, set[str]]:
+    """A model on its device and in eval mode, all its weights finite, and the names of weights that it has no use for."""
     check_weights(folder)
     where = pick_device(device)
     model, report = _load(kind, folder, "auto" if where.type == "cuda" else torch.float32)
-    for what, names in (("lacks", report["missing_keys"]), ("has unknown", report["unexpected_keys"])):
-        if names:
-            raise ValueError(f"{folder} {what} weights ({min(names)}): its config.json belongs to another model")
+    if missing := report["missing_keys"]:
+        raise ValueError(f"{folder} lacks weights ({min(missing)}): its config.json belongs to another model")
     _check_finite(model, folder)
-    opened: Model = model.to(where).eval()
-    return opened
+    return model.to(where).eval(), set(report["unexpected_keys"])
 
 
 def _check_finite(model: PreTrainedModel, folder: Path) -> None:
@@ -107,13 +124,29 @@ def _check_finite(model: PreTrainedModel, folder: Path) -> None:
             raise ValueError(f"the weights of the model in {folder} hold {what} ({name}): use an earlier checkpoint")
 
 
-def check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
-    """Raise ValueError unless a folder's config.json is of a model of this kind."""
+def holds_own_model(folder: Path) -> bool:
+    """Whether a folder holds a model of this library, by its config.json."""
+    return _model_type(folder) in _KINDS
+
+
+def _model_type(folder: Path) -> Any:
+    """The model_type in the config.json of a model folder; an error if it is no such folder."""
+    if not folder.exists():
+        raise FileNotFoundError(f"there is no model folder {folder}")
+    if folder.suffix == ".safetensors":
+        raise ValueError(f"{folder} is a file of weights: give the folder that holds it and its config.json")
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{folder} holds an adapter, not a model: give the model that it was trained on")
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(f"{folder} does not open as a model: it has no config.json")
+    return read_json(config).get("model_type")
+
+
+def check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
+    """Raise an error unless a folder's config.json is of a model of this kind."""
     wanted = kind.config_class.model_type  # type: ignore[union-attr]  # both of our models have one
-    found = read_json(config).get("model_type")
+    found = _model_type(folder)
     if found != wanted:
         raise ValueError(
             f"{folder} holds no {_KINDS[wanted]}: model_type in its config.json is {found!r}, not {wanted!r}"
@@ -122,11 +155,11 @@ def check_kind(kind: type[PreTrainedModel], folder: Path) -> None:
         )
 
 
-def _load(kind: type[PreTrainedModel], folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
+def _load(kind: Any, folder: Path, dtype: Any) -> tuple[Any, dict[str, Any]]:
     try:
         with without_progress_bars():
-            loaded: tuple[Any, dict[str, Any]] = kind.from_pretrained(  # type: ignore[assignment]  # a pair, with loading info
-                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            loaded: tuple[Any, dict[str, Any]] = kind.from_pretrained(  # a pair, with loading info
+                folder, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
             )
     except (OSError, RuntimeError, SafetensorError) as error:  # only the first line of transformers' long message
         raise ValueError(f"{folder} does not open as a model: {str(error).strip().splitlines()[0]}") from error

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from prism.files import read_json, seal_weights, whole_folder
+from prism.overrides import command_of
 from prism.train import tensors
 from prism.train.checkpoint import Checkpoint, all_damaged, checkpoint_names, chosen_by, find_newest_good
 from prism.train.distributed import World
@@ -52,9 +53,9 @@ def resolve_model_folder(
     if newest is None and checkpoint_names(path / "checkpoints"):
         raise all_damaged(path / "checkpoints")
     if newest is None:
-        task = config.get("task", "lm")
+        command = command_of(config.get("task", "lm"))
         raise ValueError(
-            f"{path} is a run without a checkpoint: resume it with `prism train {task} --out {path}` until it has one"
+            f"{path} is a run without a checkpoint: resume it with `{command} --out {path}` until it has one"
         )
     chosen = chosen_by(newest)
     report(f"using checkpoint {chosen.folder.name} of {path}")

@@ -188,11 +188,11 @@ def _hidden_matrices(model: nn.Module) -> set[str]:
 
 
 def _rates(model: nn.Module, settings: OptimizerSettings, exempt: set[str]) -> dict[str, Rates]:
-    """The rates of every parameter by name. Raises a ValueError for a pattern of `settings.groups` that none takes."""
+    """The rates of every trained parameter by name. Raises a ValueError for a pattern of `settings.groups` that none takes."""
     groups = [parse_group(text) for text in settings.groups]
     taken = [0] * len(groups)
     rates = {}
-    for name, _ in model.named_parameters():
+    for name in (name for name, parameter in model.named_parameters() if parameter.requires_grad):
         found = next((i for i, group in enumerate(groups) if fnmatchcase(name, group.pattern)), None)
         factor, decay = 1.0, settings.weight_decay
         if found is not None:

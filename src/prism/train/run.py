@@ -21,15 +21,22 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from prism.files import check_target, read_json, write_atomically, write_json
-from prism.overrides import override
+from prism.overrides import command_of, override
 from prism.train.distributed import World
 from prism.train.settings import RunSettings
 from prism.train.task import Task
 
 CONFIG = "config.json"
-HASHES = ("tokenizer", "tokens", "events")
+HASHES = ("tokenizer", "tokens", "events", "base")
 """Entries of an identity that are hashes."""
-_PATHS = (("data", "sources"), ("data", "source"), ("data", "tokenizer"), ("data", "cache"), ("model", "weights"))
+_PATHS = (
+    ("data", "sources"),
+    ("data", "source"),
+    ("data", "tokenizer"),
+    ("data", "cache"),
+    ("model", "weights"),
+    ("base", "folder"),
+)
 """Settings that hold paths, as section and name."""
 S = TypeVar("S", bound=RunSettings)
 
@@ -52,7 +59,7 @@ def stored_settings(folder: Path, task: str, blank: S) -> S | None:
         return None
     if stored["task"] != task:
         raise ValueError(
-            f"{folder} holds a run of `prism train {stored['task']}`, not of `prism train {task}`: give another folder"
+            f"{folder} holds a run of `{command_of(stored['task'])}`, not of `{command_of(task)}`: give another folder"
         )
     return override(blank, stored["settings"], str(folder / CONFIG))
 

@@ -29,11 +29,18 @@ if not hasattr(dcp, "HuggingFaceStorageWriter"):
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters (tied ones once) and persistent buffers, by name."""
+    """Parameters (tied ones once) and persistent buffers, by name; of a model with frozen parameters, those that are trained.
+
+    Frozen ones are a base that was read from elsewhere, and will be again: a checkpoint of an adapter is small.
+    """
+    parameters = dict(model.named_parameters())
+    trained: dict[str, Tensor] = {name: value for name, value in parameters.items() if value.requires_grad}
+    if len(trained) < len(parameters):
+        return {f"model.{name}": value.detach() for name, value in trained.items()}
     buffers = {
         name: value for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)
     }
-    named = {**dict(model.named_parameters()), **buffers}
+    named = {**trained, **buffers}
     return {f"model.{name}": value.detach() for name, value in named.items()}
 
 
@@ -72,6 +79,20 @@ def load(folder: Path, model: nn.Module, optimizers: Optimizers | None, world: W
         dcp.load(targets, storage_reader=reader, no_dist=world.parallel == "none")
 
 
+def read(folder: Path) -> dict[str, Tensor]:
+    """The weights that `save` wrote, by name, without a model to load them into."""
+    reader = dcp.HuggingFaceStorageReader(str(folder))
+    stored = cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)
+    weights = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in stored.items()
+        if name.startswith("model.")
+    }
+    with _plain_errors():
+        dcp.load(dict(weights), storage_reader=reader, no_dist=True)
+    return {name.removeprefix("model."): value for name, value in weights.items()}
+
+
 def _make_optimizer_state(
     stored: dict[str, TensorStorageMetadata], model: nn.Module, optimizers: Optimizers
 ) -> dict[str, Tensor]:
@@ -79,6 +100,8 @@ def _make_optimizer_state(
     owners = {parameter: optimizer for optimizer, parameter in optimizers.parameters()}
     made: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
+        if parameter not in owners:  # frozen
+            continue
         optimizer, prefix = owners[parameter], f"optimizer.{name}."
         for key in (stored_name.removeprefix(prefix) for stored_name in stored if stored_name.startswith(prefix)):
             size, dtype = stored[prefix + key].size, stored[prefix + key].properties.dtype
