@@ -290,6 +290,12 @@ def test_bad_input_is_one_sentence(roots: dict[str, Path], tmp_path: Path, capsy
     assert not (tmp_path / "run").exists()
 
 
+def test_a_learning_rate_for_frozen_weights_is_refused(roots: dict[str, Path], tmp_path: Path) -> None:
+    settings = small(roots["own"], out=str(tmp_path / "run"), steps=1, optimizer={"groups": ["*embed_tokens*=lr:0.5"]})
+    with pytest.raises(ValueError, match="which no parameter takes"):
+        adapt(settings, lambda step, loss: None)
+
+
 def test_a_wrong_adapter_is_one_sentence(roots: dict[str, Path], tmp_path: Path, capsys: Captured) -> None:
     base, adapter = str(roots["own"] / "base"), roots["own"] / "run" / "model"
     other = str(save_lm(tmp_path / "other", "gated_delta*2", seed=1))
