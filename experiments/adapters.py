@@ -55,12 +55,14 @@ SETTINGS: dict[str, Any] = {
     "pretraining_steps": 250,
     "pretraining_rate": 6e-3,
     "steps": 70,
-    "recall_steps": 200,
+    "decay": 0.7,
+    "recall_steps": 250,
+    "recall_decay": 0.2,
     "learning_rates": [8e-3, 2.4e-2],
     "lora_rank": 4,
     "pairs": 2,
     "length": 16,
-    "recall_batch": 32,
+    "recall_batch": 64,
     "test_rows": 192,
     "megabytes": 24,
     "timed_widths": [64, 256],
@@ -149,15 +151,15 @@ def loss_of(model: Any, tokens: Tensor, answers: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), answers.flatten(), ignore_index=IGNORE)
 
 
-def train(model: Any, sample: Sample, steps: int, rate: float, seed: int) -> float:
-    """Train what is not frozen, with a warm-up and a linear decay; the mean loss of the last tenth of the steps."""
+def train(model: Any, sample: Sample, steps: int, rate: float, seed: int, decay: float = 0.7) -> float:
+    """Train what is not frozen, with a warm-up, and a decay over a share of the steps; the mean loss of the last tenth."""
     chosen = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(chosen, lr=rate, weight_decay=0.0)
     random, losses = torch.Generator().manual_seed(seed), []
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / (0.1 * steps), (steps - step) / (0.7 * steps))
+            group["lr"] = rate * min(1.0, (step + 1) / (0.1 * steps), (steps - step) / (decay * steps))
         loss = loss_of(model, *sample(random))
         optimizer.zero_grad()
         loss.backward()
@@ -197,7 +199,7 @@ class Experiment:
         self.settings, self.first, self.second = settings, first, second
         self.best: dict[tuple[str, str], dict[str, Any]] = {}
 
-    def lines(self, seeds: list[int]) -> Iterator[dict[str, Any]]:
+    def lines(self, seeds: list[int], tasks: list[str]) -> Iterator[dict[str, Any]]:
         yield from (self.timed(width) for width in self.settings["timed_widths"])
         for seed in seeds:
             started = time.perf_counter()
@@ -211,7 +213,7 @@ class Experiment:
             result = {"scores": scores, "better": "lower", "metric": "nats a byte", "parameters": trained(base)}
             result |= {"last_loss": last, "seconds": time.perf_counter() - started}
             yield self.line("adapter pretraining", "gated_delta", "pretraining", seed, result)
-            for task in TASKS:
+            for task in tasks:
                 for method in METHODS:
                     yield from self.runs(base, task, method, seed, first=seed == seeds[0])
 
@@ -240,9 +242,10 @@ class Experiment:
         started, s, last = time.perf_counter(), self.settings, math.nan
         torch.manual_seed(seed)
         model, text = adapted(base, method, s["lora_rank"]), task == "adapter text"
+        kind = "" if text else "recall_"
         if rate is not None:
             sample = drawn(self.second["train"], s["context"], s["batch"]) if text else recall(s, s["recall_batch"])
-            last = train(model, sample, s["steps" if text else "recall_steps"], rate, seed)
+            last = train(model, sample, s[kind + "steps"], rate, seed, s[kind + "decay"])
         if text:
             scores = {
                 "second text": nats(model, self.second["test"], s),
@@ -292,6 +295,8 @@ class Experiment:
         return self.line("adapter step", "all", "speed", 0, result, width=width)
 
     def line(self, task: str, rule: str, phase: str, seed: int, result: dict[str, Any], **more: Any) -> dict[str, Any]:
+        if task == "adapter recall":  # results of several settings are kept apart
+            task += f", {self.settings['recall_steps']} × {self.settings['recall_batch']}"
         text = json.dumps([task, rule, phase, seed, self.settings, more], sort_keys=True)
         about = {"key": hashlib.sha256(text.encode()).hexdigest()[:20], "task": task, "rule": rule, "phase": phase}
         return {**about, "seed": seed, **more, "settings": self.settings, "status": "done", "result": result}
@@ -299,10 +304,13 @@ class Experiment:
 
 def draw(results: Path, picture: Path) -> None:
     """A panel per task: a bar per method, a point per seed."""
-    lines = [json.loads(text) for text in results.read_text(encoding="utf-8").splitlines()]
+    read_lines = [json.loads(text) for text in results.read_text(encoding="utf-8").splitlines()]
+    lines = {line["key"]: line for line in read_lines}.values()  # the last line of a training counts
+    tasks = sorted({line["task"] for line in lines if line["phase"] == "final"}, reverse=True)
     plt = pyplot()
-    figure, panels = plt.subplots(1, len(TASKS), figsize=(7.2, 3.4), layout="constrained")
-    for panel, (task, (metric, better)) in zip(panels, TASKS.items(), strict=True):
+    figure, panels = plt.subplots(1, len(tasks), figsize=(3.6 * len(tasks), 3.4), layout="constrained", squeeze=False)
+    for panel, task in zip(panels[0], tasks, strict=True):
+        metric, better = TASKS[task.split(",")[0]]
         for i, method in enumerate(METHODS):
             chosen = [x for x in lines if (x["task"], x["rule"], x["phase"]) == (task, method, "final")]
             values = [next(iter(x["result"]["scores"].values())) for x in chosen]
@@ -313,7 +321,10 @@ def draw(results: Path, picture: Path) -> None:
             heights = [bar.get_height() for bar in panel.patches]
             panel.set_ylim(0.9 * min(heights), 1.03 * max(heights))
         panel.set_xticks(range(len(METHODS)), [NAMES[method].replace(" ", "\n", 1) for method in METHODS], fontsize=8)
-        panel.set(title=task.removeprefix("adapter ").replace("text", "text of a new domain"))
+        panel.set(
+            title=task.removeprefix("adapter ").replace("text", "text of a new domain")
+            + (" sequences" if "," in task else "")
+        )
         panel.set_ylabel(f"{metric} ({better} is better)")
         panel.spines[["top", "right"]].set_visible(False)
     save(figure, picture)
@@ -324,6 +335,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", type=Path, nargs="*", help="text of pretraining and text of fine-tuning, plain or .xz")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--tasks", nargs="+", choices=["text", "recall"], default=["text", "recall"])
     parser.add_argument("--set", nargs="*", default=[], help="settings, such as steps=50")
     parser.add_argument("--draw", action="store_true", help="only draw the picture")
     parser.add_argument("--output", type=Path, default=ROOT / "experiments" / "results" / "adapters.jsonl")
@@ -341,8 +353,8 @@ def main() -> None:
         about = {"machine": machine(), "prism": __version__, "command": command}
         experiment = Experiment(settings, *(read(path, settings["megabytes"]) for path in arguments.texts))
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.output.open("w", encoding="utf-8") as out:
-            for line in experiment.lines(arguments.seeds):
+        with arguments.output.open("a", encoding="utf-8") as out:
+            for line in experiment.lines(arguments.seeds, [f"adapter {task}" for task in arguments.tasks]):
                 out.write(json.dumps({**line, **about}) + "\n")
                 out.flush()
                 said = [line[name] for name in ("task", "rule", "phase", "seed")]

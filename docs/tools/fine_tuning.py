@@ -8,7 +8,7 @@ from evidence import Evidence, Group
 from wording import joined, number, paragraph, shown, table
 
 KIND = "adapter"
-TEXT, RECALL = "adapter text", "adapter recall"
+TEXT = "adapter text"
 NAMES = {"base": "base", "lora": "LoRA", "prism": "PRISM adapter", "both": "both, half each"}
 OLD = "first text"
 LIMIT = 1.3
@@ -17,22 +17,30 @@ LIMIT = 1.3
 
 def adapters(evidence: Evidence) -> str:
     """Verdict, table and step times."""
-    tasks = {task: {g.rule: g for g in evidence.of(KIND) if g.task == task} for task in (TEXT, RECALL)}
-    if not all({"lora", "prism"} <= groups.keys() for groups in tasks.values()):
+    tasks: dict[str, dict[str, Group]] = {}
+    for group in evidence.of(KIND):
+        tasks.setdefault(group.task, {})[group.rule] = group
+    tasks = {task: tasks[task] for task in sorted(tasks, reverse=True) if {"lora", "prism"} <= tasks[task].keys()}
+    if TEXT not in tasks:
         return "The comparison was not run yet."
-    verdicts = [verdict(what, tasks[task]) for task, what in ((TEXT, "text of a new domain"), (RECALL, "recall"))]
     return joined(
-        paragraph(*verdicts),
-        paragraph(conditions(tasks[TEXT]["lora"]), spent(evidence)),
-        results(tasks),
+        paragraph(*[verdict(name_of(task), groups) for task, groups in tasks.items()]),
+        paragraph(conditions(tasks[TEXT]["lora"]), rates(tasks), spent(evidence)),
+        *[results(task, groups) for task, groups in tasks.items()],
         paragraph(*speed(evidence)),
     )
+
+
+def name_of(task: str) -> str:
+    """What a task is called on the page."""
+    kind, _, steps = task.removeprefix(f"{KIND} ").partition(", ")
+    return "text of a new domain" if kind == "text" else f"recall after {steps} sequences"
 
 
 def verdict(what: str, groups: dict[str, Group]) -> str:
     """How the adapter and both together differ from LoRA alone: beyond two standard errors, or not."""
     said = []
-    for rule, subject in (("prism", "the PRISM adapter"), ("both", "both together")):
+    for rule, subject in (("prism", "the PRISM adapter"), ("both", "the combination of both")):
         if rule in groups:
             gain = groups[rule].gain(groups["lora"])
             relation = ("beats" if gain.mean > 0 else "loses to") if gain.significant else "cannot be told from"
@@ -47,9 +55,17 @@ def conditions(group: Group) -> str:
     return (
         f"The setting is tiny: {s['layers']} layers of width {s['width']} ({size}, bytes), pretrained for"
         f" {s['pretraining_steps']} steps of {s['batch']} × {s['context']} on novels, fine-tuned for {s['steps']} steps on"
-        f" documentation, and for {s['recall_steps']} on recall of {s['pairs']} pairs of letters; {len(group.runs)} seeds, each"
+        f" documentation, or on recall of {s['pairs']} pairs of letters (a guess among the values shown:"
+        f" {number(1 / s['pairs'], 2)}); {len(group.runs)} seeds, each"
         f" with a pretraining of its own; {len(s['learning_rates'])} learning rates tried by every method with the first seed."
     )
+
+
+def rates(tasks: dict[str, dict[str, Group]]) -> str:
+    """How many searches ended at the highest rate, where a higher one might be better still."""
+    lines = [group.line for groups in tasks.values() for group in groups.values() if group.rule != "base"]
+    highest = sum(line["learning_rate"] == max(line["settings"]["learning_rates"]) for line in lines)
+    return f"The higher rate was chosen in {highest} of {len(lines)} cases." if highest else ""
 
 
 def spent(evidence: Evidence) -> str:
@@ -59,24 +75,15 @@ def spent(evidence: Evidence) -> str:
     return f"All of it took {sum(seconds) / 60:.0f} minutes on one busy core."
 
 
-def results(tasks: dict[str, dict[str, Group]]) -> str:
+def results(task: str, groups: dict[str, Group]) -> str:
     """A row per method: trained parameters, scores, and differences from LoRA paired by seed; positive is better."""
-    rows = []
-    for rule, name in NAMES.items():
-        cells = [name]
-        for task, digits in ((TEXT, 3), (RECALL, 3)):
-            group = tasks[task].get(rule)
-            if group is None:
-                cells += ["", ""] if task == RECALL else ["", "", ""]
-                continue
-            if task == TEXT:
-                cells.append(f"{group.line['result']['trained']:,}")
-            cells += [shown(group.score(), digits)]
-            cells.append("" if rule == "lora" else shown(group.gain(tasks[task]["lora"]), digits, sign=True))
-            if task == TEXT:
-                cells.append(shown(group.score(OLD), digits))
-        rows.append(cells)
-    return table(["", "trained", "nats a byte", "better by", "novels after", "recall", "better by"], rows)
+    text, rows = task == TEXT, []
+    for rule, group in ((rule, groups[rule]) for rule in NAMES if rule in groups):
+        gain = "" if rule == "lora" else shown(group.gain(groups["lora"]), 3, sign=True)
+        rows.append([NAMES[rule], f"{group.line['result']['trained']:,}", shown(group.score(), 3), gain])
+        rows[-1] += [shown(group.score(OLD), 3)] if text else []
+    header = [name_of(task), "trained", groups["lora"].metric, "better by"]
+    return table([*header, "novels after"] if text else header, rows)
 
 
 def speed(evidence: Evidence) -> list[str]:
