@@ -317,9 +317,6 @@ def draw(results: Path, picture: Path) -> None:
             found = estimate(values)
             panel.bar(i, found.mean, yerr=found.error, color=COLORS[i], alpha=0.75, capsize=4)
             panel.scatter([i] * len(values), values, color="black", s=8, zorder=3)
-        if better == "lower":  # differences are small next to the values
-            heights = [bar.get_height() for bar in panel.patches]
-            panel.set_ylim(0.9 * min(heights), 1.03 * max(heights))
         panel.set_xticks(range(len(METHODS)), [NAMES[method].replace(" ", "\n", 1) for method in METHODS], fontsize=8)
         panel.set(
             title=task.removeprefix("adapter ").replace("text", "text of a new domain")
