@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
 
 import comparisons
+import fine_tuning
 from evidence import ROOT, Evidence
 from verdicts import CLAIMS, NOT_RUN, Finding, networks
 from wording import paragraph, table
@@ -104,6 +105,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "probes": lambda: comparisons.probes(evidence),
         "searches": lambda: comparisons.searches(evidence),
         "unfinished": lambda: comparisons.unfinished(evidence),
+        "adapters": lambda: fine_tuning.adapters(evidence),
     }
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
     return found | {slug: (lambda finding=finding: section(finding)) for slug, finding in findings.items()}

@@ -11,7 +11,7 @@ from prism.compare.statistics import estimate
 
 COLUMNS = 4
 """Tasks side by side in a table, so that its lines fit."""
-ELSEWHERE = ("text", "recommendation", "hybrid")
+ELSEWHERE = ("text", "recommendation", "hybrid", "adapter")
 
 
 def text(evidence: Evidence) -> str:

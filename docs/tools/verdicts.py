@@ -199,7 +199,7 @@ def both_ways(parts: Sequence[str]) -> str:
 
 def on_probes(evidence: Evidence) -> str:
     """Where rank 2 is better or worse than rank 1 on synthetic tasks."""
-    kinds = {group.kind for group in evidence.groups} - {"text", "recommendation", "hybrid"}
+    kinds = {group.kind for group in evidence.groups} - {"text", "recommendation", "hybrid", "adapter"}
     pairs = evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
     if not pairs:
         return "Synthetic tasks were not run yet."

@@ -33,13 +33,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     Frozen ones are a base that was read from elsewhere, and will be again: a checkpoint of an adapter is small.
     """
+    # The state dict first: with FSDP it puts the shards back in place of gathered parameters.
+    buffers = {
+        name: value for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)
+    }
     parameters = dict(model.named_parameters())
     trained: dict[str, Tensor] = {name: value for name, value in parameters.items() if value.requires_grad}
     if len(trained) < len(parameters):
         return {f"model.{name}": value.detach() for name, value in trained.items()}
-    buffers = {
-        name: value for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, nn.Parameter)
-    }
     named = {**trained, **buffers}
     return {f"model.{name}": value.detach() for name, value in named.items()}
 
