@@ -158,9 +158,7 @@ def test_compiled_code_uses_the_replacement_without_graph_breaks(name: str) -> N
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None or torch.cuda.is_available(), reason="fla without a GPU")
 def test_flash_linear_attention_without_a_gpu() -> None:
     model, x = tiny("qwen3_next"), tokens()
-    with pytest.raises(RuntimeError, match="0 active drivers"):
-        model(x)
-    prism.accelerate(model, quiet=True)
+    prism.accelerate(model, quiet=True)  # without it, fla's first call in a process stops with "0 active drivers"
     assert model(x).logits.isfinite().all()
 
 

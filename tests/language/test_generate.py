@@ -235,7 +235,9 @@ class TestOpening:
 
     def test_another_kind_of_model(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-        with pytest.raises(ValueError, match=r"holds no PRISM language model: .* is 'gpt2', not 'prism'$"):
+        with pytest.raises(
+            ValueError, match=r"holds no PRISM language model: .* is 'gpt2', not 'prism'; `prism convert`"
+        ):
             open_model(tmp_path)
         (tmp_path / "config.json").write_text('{"model_type": "prism_rec"}')
         with pytest.raises(ValueError, match=r"holds no PRISM language model: .*; it is a PRISM recommender$"):

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,7 @@ class Family:
         found = {key.removeprefix(f"{model}."): new for key, new in self.methods.items() if key.startswith(f"{model}.")}
         for name, backbone in zip(self.models, self.backbones, strict=False):
             if name == model:
-                found[f"{backbone}.forward"] = "prism.dropin.families:packed_by_positions"
+                found[f"{backbone}.forward"] = "prism.dropin.documents:packed_by_positions"
         return found
 
 
@@ -58,7 +53,7 @@ FAMILIES = (
             "mamba2_split_conv1d_scan_combined": "prism.dropin.mamba2:no_fused_layer",
             **_CONV,
         },
-        methods={"mamba2.Mamba2ForCausalLM.forward": "prism.dropin.families:passing_documents"},
+        methods={"mamba2.Mamba2ForCausalLM.forward": "prism.dropin.documents:passing_documents"},
         backbones=(
             "Mamba2Model",
             "BambaModel",
@@ -98,57 +93,6 @@ NOT_SERVED = {
 }
 
 
-DOCUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q")
-"""Arguments of a model that say which documents its rows hold."""
-_PASSED = "_prism_documents"
-
-
 def modeling_file(model: str) -> str:
     """The module that defines a model of transformers."""
     return f"transformers.models.{model}.modeling_{model}"
-
-
-def packed_by_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backbone's `forward`: position_ids that start again become document numbers for the memory layers.
-
-    transformers finds packed documents in `position_ids` for its attention layers, under the same conditions (no mask, no
-    cache), and lets the state of the other layers run through.
-    """
-    names = list(inspect.signature(forward).parameters)[1:]
-
-    @functools.wraps(forward)
-    def with_documents(self: Any, *positional: Any, **named: Any) -> Any:
-        named |= self.__dict__.pop(_PASSED, {})
-        numbers = _numbers(dict(zip(names, positional, strict=False)) | named)
-        if numbers is not None:
-            named["seq_idx"] = numbers
-        return forward(self, *positional, **named)
-
-    return with_documents
-
-
-def passing_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a `forward` that does not pass packed documents on to its backbone."""
-
-    @functools.wraps(forward)
-    def with_documents(self: Any, *positional: Any, **named: Any) -> Any:
-        given = {name: named[name] for name in DOCUMENTS if named.get(name) is not None}
-        if given:
-            self.backbone.__dict__[_PASSED] = given
-        return forward(self, *positional, **named)
-
-    return with_documents
-
-
-def _numbers(given: Mapping[str, Any]) -> Tensor | None:
-    """Document numbers `[B, T]` from a call's position_ids; None if it packs nothing, or says itself what it packs."""
-    from transformers.masking_utils import find_packed_sequence_indices
-
-    if any(
-        given.get(name) is not None for name in ("attention_mask", "past_key_values", "cache_params", *DOCUMENTS[1:])
-    ):
-        return None
-    positions = given.get("position_ids")
-    if positions is not None and positions.ndim == 3:  # text positions above those of images
-        positions = positions[0] if positions.shape[0] == 4 else None
-    return None if positions is None or positions.shape[-1] < 2 else find_packed_sequence_indices(positions)
