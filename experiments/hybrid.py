@@ -29,7 +29,7 @@ from prism import __version__
 from prism.device import pick_device
 from prism.nn import Mixer
 from prism.probes.mqar import Recall
-from prism.probes.task import IGNORE
+from prism.probes.task import IGNORE, stream
 from prism.reports.results import machine
 from prism.rules.parts import ShortConv
 from prism.rules.rule import Span
@@ -94,7 +94,7 @@ def train(stack: str, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     scores = {}
-    random = torch.Generator().manual_seed((1 << 40) + seed)
+    random = stream("test", seed)
     for stretch in settings["stretch"]:
         length = stretch * settings["length"]
         longer = Recall(pairs=settings["pairs"], length=length, vocabulary=settings["vocabulary"])
