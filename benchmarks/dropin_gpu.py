@@ -113,6 +113,7 @@ def passes(layer: Any, x: Tensor, d_y: Tensor) -> dict[str, Callable[[], Any]]:
 
     def both() -> None:
         layer.zero_grad(set_to_none=True)
+        x.grad = None
         layer(x).backward(d_y)
 
     return dict(zip(PASSES, (forward, both), strict=True))
