@@ -208,14 +208,6 @@ def test_tables_of_results_are_written_from_stored_figures(page: str) -> None:
     assert "\n|" not in outside, f"run `python docs/tools/tables.py docs/{page}.md`"
 
 
-def test_a_time_is_read_off_a_stored_table(tmp_path: Path) -> None:
-    tables, store = tool("tables"), tmp_path / "tables.json"
-    store.write_text(json.dumps({"a": {"rows": [["KDA", "56"]]}, "b": {"rows": [["KDA", "1.1 / 4.25, 0.5×"]]}}))
-    assert tables.both_passes("KDA", store) == 4.25
-    with pytest.raises(ValueError, match="no stored table has a row 'GLA'"):
-        tables.both_passes("GLA", store)
-
-
 def test_a_table_is_stored_and_written_back() -> None:
     tables = tool("tables")
     page = "# P\n\n## A part, here\n\n| a | b |\n|---|--:|\n| 1 | |\n\n```text\n| no | table |\n```\n\n| c |\n|---|\n| 2 |\n"
