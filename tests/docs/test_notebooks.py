@@ -1,4 +1,4 @@
-"""The notebooks in examples/ run: the cells of each in this process, and one (the others in slow tests) in a kernel, by nbmake."""
+"""The notebooks in examples/ run: the cells of each in this process, and one (in slow tests all) in a kernel, by nbmake."""
 
 from __future__ import annotations
 
