@@ -16,6 +16,8 @@ from prism.train.run import CONFIG, stored_config
 
 WRITERS = {
     "lm": "prism.language.export:write_model",
+    "sft": "prism.language.tune_export:write_tuned",
+    "dpo": "prism.language.tune_export:write_tuned",
     "rec": "prism.recommend.export:write_model",
     "adapt": "prism.language.adapt_export:write_adapter",
 }
@@ -26,7 +28,7 @@ def export(run: Annotated[Positional[Path], arg(metavar="RUN")], out: Path | Non
     """Write the newest good checkpoint of a run (with early stopping, the best) as a model folder for transformers.
 
     Args:
-        run: Run folder of `prism train lm`, `prism train rec` or `prism adapt`.
+        run: Run folder of one of the `prism train` commands or of `prism adapt`.
         out: Folder to write; it must not exist yet. None: `model` in the run folder, which is replaced.
     """
     if out is not None and out.exists():

@@ -27,7 +27,7 @@ from prism.train.settings import RunSettings
 from prism.train.task import Task
 
 CONFIG = "config.json"
-HASHES = ("tokenizer", "tokens", "events", "base")
+HASHES = ("tokenizer", "tokens", "events", "base", "chat_template")
 """Entries of an identity that are hashes."""
 _PATHS = (
     ("data", "sources"),
@@ -36,8 +36,10 @@ _PATHS = (
     ("data", "cache"),
     ("model", "weights"),
     ("base", "folder"),
+    (None, "init"),
+    (None, "chat_template"),
 )
-"""Settings that hold paths, as section and name."""
+"""Settings that hold paths, as section and name; without a section they stand at the top."""
 S = TypeVar("S", bound=RunSettings)
 
 
@@ -74,12 +76,12 @@ def resumed_settings(folder: Path, task: str, blank: S) -> S | None:
     start = stored.get("started_in")
     if settings is None or start is None:
         return settings
-    changes: dict[str, dict[str, Any]] = {}
+    changes: dict[str, Any] = {}
     for section, name in _PATHS:
-        value = stored["settings"].get(section, {}).get(name)
+        value = (stored["settings"] if section is None else stored["settings"].get(section, {})).get(name)
         if isinstance(value, (str, list)):
             moved = [_relocated(each, start) for each in value] if isinstance(value, list) else _relocated(value, start)
-            changes.setdefault(section, {})[name] = moved
+            (changes if section is None else changes.setdefault(section, {}))[name] = moved
     return override(settings, changes, str(folder / CONFIG))
 
 
