@@ -23,6 +23,7 @@ LIBRARIES = {
     "eval": ("lm_eval",),
     "gpu": ("triton",),
     "adapters": ("peft",),
+    "trackers": ("wandb", "mlflow"),
 }
 """The libraries that each extra installs."""
 
