@@ -23,6 +23,7 @@ LIBRARIES = {
     "eval": ("lm_eval",),
     "gpu": ("triton",),
     "adapters": ("peft",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "trackers": ("wandb", "mlflow"),
 }
 """The libraries that each extra installs."""

@@ -175,7 +175,7 @@ def _check_shapes(u: Update) -> None:
     rows = T * u.substeps
     if T == 0:
         raise ValueError(f"q has no tokens: shape {list(u.q.shape)}, expected T ≥ 1 in [B, T, G, K]")
-    if min(B, K, H, L, V) == 0:
+    if any(size == 0 for size in (B, K, H, L, V)):  # min would fix a traced batch to a range
         raise ValueError(f"q {list(u.q.shape)} and w {list(u.w.shape)} must not have empty dimensions")
 
     if (u.erase_strength is not None or u.erase_write is not None) and u.erase_key is None:
