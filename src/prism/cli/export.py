@@ -62,9 +62,7 @@ def _export_onnx(path: Path, out: Path) -> None:
 
     stored = stored_config(path) if is_run(path) else None
     if stored is not None and stored["task"] not in ("lm", "sft", "dpo"):
-        raise ValueError(
-            f"{path} is a run of task {stored['task']!r}: --format onnx writes language models"
-        )
+        raise ValueError(f"{path} is a run of task {stored['task']!r}: --format onnx writes language models")
 
     difference = write_onnx_folder(path, out)
     print(f"exported {path} to {out}: onnxruntime's logits differ from torch's by {difference:.0e}")

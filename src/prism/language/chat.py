@@ -5,7 +5,7 @@ are those of transformers, in training and in use.
 
 Design choices
 - Special tokens are marks of the template alone. One that is written out in a message, such as `<|end|>`, is encoded as plain
-  characters: nobody can end a turn or open another by writing its mark. (transformers would take it for the mark.)
+  characters: no one can end a turn or open another by writing its mark. (transformers would take it for the mark.)
 - The answers in a text are what the template puts between `{% generation %}` and `{% endgeneration %}`. For a template
   without these marks, an answer is what the text has more with it than without it.
 - The default template needs no tokens that a tokenizer of this library lacks. The end token opens the chat and ends every

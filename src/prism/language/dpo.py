@@ -181,8 +181,8 @@ class DpoTask(TunedTask):
                 losses, won = dpo_loss(margin, self.settings.beta), (margin > 0).double()
                 sums += torch.stack([losses.sum(), won.sum(), margin.sum(), torch.tensor(float(len(numbers)))])
         model.train(training)
-        loss, won, margin_sum, count = world.sum(*sums.tolist())
-        score = PreferenceScore(loss / count, won / count, margin_sum / count)
+        *totals, count = world.sum(*sums.tolist())
+        score = PreferenceScore(*(total / count for total in totals))
         record = {f"validation_{name}": value for name, value in vars(score).items()}
         text = f"loss {score.loss:.4f}, {100 * score.accuracy:.1f} % preferred, margin {score.margin:.3f} nats"
         return ValidationResult(score, -score.loss, record, text)

@@ -43,16 +43,16 @@ def opened(settings: S) -> Iterator[tuple[S, Base, ChatFormat]]:
     """
     settings.check()
     check_folder(settings.out, settings.resume)
-    assert settings.init is not None  # `check` has seen it
-    lora = settings.lora.rank > 0
+    start, lora = settings.init, settings.lora.rank > 0
+    assert start is not None  # `check` has seen it
     if lora:
         import prism.adapters  # noqa: F401  (reports a missing peft before a large model is read)
     if lora and settings.parallel.mode == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         settings = replace(settings, parallel=replace(settings.parallel, mode="ddp"))  # the base is not sharded
-    with open_base(settings.init, settings.device if lora else "cpu") as base:
+    with open_base(start, settings.device if lora else "cpu") as base:
         if not lora and not base.lm.own:
             raise ValueError(
-                f"{settings.init} holds a {type(base.lm.model).__name__} of transformers, of which an adapter can be trained, "
+                f"{start} holds a {type(base.lm.model).__name__} of transformers, of which an adapter can be trained, "
                 "not all weights: give --lora RANK"
             )
         yield settings, base, load_chat_format(base.folder, settings.chat_template, default=True)

@@ -6,7 +6,7 @@ Design choices
 - A resumed run continues the same run of a tracker: its id is in the run folder, in trackers.json.
 - Where metrics go is said as each tool's users are used to: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI and so on. Without a
   tracking URI MLflow's files are in the run folder, in mlruns.
-- Weights & Biases sends in a process of its own. MLflow would wait for its server in every call, so a thread calls it.
+- Weights & Biases sends in a separate process. MLflow would wait for its server in every call, so a thread calls it.
 """
 
 from __future__ import annotations
@@ -67,27 +67,30 @@ class Trackers:
     ) -> None:
         self._report, self._open = report, dict[str, Tracker]()
         for name in dict.fromkeys(names):
-            self._guard(name, lambda name=name: self._open.update({name: _OPENERS[name](folder, step, settings or {})}))
+            opened = self._guard(name, _OPENERS[name], folder, step, settings or {})
+            if opened is not None:
+                self._open[name] = opened
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Send the numbers among the values."""
         numbers = {name: float(value) for name, value in values.items() if _is_number(value)}
         for name, tracker in list(self._open.items()):
-            self._guard(name, lambda tracker=tracker: tracker.log(step, numbers))
+            self._guard(name, tracker.log, step, numbers)
 
     def close(self, failed: bool = False) -> None:
         for name, tracker in list(self._open.items()):
-            self._guard(name, lambda tracker=tracker: tracker.close(failed))
+            self._guard(name, tracker.close, failed)
         self._open.clear()
 
-    def _guard(self, name: str, action: Callable[[], Any]) -> None:
+    def _guard(self, name: str, action: Callable[..., Any], *arguments: Any) -> Any:
         """Run an action of a tracker; if it fails, say so and do without the tracker."""
         try:
-            action()
+            return action(*arguments)
         except Exception as error:  # of a network, a server, a full disk: nothing that a run depends on
             self._open.pop(name, None)
             why = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._report(f"{name} failed and gets no more metrics of this run, which continues: {why}")
+            return None
 
 
 class _TensorBoard:
