@@ -24,6 +24,7 @@ LIBRARIES = {
     "gpu": ("triton",),
     "adapters": ("peft",),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "trackers": ("wandb", "mlflow"),
 }
 """The libraries that each extra installs."""
 

@@ -16,6 +16,8 @@ from prism.train.run import CONFIG, stored_config
 
 WRITERS = {
     "lm": "prism.language.export:write_model",
+    "sft": "prism.language.tune_export:write_tuned",
+    "dpo": "prism.language.tune_export:write_tuned",
     "rec": "prism.recommend.export:write_model",
     "adapt": "prism.language.adapt_export:write_adapter",
 }
@@ -30,7 +32,7 @@ def export(
     """Write the newest good checkpoint of a run (with early stopping, the best) as a model folder, or as ONNX.
 
     Args:
-        run: Run folder of `prism train lm`, `prism train rec` or `prism adapt`; for ONNX a language model, run or saved.
+        run: Run folder of a `prism train` command or of `prism adapt`; for ONNX a language model, run or saved.
         out: Folder to write; it must not exist yet. None: `model` (or `onnx`) in the run folder, which is replaced.
         format: model: for transformers and the other commands. onnx: one token with states in and out, needs the extra onnx.
     """
@@ -59,10 +61,8 @@ def _export_onnx(path: Path, out: Path) -> None:
     from prism.models.loading import is_run
 
     stored = stored_config(path) if is_run(path) else None
-    if stored is not None and stored["task"] != "lm":
-        raise ValueError(
-            f"{path} is a run of task {stored['task']!r}: --format onnx writes language models of `prism train lm`"
-        )
+    if stored is not None and stored["task"] not in ("lm", "sft", "dpo"):
+        raise ValueError(f"{path} is a run of task {stored['task']!r}: --format onnx writes language models")
 
     difference = write_onnx_folder(path, out)
     print(f"exported {path} to {out}: onnxruntime's logits differ from torch's by {difference:.0e}")
