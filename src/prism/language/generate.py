@@ -25,6 +25,7 @@ from prism.files import read_json, read_state, write_state
 from prism.language.tokenizer import TextStream, Tokenizer, load_tokenizer
 from prism.models import PrismCache, PrismForCausalLM
 from prism.models.language import PrismOutput
+from prism.models.lean import step
 from prism.models.loading import fingerprint, fingerprint_mismatch, open_weights
 from prism.models.replay import cache_for
 
@@ -82,6 +83,15 @@ class Reader:
         return logits[-1]
 
 
+    def read_next(self, token: int) -> Tensor:
+        """Read one token; returns the logits `[V]` of the next one."""
+        if token == self.end or not self.cache.states:
+            return self.read_all(torch.tensor([token]))
+        logits = step(self.model, torch.tensor([token], device=self.model.device), self.cache)[0]
+        self.last = token
+        return logits.float()
+
+
 class OtherReader(Reader):
     """A model of transformers and its cache. It reads one prompt, whole, and then token by token; documents are not reset."""
 
@@ -98,6 +108,9 @@ class OtherReader(Reader):
 
     def read_all(self, tokens: Tensor, segment: int = SEGMENT) -> Tensor:
         return self.read(tokens, keep=1)[-1]
+
+    def read_next(self, token: int) -> Tensor:
+        return self.read_all(torch.tensor([token]))
 
     @property
     def nbytes(self) -> int:
@@ -240,7 +253,7 @@ class Session:
             self.ended = token == self.lm.tokenizer.end
             if self.ended:
                 return
-            self.logits = self.reader.read_all(torch.tensor([token]))
+            self.logits = self.reader.read_next(token)
             yield self.text.push(token)
 
     def save(self, path: Path) -> None:

@@ -29,30 +29,42 @@ from prism.engine.tape.program import PreparedWeights, Program
 from prism.engine.tape.record import CannotRecordError, record
 from prism.engine.tape.rewrite import shortened
 from prism.models.cache import CachedModel, PrismCache
-from prism.models.replay import CapturedStep, ReplayedCache, can_be_captured, choice_of, layout, precision
+from prism.models.replay import (
+    FASTEST,
+    CapturedStep,
+    ReplayedCache,
+    can_be_captured,
+    choice_of,
+    layout,
+    precision,
+)
 from prism.models.rollback import Inputs
 from prism.nn.state import State
 
-KEPT = 4
-"""Steps that a cache keeps: one per number of rows, the latest."""
+KEPT = 8
+"""Steps that a cache keeps: for 1, 2, 4 … rows, the latest."""
+MOST_ROWS = 64
+"""Rows up to which a step is replayed: beyond, torch's threads outweigh the overhead."""
 
 _prepared: weakref.WeakKeyDictionary[Any, tuple[list[Any], PreparedWeights]] = weakref.WeakKeyDictionary()
 """The prepared weights of a model, and the weights that they were prepared from."""
 
 
 class LeanStep(CapturedStep):
-    """A step of one token per row for a fixed batch size, as a tape."""
+    """A step of one token per row as a tape, for up to `rows` rows: those that are not used compute on old states."""
 
     def __init__(self, model: CachedModel, tokens: Tensor, states: list[State], state_dtype: torch.dtype) -> None:
+        used = tokens.shape[0]
+        self.rows = room(used)
+        tokens, states = _padded(tokens, self.rows), [state.map(lambda z: _padded(z, self.rows)) for state in states]
         super().__init__(model, tokens, states, state_dtype)
         weights = _prepared_weights(model, self.weight_addresses)
         first = self.states
         with torch.inference_mode(False), torch.no_grad():
             second = [state.map(torch.empty_like) for state in first]
-        tape = record(lambda: self._outputs(first), [self.tokens, *_tensors(first)])
+        tape = shortened(record(lambda: self._outputs(first), [self.tokens, *_tensors(first)]))
         if layout(self.recorded[2]) != layout(first):
             raise CannotRecordError("its states do not keep their shapes")
-        tape = shortened(tape)
         with torch.inference_mode():
             answers = [torch.empty_like(x) for x in self.recorded[:2] if x is not None]
         self.sets, self.turn = (first, second), 0
@@ -63,6 +75,7 @@ class LeanStep(CapturedStep):
         self.outputs = answers[0], answers[1] if len(answers) > 1 else None
         self._verify()
         del self.recorded
+        self._look_at(used)
 
     def _outputs(self, states: list[State]) -> list[Tensor]:
         with using(form=self._form()):
@@ -84,25 +97,55 @@ class LeanStep(CapturedStep):
         if not all(_close(x, y) for x, y in zip(found, expected, strict=True)):
             raise CannotRecordError("its tape gives other results")
 
+    def _look_at(self, used: int) -> None:
+        """Make `states` the first rows of the buffers."""
+        self.used = used
+        self.views = tuple([state.map(lambda z: z[:used]) for state in states] for states in self.sets)
+        self.states = self.views[self.turn]
+
     def current_weight_addresses(self) -> list[Any]:
         """Address and version of every parameter and buffer; the version counts changes in place."""
         return [*map(Tensor.data_ptr, self.weights), *map(attrgetter("_version"), self.weights)]
 
+    def can_serve(self, model: CachedModel, tokens: Tensor, states: list[State]) -> bool:
+        if model is not self.model or tokens.dtype != self.tokens.dtype or room(len(tokens)) != self.rows:
+            return False
+        if precision(tokens.device) is not None or choice_of(model) != self.choice:
+            return False
+        return (self.holds(states) or _row_layout(states) == _row_layout(self.states)) and not self.outdated()
+
     def __call__(self, tokens: Tensor, states: list[State]) -> tuple[Tensor, Tensor | None]:
-        self.tokens.copy_(tokens)
+        used = tokens.shape[0]
+        self.tokens[:used].copy_(tokens)
         if not self.holds(states):
+            self._look_at(used)
             for source, target in zip(_tensors(states), _tensors(self.states), strict=True):
                 target.copy_(source)
         self.programs[self.turn]()
         self.turn = 1 - self.turn
-        self.states = self.sets[self.turn]
+        self.states = self.views[self.turn]
         logits, balance = self.outputs
-        return logits.clone(), None if balance is None else balance.clone()
+        return logits[:used].clone(), None if balance is None else balance.clone()
+
+
+def room(rows: int) -> int:
+    """The power of two that has room for so many rows: rows come and go without a new tape each time."""
+    return 1 << (rows - 1).bit_length()
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """x `[B, …]` with its last row repeated up to `rows`."""
+    return x if len(x) == rows else torch.cat([x, x[-1:].expand(rows - len(x), *x.shape[1:])])
 
 
 def _tensors(states: list[State]) -> list[Tensor]:
     """All tensors of the states, by name: the order of a dict may differ."""
     return [x for state in states for _, x in sorted(state.tensors().items())]
+
+
+def _row_layout(states: list[State]) -> list[dict[str, Any]]:
+    """Shape without the batch, and dtype, of every tensor."""
+    return [{name: (z.shape[1:], z.dtype, z.device) for name, z in state.tensors().items()} for state in states]
 
 
 def _close(x: Any, y: Tensor) -> bool:
@@ -147,10 +190,12 @@ class LeanCache(ReplayedCache):
 
     def _current(self, model: CachedModel, tokens: Tensor) -> LeanStep | None:
         """The step that serves these tokens; None if an ordinary one must."""
-        if self._step is not None and self._step.can_serve(model, tokens, self.states):
-            return self._step  # type: ignore[return-value]  # no other kind is made here
-        about = tokens.shape, tokens.dtype, tokens.device, precision(tokens.device), self.state_dtype
-        kind = repr((id(model), *about, choice_of(model), layout(self.states)))
+        if isinstance(self._step, LeanStep) and self._step.can_serve(model, tokens, self.states):
+            return self._step
+        if tokens.device.type != "cpu" or precision(tokens.device) is not None or len(tokens) > MOST_ROWS:
+            return None
+        about = room(len(tokens)), tokens.dtype, self.state_dtype, choice_of(model), _row_layout(self.states)
+        kind = repr((id(model), about))
         step = self._steps.get(kind)
         if step is None and kind in self._steps:  # it could not be recorded
             return None
@@ -166,11 +211,9 @@ class LeanCache(ReplayedCache):
         return {**super().__getstate__(), "_steps": {}}
 
 
-def _recorded(
-    model: CachedModel, tokens: Tensor, states: list[State], state_dtype: torch.dtype
-) -> LeanStep | None:
+def _recorded(model: CachedModel, tokens: Tensor, states: list[State], state_dtype: torch.dtype) -> LeanStep | None:
     """A new step; None if the model's steps cannot be recorded."""
-    if precision(tokens.device) is not None or not can_be_captured(model):
+    if not can_be_captured(model):
         return None
     try:
         return LeanStep(model, tokens, states, state_dtype)
@@ -178,7 +221,7 @@ def _recorded(
         return None
 
 
-def lean_cache_serves(model: CachedModel) -> bool:
+def _serves(model: CachedModel) -> bool:
     """Whether all of a model is ordinary tensors on the CPU, with states of fixed size."""
     weights = [*model.parameters(), *model.buffers()]
     plain = all(type(w.data) is Tensor and w.device.type == "cpu" and not w.is_inference() for w in weights)
@@ -188,12 +231,17 @@ def lean_cache_serves(model: CachedModel) -> bool:
 def step(model: CachedModel, tokens: Tensor, cache: PrismCache) -> Tensor:
     """Logits `[B, V]` after one more token per row, tokens `[B]`; the cache then holds the states after it.
 
-    With a cache of `cache_for(model)` this is the fastest way to a token. Rows may come and go between two steps: select them
-    with `cache.batch_select_indices`, or join caches with `joined`.
+    With a cache of `cache_for(model)`, which has read a prompt, this is the fastest way to the next token. Rows may come and
+    go between two steps, by `cache.batch_select_indices` or with other `cache.states`.
     """
+    ids = tokens[:, None]
     with torch.inference_mode():
-        answers = cache.step(model, tokens[:, None]) if isinstance(cache, LeanCache) and cache.states else None
+        ready = isinstance(cache, ReplayedCache) and cache.states and not cache.unread
+        answers = cache.step(model, ids) if ready else None
         if answers is None:
-            out = model.forward(tokens[:, None], past_key_values=cache, use_cache=True, return_dict=True)
+            out = model.forward(ids, past_key_values=cache, use_cache=True, return_dict=True)
             answers = out.logits, None
         return answers[0][:, -1]
+
+
+FASTEST.append((_serves, LeanCache))
