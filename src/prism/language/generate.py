@@ -243,15 +243,26 @@ class Session:
             self.ended = False
         return len(tokens)
 
+    def read_start(self) -> None:
+        """If nothing was read yet, read an end token, after which a new document starts."""
+        if self.logits is None:
+            self.logits = self.reader.read_all(torch.tensor([self.lm.tokenizer.end]))
+
+    def choose(self, sampling: Sampling) -> int | None:
+        """The next token; None if the text has ended."""
+        if self.ended or self.logits is None:
+            return None
+        # The embedding may have more rows than the tokenizer has tokens.
+        token = sampling.choose(self.logits[: self.lm.tokenizer.size], self.random)
+        self.ended = token == self.lm.tokenizer.end
+        return None if self.ended else token
+
     def write(self, tokens: int, sampling: Sampling) -> Iterator[str]:
         """Write up to this many tokens; yields for each the text that it completes, which may be empty."""
-        if self.logits is None:  # a new document starts after an end token
-            self.logits = self.reader.read_all(torch.tensor([self.lm.tokenizer.end]))
-        for _ in range(0 if self.ended else tokens):
-            # The embedding may have more rows than the tokenizer has tokens.
-            token = sampling.choose(self.logits[: self.lm.tokenizer.size], self.random)
-            self.ended = token == self.lm.tokenizer.end
-            if self.ended:
+        self.read_start()
+        for _ in range(tokens):
+            token = self.choose(sampling)
+            if token is None:
                 return
             self.logits = self.reader.read_next(token)
             yield self.text.push(token)
