@@ -134,9 +134,7 @@ def _refuse_with_prompts(**others: object) -> None:
         raise ValueError(f"--prompts and {flag} were both given: {flag} is for a single text")
 
 
-def _continue_prompts(
-    lm: LanguageModel, prompts: list[Prompt], how: tuple[Any, ...], journal: Journal | None
-) -> int:
+def _continue_prompts(lm: LanguageModel, prompts: list[Prompt], how: tuple[Any, ...], journal: Journal | None) -> int:
     """Continue prompts, with a progress bar; returns the exit code."""
     known = set() if journal is None else set(journal.rows)
     if known:

@@ -82,7 +82,6 @@ class Reader:
             logits = self.read(part, keep=1)
         return logits[-1]
 
-
     def read_next(self, token: int) -> Tensor:
         """Read one token; returns the logits `[V]` of the next one."""
         if token == self.end or not self.cache.states:

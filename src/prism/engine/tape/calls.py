@@ -164,7 +164,9 @@ def _rms_norm(out: Tensor, x: Tensor, shape: Any, weight: Any = None, eps: float
     if weight is not None:
         scale *= weight.detach().numpy()
     if source.size == width:
-        return [partial(_norm_of_one_row, source.reshape(-1), scale, added, np.empty((), source.dtype), target.reshape(-1))]
+        return [
+            partial(_norm_of_one_row, source.reshape(-1), scale, added, np.empty((), source.dtype), target.reshape(-1))
+        ]
     total = np.empty((*source.shape[:-1], 1), source.dtype)
     whole = np.broadcast_to(scale, target.shape).copy()
     return [

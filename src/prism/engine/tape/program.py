@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,7 +81,7 @@ class Program:
                     self.calls += copy(place, value)
 
     def __call__(self) -> None:
-        with torch.inference_mode():
+        with torch.inference_mode(), np.errstate(all="ignore"):  # torch does not warn of infinities either
             for call in self.calls:
                 call()
 
@@ -139,7 +140,10 @@ class Program:
         out = self.places[id(entry.outputs[0])] if alone else torch.zeros(*x.shape[:-1], weight.shape[1], dtype=x.dtype)
         flat = out.view(-1, weight.shape[1])
         if any(bias is not None for bias in biases):
-            parts = [torch.zeros(len(e.args[1]), dtype=x.dtype) if b is None else b.detach() for e, b in zip(group, biases, strict=True)]
+            parts = [
+                torch.zeros(len(e.args[1]), dtype=x.dtype) if b is None else b.detach()
+                for e, b in zip(group, biases, strict=True)
+            ]
             self.calls.append(partial(torch.addmm, torch.cat(parts), rows, weight, out=flat))
         else:
             self.calls.append(partial(torch.mm, rows, weight, out=flat))

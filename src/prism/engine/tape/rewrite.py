@@ -1,9 +1,9 @@
 """Make a tape shorter without changing what it computes, up to rounding.
 
-    what no result needs                 is dropped
-    the same operation twice             is computed once
-    sum(square(x)) over the last axis    one dot product
-    x + a @ b,  x - a ⊗ b                one product that adds
+what no result needs                 is dropped
+the same operation twice             is computed once
+sum(square(x)) over the last axis    one dot product
+x + a @ b,  x - a ⊗ b                one product that adds
 """
 
 from __future__ import annotations
