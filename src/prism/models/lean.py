@@ -46,8 +46,8 @@ KEPT = 8
 MOST_ROWS = 64
 """Rows up to which a step is replayed: beyond, torch's threads outweigh the overhead."""
 
-_prepared: weakref.WeakKeyDictionary[Any, tuple[list[Any], PreparedWeights]] = weakref.WeakKeyDictionary()
-"""The prepared weights of a model, and the weights that they were prepared from."""
+_prepared: weakref.WeakKeyDictionary[Any, tuple[list[Any], weakref.ref[PreparedWeights]]] = weakref.WeakKeyDictionary()
+"""The prepared weights of a model, as long as a step uses them, and the weights that they were prepared from."""
 
 
 class LeanStep(CapturedStep):
@@ -159,9 +159,11 @@ def _close(x: Any, y: Tensor) -> bool:
 def _prepared_weights(model: CachedModel, versions: list[Any]) -> PreparedWeights:
     """The weights that all steps of a model share; new ones if the model has changed."""
     known = _prepared.get(model)
-    if known is None or known[0] != versions:
-        known = _prepared[model] = versions, PreparedWeights()
-    return known[1]
+    kept = known[1]() if known is not None and known[0] == versions else None
+    if kept is None:
+        kept = PreparedWeights()
+        _prepared[model] = versions, weakref.ref(kept)
+    return kept
 
 
 class LeanCache(ReplayedCache):
