@@ -16,6 +16,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from prism.cli import help
 from prism.messages import did_you_mean
 from prism.overrides import command_of, override, read_toml, short_field
 from prism.train.settings import RunSettings
@@ -77,11 +78,21 @@ def parse_settings(
     name: str | None = given.preset or toml.get("preset")
     stored = None if name else resumed_settings(Path(given.out or toml.get("out") or blank.out), task, blank)
     settings = override(stored or preset(name), toml, str(given.config))
+    kind: Any = type(blank)
+    words, topic = [_in_full(word, blank) for word in arguments], help.asked(arguments)
+    if topic == "":
+        print(help.overview(command_of(task), usage, _description(kind), settings))
+        raise SystemExit(0)
+    if topic is not None:
+        help.check_topic(topic, settings)
+        words = ["--help"]
+        if topic != help.ALL:
+            kind, settings = help.only(topic, settings)
     parsed, unknown = tyro.cli(
-        type(blank),
+        kind,
         prog=command_of(task) + usage,
-        args=[_in_full(word, blank) for word in arguments],
-        description=_description(type(blank)),
+        args=words,
+        description=_description(type(blank)) if topic in (None, help.ALL) else "",
         default=settings,
         return_unknown_args=True,
         registry=REGISTRY,
