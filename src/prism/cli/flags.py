@@ -78,21 +78,17 @@ def parse_settings(
     name: str | None = given.preset or toml.get("preset")
     stored = None if name else resumed_settings(Path(given.out or toml.get("out") or blank.out), task, blank)
     settings = override(stored or preset(name), toml, str(given.config))
-    kind: Any = type(blank)
-    words, topic = [_in_full(word, blank) for word in arguments], help.asked(arguments)
+    command, topic = command_of(task) + usage, help.asked(arguments)
     if topic == "":
-        print(help.overview(command_of(task), usage, _description(kind), settings))
+        print(help.overview(command, _description(type(blank)), settings))
         raise SystemExit(0)
-    if topic is not None:
-        help.check_topic(topic, settings)
-        words = ["--help"]
-        if topic != help.ALL:
-            kind, settings = help.only(topic, settings)
+    if topic is not None and topic != help.ALL:
+        help.show_group(topic, command, settings, REGISTRY)
     parsed, unknown = tyro.cli(
-        kind,
-        prog=command_of(task) + usage,
-        args=words,
-        description=_description(type(blank)) if topic in (None, help.ALL) else "",
+        type(blank),
+        prog=command,
+        args=["--help"] if topic == help.ALL else [_in_full(word, blank) for word in arguments],
+        description=_description(type(blank)),
         default=settings,
         return_unknown_args=True,
         registry=REGISTRY,

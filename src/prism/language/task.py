@@ -221,7 +221,9 @@ class LanguageTask(TextTask):
     def sample(self, model: nn.Module) -> str:
         """The prompt and what the model writes after it, always with the same random numbers, which are its own."""
         wanted = self.settings.sample
-        lm = LanguageModel(model, load_tokenizer(self.corpus.tokenizer_file, self.corpus.manifest.end_token), "training")
+        lm = LanguageModel(
+            model, load_tokenizer(self.corpus.tokenizer_file, self.corpus.manifest.end_token), "training"
+        )
         training = model.training
         model.eval()
         session = Session(lm, self.settings.seed)

@@ -12,8 +12,8 @@ Design choices
   after it has queued step s+1. Log line, skip count, the end after `max_skips` and a stop by a signal therefore come one
   step later. Before a validation, a checkpoint and the end of the run every step is settled, so all of them hold the same
   facts as on the CPU, where each step is read and settled before the next.
-- After a step, in this order: log, validate, show a sample, checkpoint, obey a signal. A checkpoint of step s is therefore written after
-  everything that the log says about steps ≤ s.
+- After a step, in this order: log, validate, show a sample, checkpoint, obey a signal. A checkpoint of step s is therefore
+  written after everything that the log says about steps ≤ s.
 """
 
 from __future__ import annotations
