@@ -23,6 +23,7 @@ LIBRARIES = {
     "eval": ("lm_eval",),
     "gpu": ("triton",),
     "adapters": ("peft",),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "psycopg", "psycopg_pool", "redis", "starlette"),
 }
 """The libraries that each extra installs."""
 
