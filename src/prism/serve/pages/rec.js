@@ -126,11 +126,12 @@ function showPast(facts) {
     rows.push(fact("memory, always this size", bytes(facts.StateBytes), "The state of fixed size that stands for the whole history"));
   }
   if (facts && facts.StateAge !== null && facts.StateAge !== undefined) rows.push(fact("memory updated", ago(facts.StateAge)));
-  if (!facts) rows.push(fact("kept", "on this page only"));
   $("facts").replaceChildren(...rows);
+  const outcome = user === null ? "The list changes, and nothing is stored." : "It is stored, and the list changes.";
+  $("next-help").textContent = `Click an item, as this person would. ${outcome}`;
   $("history-title").hidden = events.length === 0;
   if (events.length === 0) {
-    const text = "Nothing yet: these are the items that most people like. Click one.";
+    const text = "Nothing yet. Until the first click, the list shows what is popular.";
     $("history").replaceChildren(el("li", { class: "empty" }, text));
     return;
   }
