@@ -22,13 +22,13 @@ const path = (id) => encodeURIComponent(id);
 
 async function readUser() {
   const query = `n=${HOW_MANY}&exclude-seen=${!$("seen").checked}&detail=true`;
-  const [facts, list] = await Promise.all([
-    api(`/api/user/${path(user)}?n=${HISTORY}`).catch((error) => {
-      if (error.status === 404) return { EventCount: 0, Feedback: [] };
-      throw error;
-    }),
-    api(`/api/recommend/${path(user)}?${query}`),
-  ]);
+  const id = user;
+  const readFacts = async () => {
+    // Ids are in order, so the user itself comes first; one without events has no page, which is no error here
+    const [first] = await api(`/api/users?prefix=${path(id)}&n=1`);
+    return first?.UserId === id ? api(`/api/user/${path(id)}?n=${HISTORY}`) : { EventCount: 0, Feedback: [] };
+  };
+  const [facts, list] = await Promise.all([readFacts(), api(`/api/recommend/${path(id)}?${query}`)]);
   return { facts, list };
 }
 
@@ -259,8 +259,15 @@ function markPeople() {
   }
 }
 
+/** What starts with a text, or else with the same text and a capital letter. */
+async function startingWith(list, text, signal) {
+  const found = await api(`/api/${list}?prefix=${path(text)}&n=20`, { signal });
+  const capital = text.charAt(0).toUpperCase() + text.slice(1);
+  return found.length > 0 || capital === text ? found : api(`/api/${list}?prefix=${path(capital)}&n=20`, { signal });
+}
+
 async function findUsers(text, signal) {
-  const found = await api(`/api/users?prefix=${path(text)}&n=20`, { signal });
+  const found = await startingWith("users", text, signal);
   const options = found.map(({ UserId, EventCount }) => ({ value: UserId, label: UserId, note: plural(EventCount, "event") }));
   if (text !== "" && !found.some(({ UserId }) => UserId === text)) {
     options.push({ value: text, label: text, note: "new user" });
@@ -269,7 +276,7 @@ async function findUsers(text, signal) {
 }
 
 async function findItems(text, signal) {
-  const found = await api(`/api/items?prefix=${path(text)}&n=20`, { signal });
+  const found = await startingWith("items", text, signal);
   return found.map(({ ItemId, Count }) => ({ value: ItemId, label: ItemId, note: plural(Count, "event") }));
 }
 
@@ -307,7 +314,7 @@ async function showServer([throughput, latency]) {
   }
   $("model").textContent = [
     model.name,
-    plural(model.layers, "layer"),
+    `layers ${model.layers}`,
     plural(model.items, "item"),
     `${count(model.parameters)} parameters`,
     `${bytes(model.state_bytes)} of memory per user`,

@@ -23,6 +23,7 @@ export function typeahead(input, list, find, take) {
     spellcheck: "false",
   }).forEach(([name, value]) => input.setAttribute(name, value));
   list.setAttribute("role", "listbox");
+  list.tabIndex = -1; // a list that scrolls would otherwise be a stop of the Tab key
 
   function close() {
     clearTimeout(timer);
