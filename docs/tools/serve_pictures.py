@@ -128,10 +128,10 @@ def send_events(url: str, seconds: float) -> None:
 
 
 def photograph(page: Page, name: str, **options: Any) -> None:
-    """Save what the page shows, with as few colours as the eye needs."""
+    """Save what the page shows."""
     picture = Image.open(io.BytesIO(page.screenshot(**options))).convert("RGB")
     path = IMAGES / f"serve-{name}.png"
-    picture.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    picture.save(path, optimize=True)
     print(f"{path}: {path.stat().st_size // 1024} KB")
 
 
@@ -221,17 +221,17 @@ def main() -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         raise SystemExit("chromium is not installed: apt-get install chromium")
-    models = {"rec": train_recommender, "lm": train_language_model}
-    for name in models if options.only is None else [options.only]:
-        if not (options.folder / name / "model").is_dir():
-            models[name](options.folder / name)
+    films, tales = options.folder / "films", options.folder / "stories"
+    for run, train, kind in ((films, train_recommender, "rec"), (tales, train_language_model, "lm")):
+        if options.only in (kind, None) and not (run / "model").is_dir():
+            train(run)
     with sync_playwright() as driver, tempfile.TemporaryDirectory() as scratch:
         browser = driver.chromium.launch(executable_path=chromium, args=FLAGS)
         if options.only != "lm":
-            with served("rec", str(options.folder / "rec"), "--store", f"{scratch}/store.db") as url:
+            with served("rec", str(films), "--store", f"{scratch}/store.db") as url:
                 recommender_pictures(browser, url)
         if options.only != "rec":
-            with served("lm", str(options.folder / "lm")) as url:
+            with served("lm", str(tales)) as url:
                 language_model_pictures(browser, url)
         browser.close()
 

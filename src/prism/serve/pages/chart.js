@@ -134,7 +134,7 @@ export function secondsAgo(first, last) {
   const middle = Math.round(span / 2 / 10) * 10;
   return [
     [first, span > 115 ? `${Math.round(span / 60)} min ago` : `${Math.round(span)} s ago`, "start"],
-    [last - middle, `${middle} s`, "middle"],
+    [last - middle, middle === 60 ? "1 min" : `${middle} s`, "middle"],
     [last, "now", "end"],
   ];
 }

@@ -48,6 +48,9 @@ export function milliseconds(value) {
   return `${value >= 10 ? Math.round(value) : value >= 1 ? value.toFixed(1) : value.toFixed(2)} ms`;
 }
 
+/** The last part of a path: a model is called by its folder. */
+export const lastPart = (name) => name.split("/").filter(Boolean).at(-1) ?? name;
+
 /** One thing, two things. */
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
 

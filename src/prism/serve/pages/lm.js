@@ -1,6 +1,6 @@
 // The language model's page: branches of a text side by side, the memory behind them, the states that are kept.
 
-import { $, api, attempt, bytes, count, el, plural, poll, say, themeButton } from "./common.js";
+import { $, api, attempt, bytes, count, el, lastPart, plural, poll, say, themeButton } from "./common.js";
 import { Branch } from "./branch.js";
 import { Chart, secondsAgo } from "./chart.js";
 import { showMemory } from "./memory.js";
@@ -154,8 +154,9 @@ async function showServer(chart) {
   const stats = await api("/api/stats");
   const first = model.name === "";
   model = stats.Model;
+  $("model").title = model.name;
   $("model").textContent = [
-    model.name,
+    lastPart(model.name),
     plural(model.layers, "layer"),
     `${count(model.parameters)} parameters`,
     `${bytes(model.state_bytes)} of memory per text`,

@@ -1,12 +1,13 @@
 // The recommender's page: choose a person, click what they would click, see how the list follows.
 
-import { $, ago, announce, api, attempt, bytes, count, el, milliseconds, plural, poll, say, themeButton } from "./common.js";
+import { $, ago, announce, api, attempt, bytes, count, el, lastPart, milliseconds, plural, poll, say, themeButton } from "./common.js";
 import { Chart, secondsAgo } from "./chart.js";
 import { typeahead } from "./typeahead.js";
 
 const HOW_MANY = 10;
 const HISTORY = 50;
 const WHY = 2; // nearest events shown per recommendation
+const NEARLY = 0.6;
 const TYPE = "click";
 
 /** Who is looked at: a user's id, or null for an anonymous visitor, whose history is kept on this page only. */
@@ -171,10 +172,15 @@ function movement(item, place) {
   return el("span", { class: `moved ${kind}`, "aria-label": `${word} ${Math.abs(steps)}` }, `${sign} ${Math.abs(steps)}`);
 }
 
-function why(because) {
-  if (!because || because.length === 0) return null;
-  const parts = because.slice(0, WHY).flatMap((event, i) => [i > 0 ? " and " : "", el("b", {}, event.ItemId)]);
-  return el("span", { class: "why" }, "close to ", parts);
+/** The events that an item is close to; the second only if it is nearly as close as the first. */
+function nearest(because) {
+  const enough = Math.max(0, (because[0]?.Similarity ?? 0) * NEARLY);
+  return because.slice(0, WHY).filter((event) => event.Similarity > enough).map((event) => event.ItemId);
+}
+
+function why(near) {
+  if (near.length === 0) return null;
+  return el("span", { class: "why" }, "close to ", near.flatMap((item, i) => [i > 0 ? " and " : "", el("b", {}, item)]));
 }
 
 function showNext(list) {
@@ -195,7 +201,7 @@ function showRecommendation(entry, i, best) {
   const share = Number.isFinite(entry.Score) ? Math.exp(Math.min(0, entry.Score - best)) : 0;
   const fillBar = el("i");
   fillBar.style.width = `${Math.max(2, 100 * share)}%`;
-  const near = (entry.Because ?? []).slice(0, WHY).map((event) => event.ItemId);
+  const near = nearest(entry.Because ?? []);
   const button = el(
     "button",
     {
@@ -208,7 +214,7 @@ function showRecommendation(entry, i, best) {
       onblur: () => highlight([]),
     },
     el("span", { class: "rank", "aria-hidden": "true" }, i + 1),
-    el("span", {}, el("span", { class: "name" }, entry.ItemId), movement(entry.ItemId, i), why(entry.Because)),
+    el("span", {}, el("span", { class: "name" }, entry.ItemId), movement(entry.ItemId, i), why(near)),
     el("span", { class: "bar", title: `Score ${entry.Score?.toFixed?.(3)}; the bar compares with the first`, "aria-hidden": "true" }, fillBar),
   );
   const row = el("li", {}, button);
@@ -245,18 +251,27 @@ function slide(rows, places) {
 
 async function showPeople() {
   const found = await api("/api/users?n=5");
-  const entry = (id, text) =>
-    el("li", {}, el("button", { class: "small", type: "button", onclick: () => choose(id) }, text));
-  const people = [entry(null, "Anonymous visitor"), ...found.map(({ UserId }) => entry(UserId, UserId))];
-  people.forEach((row, i) => (row.dataset.user = i === 0 ? "" : found[i - 1].UserId));
-  $("people").replaceChildren(...people);
+  $("people").replaceChildren(person(null, "Anonymous visitor"), ...found.map(({ UserId }) => person(UserId, UserId)));
   markPeople();
 }
 
+function person(id, text) {
+  const row = el("li", {}, el("button", { class: "small", type: "button", onclick: () => choose(id) }, text));
+  row.dataset.user = id ?? "";
+  return row;
+}
+
+/** Mark who is looked at; someone found by search is added. */
 function markPeople() {
-  for (const row of $("people").children) {
-    row.firstChild.setAttribute("aria-pressed", String(row.dataset.user === (user ?? "")));
+  const host = $("people");
+  const rows = () => [...host.children];
+  if (user !== null && host.children.length > 0 && rows().every((row) => row.dataset.user !== user)) {
+    rows().find((row) => row.classList.contains("found"))?.remove();
+    const row = person(user, user);
+    row.classList.add("found");
+    host.append(row);
   }
+  rows().forEach((row) => row.firstChild.setAttribute("aria-pressed", String(row.dataset.user === (user ?? ""))));
 }
 
 /** What starts with a text, or else with the same text and a capital letter. */
@@ -312,8 +327,9 @@ async function showServer([throughput, latency]) {
   for (const times of [series.P50, series.P99]) {
     series.Requests.forEach((requests, i) => requests === 0 && (times[i] = null)); // no request took no time
   }
+  $("model").title = model.name;
   $("model").textContent = [
-    model.name,
+    lastPart(model.name),
     `layers ${model.layers}`,
     plural(model.items, "item"),
     `${count(model.parameters)} parameters`,
