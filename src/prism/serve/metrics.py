@@ -21,7 +21,7 @@ MOST_SAMPLES = 2000
 """Most latencies kept of one second."""
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second line for every counter, which helps no one
+disable_created_metrics()  # a second line for every counter, which helps no one
 
 
 @dataclass

@@ -46,7 +46,8 @@ class Question:
     explain: bool = False
     candidates: Sequence[int] | None = None
     """Rows of the catalogue to score, instead of recommending; 0 or less: an item that the model does not know."""
-    future: asyncio.Future[Answer] = field(repr=False, default=None)  # type: ignore[assignment]
+    future: asyncio.Future[Answer] | None = field(repr=False, default=None)
+    """Takes the answer."""
 
 
 @dataclass
@@ -82,9 +83,10 @@ class Engine:
 
     async def ask(self, question: Question) -> Answer:
         """The answer to a question; StoreError if the store cannot be read."""
-        question.future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        question.future = future
         self._inbox.put(question)
-        return await question.future
+        return await future
 
     def fresh(self, users: Sequence[str]) -> None:
         """Users who have new events. Their states are updated when nothing else waits."""
@@ -147,8 +149,8 @@ class Engine:
             results = list(self._compute(batch))
         except Exception as error:
             results = [error] * len(batch)
-        loop = batch[0].future.get_loop()
-        loop.call_soon_threadsafe(_resolve, [question.future for question in batch], results)
+        futures = [question.future for question in batch if question.future is not None]
+        futures[0].get_loop().call_soon_threadsafe(_resolve, futures, results)
 
     @torch.no_grad()
     def _compute(self, batch: list[Question]) -> list[Answer]:

@@ -26,13 +26,13 @@ class PostgresRun(Run):
         self.connection = connection
 
     def __call__(self, statement: str, *arguments: Any) -> list[Any]:
-        cursor = self.connection.execute(statement.replace("?", "%s"), arguments)  # type: ignore[arg-type]
+        cursor = self.connection.execute(statement.replace("?", "%s"), arguments)
         return cursor.fetchall() if cursor.description else []
 
     def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         if rows:
             with self.connection.cursor() as cursor:
-                cursor.executemany(statement.replace("?", "%s"), rows)  # type: ignore[arg-type]
+                cursor.executemany(statement.replace("?", "%s"), rows)
 
 
 class PostgresStore(Store):

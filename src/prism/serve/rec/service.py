@@ -53,6 +53,7 @@ class RecService:
             raise ValueError(f"the model in {name} has no item counts, so users without events cannot be served")
         self.recommender, self.name, self.store, self.metrics = recommender, name, store, metrics
         self.rebuild: Rebuild | None = None
+        self._reads_again = settings.reads_again
         self._resumes = claim_store(store, identity(recommender), name, settings.rebuild)
         number = store.model_number(identity(recommender), name)
         cache = None
@@ -76,7 +77,7 @@ class RecService:
         """Start the threads."""
         for part in (self.shelf, self.engine, self.writer):
             part.start()
-        if self._resumes:
+        if self._resumes and self._reads_again:
             self.rebuild = Rebuild(self.store, self.engine)
             self.rebuild.start()
 

@@ -34,6 +34,8 @@ class RecSettings:
     """Whether states of another model are replaced, by reading all histories again in the background."""
     wait: float = 10.0
     """Seconds to wait at the start for a database that is down."""
+    reads_again: bool = True
+    """Whether this process is the one that rebuilds, if that is necessary."""
 
 
 def make_store(url: str) -> Store:

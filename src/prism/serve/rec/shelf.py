@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from prism.serve.rec.store import StateRow, Store, StoreError
 
@@ -98,7 +99,7 @@ class RedisCache:
         if not uids or time.monotonic() < self._resume:
             return {}
         try:
-            values = self._redis.mget([self._key(uid) for uid in uids])
+            values: list[Any] = self._redis.mget([self._key(uid) for uid in uids])
         except self._errors as error:
             return self._failed(error)
         return {uid: _decode(uid, value) for uid, value in zip(uids, values, strict=True) if value is not None}

@@ -284,7 +284,8 @@ class Store(ABC):
         among, argument = self.among(list(uids))
         statement = f"SELECT uid, number, updated, state, seen FROM states WHERE uid {among} AND model = ?"
         with self.transaction() as run:
-            return {row[0]: StateRow(*row[:3], bytes(row[3]), bytes(row[4])) for row in run(statement, argument, model)}
+            rows = run(statement, argument, model)
+        return {uid: StateRow(uid, number, at, bytes(state), bytes(seen)) for uid, number, at, state, seen in rows}
 
     def put_states(self, rows: Sequence[StateRow], model: int) -> None:
         """Store states, except where a newer one is there or the user is gone."""
