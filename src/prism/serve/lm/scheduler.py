@@ -55,7 +55,7 @@ class Job:
     """
 
     def __init__(
-        self, text: Text, orders: Sequence[Order], send: Callable[[Piece | None | Exception], None], store: bool = False
+        self, text: Text, orders: Sequence[Order], send: Callable[[Piece | Exception | None], None], store: bool = False
     ) -> None:
         self.text, self.orders, self.store = text, orders, store
         self.send = send
@@ -219,7 +219,7 @@ class Scheduler:
             if job.reading is None:
                 job.reading = Reading(self.lm, job.text, self.prefixes)
                 job.cached_tokens = job.reading.reused
-            if not job.reading.settled or job.writers and not job.reading.done:
+            if not job.reading.settled or (job.writers and not job.reading.done):
                 job.reading.read_segment()
         except Exception as error:  # of this text alone
             log.error("a text could not be read", exc_info=error)
