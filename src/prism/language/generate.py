@@ -44,7 +44,12 @@ class Reader:
         end: the end token.
         cache: the state to continue from.
         last: the last token that `cache` has read; it is part of saved states.
+
+    Attributes:
+        documents: whether the end token opens a document. False for chats, in which it ends a message (see chat.py).
     """
+
+    documents = True
 
     def __init__(
         self, model: PrismForCausalLM, end: int, cache: PrismCache | None = None, last: int | None = None
@@ -55,7 +60,8 @@ class Reader:
     @torch.no_grad()
     def forward(self, tokens: Tensor, **options: Any) -> PrismOutput:
         """Read tokens `[T]` in one forward pass; `options` are further arguments of the model."""
-        reset = needed_starts(document_starts(tokens[None], self.end), fresh=not self.cache.is_initialized)
+        starts = document_starts(tokens[None], self.end) if self.documents else None
+        reset = None if starts is None else needed_starts(starts, fresh=not self.cache.is_initialized)
         out: PrismOutput = self.model(
             tokens[None].to(self.model.device),
             past_key_values=self.cache,
