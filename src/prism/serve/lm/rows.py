@@ -1,8 +1,8 @@
 """The states of many texts as rows of one batch, which texts join and leave between steps.
 
-`Rows` holds as many rows as there are texts. `FixedRows` always computes the same number of rows: all its steps have the
-same shapes, so on a GPU one captured graph serves them all (prism/models/replay.py), and what one row gives cannot depend
-on how many others there are.
+`FixedRows` computes one of a few fixed numbers of rows, so that a step that was recorded or captured for this number
+(`cache_for`) serves until the batch outgrows it. It is for models whose states have a fixed size. `Rows` has as many rows as
+there are texts, and is for models whose states grow.
 """
 
 from __future__ import annotations
@@ -81,19 +81,18 @@ class Rows:
 
 
 class FixedRows:
-    """A fixed number of rows, of which some are in use. For models whose states have a fixed size.
+    """One of a few fixed numbers of rows, of which some are in use. For models whose states have a fixed size.
 
     Args:
-        model: whose step is computed, and on a GPU captured and replayed.
-        capacity: the number of rows.
+        sizes: numbers of rows, ascending; the batch has the smallest that suffices, and returns to a smaller one when its
+            half suffices.
         step: as in `Rows`.
     """
 
-    def __init__(self, model: Any, capacity: int, step: Step) -> None:
-        self.step_function, self.capacity = step, capacity
-        self._model = model
-        self._cache: PrismCache | None = None
-        self._slots: list[Any] = [None] * capacity
+    def __init__(self, model: Any, sizes: Sequence[int], step: Step) -> None:
+        self.step_function, self.sizes = step, sizes
+        self._cache = cache_for(model)
+        self._slots: list[Any] = []
 
     @property
     def texts(self) -> list[Any]:
@@ -104,38 +103,49 @@ class FixedRows:
 
     @torch.no_grad()
     def join(self, text: Any, cache: PrismCache) -> None:
+        if None not in self._slots:
+            self._resize(len(self._slots) + 1, cache)
         slot = self._slots.index(None)
         self._slots[slot] = text
-        if self._cache is None:  # all rows start as copies of the first text
-            self._cache = cache_for(self._model, cache.state_dtype)
-            self._cache.update([state.map(self._repeated) for state in cache.states], cache.tokens)
-            return
         for held, new in zip(self._cache.states, cache.states, strict=True):
             given = new.tensors()
             for name, rows in held.tensors().items():
                 rows[slot].copy_(given[name][0])
 
-    def _repeated(self, x: Tensor) -> Tensor:
-        return x.expand(self.capacity, *x.shape[1:]).clone()
+    def _resize(self, rows: int, like: PrismCache) -> None:
+        """Make room for this many rows: those in use come first, the others hold any state."""
+        size = next(size for size in self.sizes if size >= rows)
+        used = [slot for slot, text in enumerate(self._slots) if text is not None]
+        index = torch.tensor([*used, *[used[0] if used else 0] * (size - len(used))])
+        old = self._cache.states if used else like.states
+        self._cache.states = [state.index_select(index) for state in old]
+        self._slots = [self._slots[slot] for slot in used] + [None] * (size - len(used))
 
+    @torch.no_grad()
     def leave(self, texts: Sequence[Any]) -> None:
         gone = set(map(id, texts))
         self._slots = [None if id(text) in gone else text for text in self._slots]
+        smaller = [size for size in self.sizes if len(self) <= size // 2]
+        if len(self) and smaller and smaller[0] < len(self._slots):
+            self._resize(smaller[0], self._cache)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        assert self._cache is not None
         used = [slot for slot, text in enumerate(self._slots) if text is not None]
-        batch = torch.zeros(self.capacity, 1, dtype=torch.long)
+        batch = torch.zeros(len(self._slots), 1, dtype=torch.long)
         batch[used, 0] = torch.tensor(tokens)
         return self.step_function(batch, self._cache).float().cpu()[used]
 
 
 def rows_for(model: Any, capacity: int, step: Step | None = None) -> Rows | FixedRows:
-    """Fixed rows on a GPU, if the states have a fixed size; rows without gaps otherwise."""
+    """Rows for up to this many texts, of the kind that fits the model.
+
+    On a GPU there is one number of rows, because a step costs about the same for any, and a captured graph much memory.
+    """
     step = model_step(model) if step is None else step
-    if model.device.type == "cuda" and model.config.constant_state:
-        return FixedRows(model, capacity, step)
-    return Rows(step, [not rules.get(layer.rule).constant_state for layer in model.config.layer_plan])
+    if not model.config.constant_state:
+        return Rows(step, [not rules.get(layer.rule).constant_state for layer in model.config.layer_plan])
+    sizes = [capacity] if model.device.type == "cuda" else [*(n for n in (4, 8, 16, 32) if n < capacity), capacity]
+    return FixedRows(model, sizes, step)
 
 
 def _trimmed(state: State) -> State:

@@ -18,16 +18,15 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from prism.language.generate import LanguageModel
 from prism.serve.lm.choice import choose_rows
-from prism.serve.lm.rows import Step, model_step, rows_for
+from prism.serve.lm.rows import FixedRows, Rows, Step, rows_for
 from prism.serve.lm.settings import LmSettings
-from prism.serve.lm.text import PrefixCache, Reading, Text, reader_for
+from prism.serve.lm.text import Place, PrefixCache, Reading, Solo, Text
 from prism.serve.lm.writer import Order, Piece, Row, Writer
 from prism.serve.metrics import Metrics
 
@@ -78,6 +77,7 @@ class Scheduler:
 
     def __init__(self, lm: LanguageModel, settings: LmSettings, metrics: Metrics, step: Step | None = None) -> None:
         self.lm, self.settings, self.metrics = lm, settings, metrics
+        self.solo = Solo(lm)
         self.prefixes = PrefixCache(settings.prefix_bytes)
         self.rows = rows_for(lm.model, settings.rows, step)
         weights = next(lm.model.parameters()).dtype
@@ -85,7 +85,7 @@ class Scheduler:
         self.tolerance = 0.0
         """How far the logits of a row may be from those of the text alone, relative to their spread."""
         if self.exact:
-            self._allow_for(rounding(lm, model_step(lm.model) if step is None else step))
+            self._allow_for(rounding(self.solo, rows_for(lm.model, 4, step)))
         self._waiting: deque[Job] = deque()
         self._reading: deque[Job] = deque()
         self._behind: deque[Writer] = deque()
@@ -217,7 +217,7 @@ class Scheduler:
         job = self._reading.popleft()
         try:
             if job.reading is None:
-                job.reading = Reading(self.lm, job.text, self.prefixes)
+                job.reading = Reading(self.solo, job.text, self.prefixes)
                 job.cached_tokens = job.reading.reused
             if not job.reading.settled or (job.writers and not job.reading.done):
                 job.reading.read_segment()
@@ -238,10 +238,10 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         """Write the first token of every text of a job that was read."""
         reading = job.reading
-        assert reading is not None and reading.reader is not None and reading.logits is not None
+        assert reading is not None and reading.logits is not None
+        cache = self.solo.cache(reading.place)
         for writer in job.writers:
-            reader = reader_for(self.lm, Text(reading.reader.cache, documents=job.text.documents))
-            writer.row = Row(reader)
+            writer.row = Row(Place(cache, job.text.documents))
             writer.end_if_nothing_is_asked()
             if writer.finish is None:
                 self._choose(writer, reading.logits)
@@ -272,8 +272,8 @@ class Scheduler:
             self._join(writer)
 
     def _join(self, writer: Writer) -> None:
-        assert writer.row.reader is not None
-        cache = writer.row.reader.cache
+        assert writer.row.place is not None
+        cache = self.solo.cache(writer.row.place)
         writer.row = Row(anchor=cache if self.exact else None)
         self.rows.join(writer, cache)
 
@@ -286,7 +286,7 @@ class Scheduler:
             return
         if job.store:  # read the new tokens as part of a text, so that it can be continued
             job.text = job.text.followed_by(job.writers[0].tokens)
-            job.reading = Reading(self.lm, job.text, self.prefixes)
+            job.reading = Reading(self.solo, job.text, self.prefixes)
             self._reading.append(job)
         else:
             self._finish(job)
@@ -295,8 +295,8 @@ class Scheduler:
         """One token of every text in the batch, or of the one text that is alone."""
         if self._alone is not None:
             writer = self._alone
-            assert writer.row.reader is not None
-            self._choose(writer, writer.row.reader.read_all(torch.tensor([writer.last])))
+            assert writer.row.place is not None
+            self._choose(writer, self.solo.read(writer.row.place, [writer.last]))
             if writer.finish is not None:
                 self._written(writer)
             return
@@ -324,8 +324,7 @@ class Scheduler:
     def _leave_to_catch_up(self, writer: Writer, logits: Tensor) -> None:
         self.rows.leave([writer])
         row, job = writer.row, self._jobs[writer]
-        reader = reader_for(self.lm, Text(row.anchor, documents=job.text.documents))
-        writer.row = Row(reader, since=row.since, logits=logits)
+        writer.row = Row(Place(row.anchor, job.text.documents), since=row.since, logits=logits)
         self._behind.append(writer)
         self._read_again.inc()
 
@@ -335,17 +334,17 @@ class Scheduler:
             return
         writer = self._behind[0]
         row = writer.row
-        assert row.reader is not None and row.logits is not None
+        assert row.place is not None and row.logits is not None
         now, row.since = row.since[:CATCH_UP], row.since[CATCH_UP:]
         for token in now:
-            logits = row.reader.read_all(torch.tensor([token]))
+            logits = self.solo.read(row.place, [token])
         if row.since:
             self._behind.rotate(-1)
             return
         self._behind.popleft()
         exact = logits[: self.lm.tokenizer.size].float().cpu()
         self._allow_for(difference(row.logits, exact))
-        writer.row = Row(row.reader)
+        writer.row = Row(row.place)
         self._choose(writer, exact)
         self._continue(writer)
 
@@ -358,19 +357,17 @@ def difference(logits: Tensor, exact: Tensor) -> float:
     return float((logits - exact).abs().max() / exact.std())
 
 
-def rounding(lm: LanguageModel, step: Step, rows: int = 3, tokens: int = 8) -> float:
+def rounding(solo: Solo, rows: Rows | FixedRows, texts: int = 3, tokens: int = 8) -> float:
     """How far the logits of a row are from those of the same text alone, measured on a few random texts."""
     random = torch.Generator().manual_seed(0)
-    size = min(lm.tokenizer.size, lm.model.config.vocab_size)
-    batch: Any = rows_for(lm.model, rows, step)
-    readers = [reader_for(lm, Text(documents=False)) for _ in range(rows)]
-    for i, reader in enumerate(readers):
-        reader.read_all(torch.randint(size, (3 + i,), generator=random))
-        batch.join(reader, reader.cache)
+    size = solo.lm.tokenizer.size
+    places = [Place(documents=False) for _ in range(texts)]
+    for i, place in enumerate(places):
+        solo.read(place, torch.randint(size, (3 + i,), generator=random).tolist())
+        rows.join(place, solo.cache(place))
     largest = 0.0
     for _ in range(tokens):
-        given = torch.randint(size, (rows,), generator=random)
-        together = batch.step(given.tolist())
-        alone = readers[0].read_all(given[:1])
-        largest = max(largest, difference(together[0, :size], alone[:size].float().cpu()))
+        given = torch.randint(size, (texts,), generator=random).tolist()
+        together = rows.step(given)[0, :size]
+        largest = max(largest, difference(together, solo.read(places[0], given[:1])[:size].float().cpu()))
     return largest

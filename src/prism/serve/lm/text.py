@@ -23,6 +23,7 @@ from torch import Tensor
 
 from prism.language.generate import LanguageModel, Reader
 from prism.models import PrismCache
+from prism.models.replay import cache_for
 
 Key = bytes
 """Hash of the tokens of whole segments."""
@@ -59,24 +60,73 @@ class Text:
         return replace(self, tail=(*self.tail, *tokens))
 
 
+class Solo:
+    """The model with one text at a time, stepped as a `Session` steps it.
+
+    Its cache is kept: it may own a step that was recorded or captured (`cache_for`), which is then used for all texts.
+    """
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self.lm = lm
+        self._reader = Reader(lm.model, lm.tokenizer.end, cache_for(lm.model))
+        self.segment = self._reader.segment
+        """Tokens per forward pass."""
+        self._open: Place | None = None
+
+    def read(self, place: Place, tokens: Sequence[int]) -> Tensor:
+        """Read tokens at a place, in segments; returns the logits `[V]` of the next token. The place is then after them."""
+        if self._open is not place:
+            self.close()
+            self._reader.cache.reset()
+            if place.cache is not None:
+                copy = place.cache.copy()
+                self._reader.cache.update(copy.states, copy.tokens)
+            self._open = place
+        self._reader.documents = place.documents
+        try:
+            return self._reader.read_all(torch.tensor(tokens))
+        except BaseException:  # the place is lost, not half read
+            self._open = None
+            raise
+
+    def cache(self, place: Place) -> PrismCache:
+        """The memory at a place, which nothing changes."""
+        if self._open is place:
+            place.cache = self._reader.cache.copy()
+        return PrismCache() if place.cache is None else place.cache
+
+    def close(self) -> None:
+        """Store the memory of the open place in it."""
+        if self._open is not None:
+            self.cache(self._open)
+            self._open = None
+
+
+@dataclass(eq=False)
+class Place:
+    """Where reading continues: a memory, None at the start of a text. `Solo` holds the newest one of the place it has open."""
+
+    cache: PrismCache | None = None
+    documents: bool = True
+
+
 class Reading:
-    """Read a text, one segment at a call; then `text`, `logits` and `reader` are there.
+    """Read a text, one segment at a call; then `text`, `logits` and `place` are there.
 
     Args:
         text: its tail may have any length, at least one token.
         prefixes: where memories of earlier texts are found and kept.
     """
 
-    def __init__(self, lm: LanguageModel, text: Text, prefixes: PrefixCache | None = None) -> None:
+    def __init__(self, solo: Solo, text: Text, prefixes: PrefixCache) -> None:
         if not text.tail:
             raise ValueError("a text of at least one token is needed")
-        self.lm, self.prefixes = lm, prefixes
-        self.segment = reader_for(lm, Text()).segment
-        self.text = text if prefixes is None else prefixes.find(text, self.segment)
+        self.solo, self.prefixes, self.segment = solo, prefixes, solo.segment
+        self.text = prefixes.find(text, self.segment)
         self.reused = self.text.start
         """Number of tokens that need not be read, because memories of them were kept."""
-        self.reader: Reader | None = None
-        """The model after the last token."""
+        self.place = Place(self.text.cache, text.documents)
+        """After the last token that was read."""
         self.logits: Tensor | None = None
         """Logits `[V]` of the next token; None until all is read."""
 
@@ -94,23 +144,13 @@ class Reading:
         """Read the next segment."""
         text = self.text
         part, rest = text.tail[: self.segment], text.tail[self.segment :]
-        reader = reader_for(self.lm, text)
-        logits = reader.read_all(torch.tensor(part))
+        logits = self.solo.read(self.place, part)
         if not rest:  # the tail stays in the text, to be read again with what follows
-            self.reader, self.logits = reader, logits
+            self.logits = logits
             return
         key = next_key(text.key, part, text.documents)
-        self.text = replace(text, cache=reader.cache, start=text.start + len(part), tail=rest, key=key)
-        if self.prefixes is not None:
-            self.prefixes.keep(self.text)
-
-
-def reader_for(lm: LanguageModel, text: Text) -> Reader:
-    """A reader that has read the tokens before the text's tail."""
-    cache = PrismCache() if text.cache is None else text.cache.copy()
-    reader = Reader(lm.model, lm.tokenizer.end, cache)
-    reader.documents = text.documents
-    return reader
+        self.text = replace(text, cache=self.solo.cache(self.place), start=text.start + len(part), tail=rest, key=key)
+        self.prefixes.keep(self.text)
 
 
 def next_key(key: Key, tokens: Sequence[int], documents: bool) -> Key:

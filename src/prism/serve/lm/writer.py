@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from prism.language.generate import LanguageModel, Reader, Sampling
+from prism.language.generate import LanguageModel, Sampling
 from prism.language.tokenizer import TextStream
 from prism.models import PrismCache
 from prism.serve.lm.stops import StopStrings
+from prism.serve.lm.text import Place
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,15 @@ class Piece:
 
 @dataclass
 class Row:
-    """Where a writer's state is: alone in `reader`, exact; or in a row of the batch, since `anchor`.
+    """Where a writer's state is: alone at `place`, exact; or in a row of the batch, since `anchor`.
 
     Args:
-        reader: the model after all tokens but the last, if the text is computed alone.
+        place: after all tokens but the last, if the text is computed alone.
         anchor: an exact state from before the tokens in `since`, which the row has read.
         logits: those of the row whose choice was not certain.
     """
 
-    reader: Reader | None = None
+    place: Place | None = None
     anchor: PrismCache | None = None
     since: list[int] = field(default_factory=list)
     logits: Tensor | None = None
