@@ -27,6 +27,10 @@ IMPORTED_ONCE = [
     "prism.language.task",
     "prism.recommend.task",
     "prism.models.language",
+    "prism.serve.rec.app",
+    "prism.serve.run",
+    "prism.cli.serve",
+    "prism.cli.flags",
     "torch._dynamo",
     "transformers.tokenization_utils_tokenizers",
 ]

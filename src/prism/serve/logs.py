@@ -25,6 +25,15 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def check_level(level: str) -> None:
+    """Raise ValueError for a level that does not exist."""
+    if level not in LEVELS:
+        raise ValueError(f"log_level must be one of {', '.join(LEVELS)}, got {level!r}")
+
+
 def set_up_logs(level: str = "info") -> None:
     """Send the logs of the service and of uvicorn to standard error as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)

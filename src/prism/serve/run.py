@@ -64,9 +64,10 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
+        if sig in self._captured_signals:  # once more: do not wait
             self.force_exit = True
-        else:
+        self._captured_signals.append(sig)
+        if not self.should_exit:
             say_event("stopping: running requests finish first", signal=signal.Signals(sig).name)
         self.should_exit = True
 
@@ -86,17 +87,23 @@ def make_server(app: FastAPI, settings: ServerSettings) -> Server:
     return Server(config)
 
 
-def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket, name: str, log_level: str = "info") -> int:
+def announce(settings: ServerSettings, bound: socket.socket, name: str) -> None:
+    """Say where `name` is served, and what an operator should know."""
+    for warning in settings.warnings():
+        say(warning)
+    say(f"{name} at {url_of(bound)} (page), {url_of(bound)}/docs (API); Ctrl-C stops it")
+
+
+def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket, name: str = "", log_level: str = "info") -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code.
 
     Args:
         bound: from `bind`.
-        name: what is served, for the first line.
+        name: what is served, for the first line; "": it was announced before.
     """
     set_up_logs(log_level)
-    for warning in settings.warnings():
-        say(warning)
-    say(f"{name} at {url_of(bound)} (page), {url_of(bound)}/docs (API); Ctrl-C stops it")
+    if name:
+        announce(settings, bound, name)
     server = make_server(app, settings)
     server.run(sockets=[bound])
     say_event("stopped")
