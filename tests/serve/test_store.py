@@ -196,8 +196,13 @@ def test_a_password_is_not_shown() -> None:
 
 def test_a_failing_store_says_so_and_stores_nothing(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "s.db"), 1.0, print)
-    with pytest.raises(StoreError, match="failed"), store.transaction(write=True) as run:
-        run("INSERT INTO facts VALUES ('a', 'b')")
-        run("SELECT nothing FROM nowhere")
+
+    def fail() -> None:
+        with store.transaction(write=True) as run:
+            run("INSERT INTO facts VALUES ('a', 'b')")
+            run("SELECT nothing FROM nowhere")
+
+    with pytest.raises(StoreError, match="failed"):
+        fail()
     assert store.fact("a") is None
     store.close()
