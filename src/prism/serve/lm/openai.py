@@ -19,7 +19,7 @@ from prism.serve.errors import ApiError, error_body
 from prism.serve.lm import schemas
 from prism.serve.lm.schemas import ChatRequest, CompletionRequest
 from prism.serve.lm.service import Answering, Gone, LmService
-from prism.serve.lm.writer import Piece, TokenProbability
+from prism.serve.lm.writer import Finish, Piece, TokenProbability
 
 log = logging.getLogger("prism.serve")
 DEFAULT_TOKENS = 16
@@ -90,7 +90,7 @@ class _Reply:
 
     def __init__(self, service: LmService, body: schemas.Request, answering: Answering) -> None:
         self.service, self.body, self.answering = service, body, answering
-        self.head = {
+        self.head: dict[str, Any] = {
             "id": f"{self.kind}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": service.lm.name,
@@ -118,12 +118,13 @@ class _Reply:
         return {"state": self.service.states.add(self.answering.jobs[0].text, parent=self.body.state).id}
 
     async def whole(self, request: HttpRequest) -> BaseModel:
-        texts, finish = [""] * self.choices, [""] * self.choices
+        texts = [""] * self.choices
+        finish: list[Finish | None] = [None] * self.choices
         tokens: list[list[TokenProbability]] = [[] for _ in texts]
         async for piece in self.answering.pieces(request):
             texts[piece.choice] += piece.text
             tokens[piece.choice] += piece.tokens
-            finish[piece.choice] = piece.finish or ""
+            finish[piece.choice] = piece.finish
         return self.all(texts, tokens, finish, usage=self.answering.usage(), **self.store())
 
     async def events(self) -> AsyncIterator[str]:
@@ -170,7 +171,7 @@ class _Completion(_Reply):
         logprobs = self._logprobs(piece) if asked else None
         self.offsets[piece.choice] += len(piece.text)
         return schemas.CompletionChoice(
-            index=piece.choice, text=piece.text, logprobs=logprobs, finish_reason=piece.finish or None
+            index=piece.choice, text=piece.text, logprobs=logprobs, finish_reason=piece.finish
         )
 
     def _logprobs(self, piece: Piece) -> schemas.CompletionLogprobs:
@@ -200,7 +201,7 @@ class _Chat(_Reply):
             index=piece.choice,
             delta=schemas.Delta(content=piece.text),
             logprobs=self._logprobs(piece.tokens),
-            finish_reason=piece.finish,  # type: ignore[arg-type]  # "stop" or "length"
+            finish_reason=piece.finish,
         )
         return schemas.ChatChunk(**self.head, choices=[choice], **more)
 
