@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ LETTERS = st.text("ab", max_size=12)
 @given(LETTERS, st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.lists(st.integers(0, 12), max_size=6))
 def test_the_text_ends_before_the_first_stop_string(text: str, stops: list[str], cuts: list[int]) -> None:
     places = sorted({0, *(min(cut, len(text)) for cut in cuts), len(text)})
-    pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(places)]
     finder, sent = StopStrings(stops), ""
     # By definition: the text up to the end of the first piece with which a stop string is complete, cut before it.
     expected, found = text, False
