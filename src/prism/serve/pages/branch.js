@@ -192,7 +192,7 @@ export class Branch {
 
   show() {
     const writing = this.abort !== null;
-    const { chat, state_bytes: size } = this.page.model();
+    const { chat, state_bytes: size, constant_state: constant = true } = this.page.model();
     this.paper.classList.toggle("writing", writing);
     const focused = document.activeElement === (writing ? this.sendButton : this.stopButton);
     this.sendButton.hidden = writing;
@@ -201,6 +201,6 @@ export class Branch {
     this.forkButton.disabled = writing || this.empty;
     this.sendButton.textContent = this.box.value === "" && !this.empty && !chat ? "Continue" : "Send";
     this.box.placeholder = this.empty ? (chat ? "Write a message" : "Write the beginning of a text") : "Write more";
-    this.size.textContent = this.tokens > 0 ? `${plural(this.tokens, "token")} in ${bytes(size)}` : "";
+    this.size.textContent = this.tokens > 0 ? `${plural(this.tokens, "token")}${constant ? ` in ${bytes(size)}` : ""}` : "";
   }
 }
