@@ -63,6 +63,10 @@ class Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        say_event("ready", url=[url_of(one) for one in sockets or []])
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if sig in self._captured_signals:  # once more: do not wait
             self.force_exit = True

@@ -75,7 +75,7 @@ class StatePool:
         picked = torch.as_tensor(rows, dtype=torch.int64, device=self._device)
         start = 0
         for name, x in self._tensors.items():
-            column = np.ascontiguousarray(table[:, start : start + self._widths[name]])
+            column = table[:, start : start + self._widths[name]].copy()
             start += self._widths[name]
             values = torch.from_numpy(column).view(x.dtype).reshape(len(rows), *x.shape[1:])
             x.index_copy_(0, picked, values.to(x.device))
