@@ -82,10 +82,10 @@ export class Branch {
     this.abort?.abort();
   }
 
-  /** Send a text, and write down what comes back. Without a text the model goes ahead from where it is. */
+  /** Send a text, and write down what comes back. Without a text the model writes more. */
   async send(text) {
-    if (this.abort || (text === "" && this.empty)) return;
     const { chat } = this.page.model();
+    if (this.abort || (text === "" && (this.empty || chat))) return;
     this.abort = new AbortController();
     if (text !== "") this.add("you", text);
     const answer = this.add("model", "");

@@ -106,7 +106,12 @@ function showSwitch() {
       el("button", { class: "small", type: "button", "aria-pressed": String(branch === active), onclick: () => activate(branch) }, `Branch ${branch.letter}`),
     ),
   );
-  branches.forEach((branch) => (branch.closeButton.hidden = branches.length < 2 && branch.empty));
+  const alone = branches.length < 2;
+  for (const branch of branches) {
+    branch.closeButton.hidden = alone && branch.empty;
+    branch.closeButton.textContent = alone ? "Start over" : "Close";
+    branch.closeButton.setAttribute("aria-label", alone ? "Start over" : `Close branch ${branch.letter}`);
+  }
 }
 
 // States
