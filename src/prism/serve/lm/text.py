@@ -50,11 +50,6 @@ class Text:
     def __len__(self) -> int:
         return self.start + len(self.tail)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory and of the tokens after it."""
-        return (0 if self.cache is None else self.cache.nbytes) + 8 * len(self.tail)
-
     def followed_by(self, tokens: Sequence[int]) -> Text:
         """The text with more tokens, which are not read yet."""
         return replace(self, tail=(*self.tail, *tokens))
