@@ -63,7 +63,7 @@ export class Branch {
     this.write();
   }
 
-  /** Another branch that has read and written the same, with a state of its own. */
+  /** Another branch that has read and written the same, and stands at `state`. */
   copyTo(other, state) {
     other.turns = this.turns.map((turn) => ({ ...turn }));
     other.pending = [...this.pending];

@@ -109,7 +109,7 @@ function showSwitch() {
   const alone = branches.length < 2;
   for (const branch of branches) {
     branch.closeButton.hidden = alone && branch.empty;
-    branch.closeButton.textContent = alone ? "Start over" : "Close";
+    branch.closeButton.textContent = alone ? "New" : "Close";
     branch.closeButton.setAttribute("aria-label", alone ? "Start over" : `Close branch ${branch.letter}`);
   }
 }

@@ -21,18 +21,24 @@ export function verdict(tokens, state, perToken, constant = true) {
 /** Show how much memory a text of so many tokens takes, of a model with these facts; `stored`: bytes of its last state. */
 export function showMemory(tokens, { state_bytes: state, kv_bytes_per_token: perToken, constant_state: constant = true }, stored = null) {
   $("sizes").replaceChildren(
-    constant ? size("this state, any length", bytes(state), "blue") : size("this state", bytes(stored ?? state), "blue"),
-    size("KV cache, same length", bytes(tokens * perToken), "orange"),
+    constant ? size("state, any length", bytes(state), "blue") : size("state, so far", bytes(stored ?? state), "blue"),
+    size("KV cache, so far", bytes(tokens * perToken), "orange"),
   );
   $("verdict").textContent = verdict(tokens, state, perToken, constant);
   draw($("memory"), tokens, state, perToken, constant);
+}
+
+/** The smallest round number of bytes, KB, MB … that is not below a value. */
+function roundBytes(value) {
+  const unit = 1024 ** Math.floor(Math.log(value) / Math.log(1024));
+  return nice(value / unit) * unit;
 }
 
 function draw(host, tokens, state, perToken, constant) {
   const width = host.clientWidth;
   if (width < 80) return;
   const end = nice(Math.max(128, tokens * 1.2, (state / perToken) * 1.6));
-  const top = Math.max(end * perToken, state * 1.5);
+  const top = roundBytes(Math.max(end * perToken, state * 1.5));
   const toX = (x) => PAD.left + (x / end) * (width - PAD.left - PAD.right);
   const toY = (y) => HEIGHT - PAD.bottom - (y / top) * (HEIGHT - PAD.top - PAD.bottom);
   const [left, right, low] = [toX(0), toX(end), toY(0)];
