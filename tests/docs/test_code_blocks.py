@@ -32,12 +32,12 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return _BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
-def train_language_model() -> None:
+def train_language_model(out: str = "runs/mine") -> None:
     """What `prism train lm --out runs/mine` leaves behind, as small as it can be."""
     Path("texts").mkdir()
     Path("texts/story.txt").write_text("Once upon a time there was a memory of fixed size. " * 40, encoding="utf-8")
     small = "--model.hidden-size 16 --model.num-heads 1 --model.num-hidden-layers 1 --data.context 32"
-    assert main(f"train lm --data.sources texts/ --out runs/mine --steps 1 --device cpu {small}".split()) == 0
+    assert main(f"train lm --data.sources texts/ --out {out} --steps 1 --device cpu {small}".split()) == 0
 
 
 def train_adapter() -> None:
@@ -66,6 +66,7 @@ def write_events() -> None:
 
 BEFORE: dict[str, Callable[[], None]] = {
     "docs/howto/adapter.md": train_adapter,
+    "docs/howto/fine-tune.md": lambda: train_language_model("runs/base"),
     "docs/howto/export.md": export_as_onnx,
     "docs/howto/train-on-text.md": train_language_model,
     "docs/language-models.md": train_language_model,

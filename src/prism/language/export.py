@@ -31,6 +31,8 @@ and its output needs checking."""
 
 def write_model(run: Path, checkpoint: Checkpoint, folder: Path, build: Builder = build_model) -> None:
     """Write the model of a run's checkpoint into an empty folder: of `prism train lm`, or of a run that fine-tunes one."""
+    from prism.models import PrismForCausalLM
+    from prism.models.auto import name_classes
     from prism.models.loading import without_progress_bars
 
     if (stored_config(run) or {}).get("task") in BLANK:  # fine-tuned: another kind of run, the same kind of model
@@ -42,6 +44,8 @@ def write_model(run: Path, checkpoint: Checkpoint, folder: Path, build: Builder 
     parameters = trained.load(model)
     with without_progress_bars():
         model.save_pretrained(folder)  # type: ignore[operator]  # transformers models have it
+    if isinstance(model, PrismForCausalLM):
+        name_classes(folder)
     _save_tokenizer(run / "tokenizer.json", tokenizer.end_token, folder)
     data = trained.config["training_data"]
     card = model_card(trained.name, trained.settings, data, checkpoint.state, trained.records, parameters)

@@ -38,12 +38,14 @@ def write_tuned(run: Path, checkpoint: Checkpoint, folder: Path) -> None:
 def _write_whole(run: Path, trained: TrainedRun[TuneSettings], folder: Path) -> int:
     """Write a model whose weights were all trained; returns its number of parameters."""
     from prism.models import PrismConfig, PrismForCausalLM
+    from prism.models.auto import name_classes
     from prism.models.loading import without_progress_bars
 
     model = PrismForCausalLM(PrismConfig.from_dict(read_json(run / MODEL_CONFIG)))
     parameters = trained.load(model)
     with without_progress_bars():
         model.save_pretrained(folder)
+    name_classes(folder)
     return parameters
 
 
