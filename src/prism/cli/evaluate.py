@@ -144,15 +144,15 @@ def _files(
 
 def _file_table(results: dict[str, Any]) -> Table:
     """One row per file. Names omit the folder that all files share and columns are narrow, to fit 80 columns."""
-    table = Table(title="Perplexity", header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = Table(title="Perplexity (ppl)", header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("file", overflow="fold")
     for column in (
         "docu-\nments",
         "tokens",
         "bytes",
         "nats/\ntoken",
-        "perplexity\nper token",
-        "per\nword",
+        "ppl/\ntoken",
+        "ppl/\nword",
         "bits/\nbyte",
     ):
         table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
