@@ -171,10 +171,10 @@ def _file_table(results: dict[str, Any]) -> Table:
 
 
 def _short(perplexity: float | None) -> str:
-    """A perplexity in at most eight characters."""
+    """A perplexity in at most eight characters, mostly fewer."""
     if perplexity is None:
         return "–"
-    return f"{perplexity:.3f}" if perplexity < 1e4 else f"{perplexity:.2e}"
+    return f"{perplexity:.5g}" if perplexity < 1e5 else f"{perplexity:.1e}"
 
 
 def _position_table(bins: list[dict[str, Any]]) -> Table:
