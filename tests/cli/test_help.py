@@ -34,17 +34,15 @@ def test_an_overview_names_every_setting_on_one_screen(command: str, capsys: Cap
     text = shown(capsys, command)
     assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 80
     words = set(re.findall(r"[\w-]+", text.replace("--", " ").replace(".", " ")))
-    for group, places in groups.groups_of(COMMANDS[command]).items():
-        assert {group, *(name.replace("_", "-") for _, name in places)} <= words
+    for group, paths in groups.groups_of(COMMANDS[command]).items():
+        assert f"  {group} " in text and {path[-1].replace("_", "-") for path in paths} <= words
     assert f"prism {command} --help GROUP" in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_group_shows_its_settings_and_no_others(command: str, capsys: Captured) -> None:
-    flags = {
-        group: {groups.flag_of(*place) for place in places}
-        for group, places in groups.groups_of(COMMANDS[command]).items()
-    }
+    known = groups.groups_of(COMMANDS[command]).items()
+    flags = {group: {groups.flag_of(path) for path in paths} for group, paths in known}
     everything = shown(capsys, command, groups.ALL)
     for group, mine in flags.items():
         text = shown(capsys, command, group)

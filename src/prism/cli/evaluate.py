@@ -144,15 +144,15 @@ def _files(
 
 def _file_table(results: dict[str, Any]) -> Table:
     """One row per file. Names omit the folder that all files share and columns are narrow, to fit 80 columns."""
-    table = Table(title="Perplexity", header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = Table(title="Perplexity (ppl)", header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("file", overflow="fold")
     for column in (
         "docu-\nments",
         "tokens",
         "bytes",
         "nats/\ntoken",
-        "perplexity\nper token",
-        "per\nword",
+        "ppl/\ntoken",
+        "ppl/\nword",
         "bits/\nbyte",
     ):
         table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
@@ -171,10 +171,10 @@ def _file_table(results: dict[str, Any]) -> Table:
 
 
 def _short(perplexity: float | None) -> str:
-    """A perplexity in at most eight characters."""
+    """A perplexity in at most eight characters, mostly fewer."""
     if perplexity is None:
         return "–"
-    return f"{perplexity:.3f}" if perplexity < 1e4 else f"{perplexity:.2e}"
+    return f"{perplexity:.5g}" if perplexity < 1e5 else f"{perplexity:.1e}"
 
 
 def _position_table(bins: list[dict[str, Any]]) -> Table:

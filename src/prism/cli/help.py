@@ -12,7 +12,7 @@ import io
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from typing import Annotated, Any, NoReturn, get_type_hints
 
@@ -29,8 +29,8 @@ OF_SPEED = ("device", "precision", "compile", "recompute", "graph")
 LARGEST = 13
 """Settings of a group, at most: longer sections are shown in several, such as data, data-2."""
 WIDTH = 80
-Places = list[tuple[str | None, str]]
-"""Section (None: in no section) and name of settings."""
+Path = tuple[str, ...]
+"""A setting: the names of its sections, then its own."""
 
 
 def asked(arguments: Sequence[str]) -> str | None:
@@ -42,25 +42,33 @@ def asked(arguments: Sequence[str]) -> str | None:
     return "" if not following or following[0].startswith("-") else following[0]
 
 
-def groups_of(settings: RunSettings) -> dict[str, Places]:
+def groups_of(settings: RunSettings) -> dict[str, list[Path]]:
     """All settings by group; those of no section come first."""
-    groups: dict[str, Places] = {RUN: [], SPEED: []}
+    groups: dict[str, list[Path]] = {RUN: [], SPEED: []}
+    for path in _paths(settings):
+        outside = SPEED if path[0] in OF_SPEED else RUN
+        groups.setdefault(_flag(".".join(path[:-1])) if len(path) > 1 else outside, []).append(path)
+    pages: dict[str, list[Path]] = {}
+    for group, paths in groups.items():
+        count = -(-len(paths) // LARGEST)
+        for page in range(count):
+            part = paths[len(paths) * page // count : len(paths) * (page + 1) // count]
+            pages[group + (f"-{page + 1}" if page else "")] = part
+    return pages
+
+
+def _paths(settings: Any, sections: Path = ()) -> Iterator[Path]:
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if not dataclasses.is_dataclass(value):
-            groups[SPEED if field.name in OF_SPEED else RUN].append((None, field.name))
-            continue
-        places: Places = [(field.name, part.name) for part in dataclasses.fields(value)]
-        pages = -(-len(places) // LARGEST)
-        for page in range(pages):
-            name = _flag(field.name) + (f"-{page + 1}" if page else "")
-            groups[name] = places[len(places) * page // pages : len(places) * (page + 1) // pages]
-    return groups
+        value, path = getattr(settings, field.name), (*sections, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _paths(value, path)
+        else:
+            yield path
 
 
-def flag_of(section: str | None, name: str) -> str:
+def flag_of(path: Path) -> str:
     """A setting as it is written on the command line, such as `--model.hidden-size`."""
-    return f"--{_flag(name)}" if section is None else f"--{_flag(section)}.{_flag(name)}"
+    return "--" + _flag(".".join(path))
 
 
 def overview(command: str, description: str, settings: RunSettings) -> str:
@@ -68,8 +76,8 @@ def overview(command: str, description: str, settings: RunSettings) -> str:
     groups = groups_of(settings)
     first = max(map(len, groups)) + 4
     lines = [f"usage: {command} [--SETTING VALUE ...] [-h [GROUP]]", "", description, "", "settings by group:"]
-    for group, places in groups.items():
-        shown = ", ".join([flag_of(*places[0]), *(_flag(name) for _, name in places[1:])])
+    for group, paths in groups.items():
+        shown = ", ".join([flag_of(paths[0]), *(_flag(path[-1]) for path in paths[1:])])
         begin, indent = f"  {group:<{first - 2}}", " " * first
         width = min(WIDTH, shutil.get_terminal_size().columns)
         lines += textwrap.wrap(shown, width, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False)
@@ -94,50 +102,41 @@ def show_group(topic: str, command: str, settings: RunSettings, registry: Constr
     known = [*groups, ALL]
     if topic not in known:
         raise ValueError(f"no help on {topic!r}{did_you_mean(topic, known)}: choose from {', '.join(known)}")
-    kind, default = only(groups[topic], settings)
+    default = _showing(set(groups[topic]), settings)
     page = _Page()
     with redirect_stdout(page), suppress(SystemExit):
-        tyro.cli(kind, prog=command, args=["--help"], description="", default=default, registry=registry)
+        tyro.cli(type(default), prog=command, args=["--help"], description="", default=default, registry=registry)
     _, _, rest = page.getvalue().partition("\n")  # tyro's usage may be wider than the screen
     print(f"usage: {command} [--SETTING VALUE ...]\n{rest}", end="")
     raise SystemExit(0)
-
-
-def only(places: Places, settings: RunSettings) -> tuple[Any, Any]:
-    """The type of the settings with all but some hidden from the help, and the settings as its default."""
-    parts = {}
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if dataclasses.is_dataclass(value) and any(section == field.name for section, _ in places):
-            parts[field.name] = _showing({name for section, name in places if section == field.name}, value, {})
-    shown = {name for section, name in places if section is None}
-    made = _showing(shown, settings, parts)
-    return type(made), made
 
 
 _made: list[type] = []
 """Types made here, kept alive: tyro caches what it knows of a type by its id."""
 
 
-def _showing(names: set[str], settings: Any, parts: dict[str, Any]) -> Any:
-    """The settings as an instance of a subclass that hides all fields but `names` and `parts`, which replace its own."""
+def _showing(shown: set[Path], settings: Any, sections: Path = ()) -> Any:
+    """The settings as an instance of a subclass whose help has these settings only."""
     kind = type(settings)
-    hints, changed = get_type_hints(kind, include_extras=True), list[Any]()
+    hints, changed, values = get_type_hints(kind, include_extras=True), list[Any](), dict[str, Any]()
     for field in dataclasses.fields(settings):
-        value = parts.get(field.name, getattr(settings, field.name))
-        default = dataclasses.field(default_factory=lambda value=value: value)
-        if field.name in parts:
-            changed.append((field.name, type(value), default))
-        elif field.name not in names:
-            hidden = Annotated[
-                type(value) if dataclasses.is_dataclass(value) else hints[field.name], tyro.conf.Suppress
-            ]
-            changed.append((field.name, hidden, default))
+        value, path = getattr(settings, field.name), (*sections, field.name)
+        inside = dataclasses.is_dataclass(value)
+        if inside and any(one[: len(path)] == path for one in shown):
+            value = _showing(shown, value, path)
+            annotation: Any = type(value)
+        elif path in shown:
+            annotation = None
+        else:
+            annotation = Annotated[type(value) if inside else hints[field.name], tyro.conf.Suppress]
+        values[field.name] = value
+        if annotation is not None:
+            default = dataclasses.field(default_factory=lambda value=value: value)
+            changed.append((field.name, annotation, default))
     made = dataclasses.make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
     made.__doc__ = kind.__doc__
     _made.append(made)
-    given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-    return made(**{**given, **parts})
+    return made(**values)
 
 
 def _flag(name: str) -> str:
