@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
 
 import comparisons
+import drop_ins
 import fine_tuning
 from evidence import ROOT, Evidence
 from verdicts import CLAIMS, NOT_RUN, Finding, networks
@@ -106,6 +107,8 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "searches": lambda: comparisons.searches(evidence),
         "unfinished": lambda: comparisons.unfinished(evidence),
         "adapters": lambda: fine_tuning.adapters(evidence),
+        "dropin-cpu": lambda: drop_ins.cpu(evidence),
+        "dropin-gpu": lambda: drop_ins.gpu(evidence),
     }
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
     return found | {slug: (lambda finding=finding: section(finding)) for slug, finding in findings.items()}
