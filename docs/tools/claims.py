@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
 
 import comparisons
+import drop_ins
 import fine_tuning
 import gpu_results
 from evidence import ROOT, Evidence
@@ -108,6 +109,8 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "searches": lambda: comparisons.searches(evidence),
         "unfinished": lambda: comparisons.unfinished(evidence),
         "adapters": lambda: fine_tuning.adapters(evidence),
+        "dropin-cpu": lambda: drop_ins.cpu(evidence),
+        "dropin-gpu": lambda: drop_ins.gpu(evidence),
     }
     found |= gpu_results.blocks()
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
