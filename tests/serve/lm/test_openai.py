@@ -214,6 +214,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"prompt": "a" * 3001}, 400, "more than the 3000 that one request may bring"),
     ({"max_tokens": 2001}, 400, "max_tokens must be at most 2000"),
     ({"n": 9}, 400, "at most 8 texts, got 9"),
+    ({"n": 10**12}, 400, "at most 8 texts, got 1000000000000"),
     ({"prompt": ["a"] * 9}, 400, "at most 8 texts"),
     ({"prompt": [300]}, 400, "a token that is none"),
     ({"temperature": 1e-30}, 400, "temperature must be 0 or at least"),

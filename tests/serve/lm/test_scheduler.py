@@ -84,7 +84,7 @@ def test_rows_that_come_and_go_are_those_of_texts_alone(layers: str) -> None:
         given = torch.randint(256, (len(there),), generator=random).tolist()
         logits = rows.step(given)
         for place, token, found in zip(there, given, logits, strict=True):
-            torch.testing.assert_close(found, solo.read(place, [token]), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found, solo.read_next(place, token), rtol=1e-4, atol=1e-4)
     assert len(there) == 1
 
 
