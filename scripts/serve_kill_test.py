@@ -3,7 +3,7 @@
     python scripts/serve_kill_test.py                                   # 20 kills, SQLite
     python scripts/serve_kill_test.py --store postgresql://user@host/db # an empty database
 
-Every round starts the service on the same store, sends 1,000 appends at once over many connections, and kills it at a random
+Every round starts the service on the same store, sends 1,000 appends at once, each on a connection, and kills it at a random
 moment among them. Then every event that was acknowledged must be in the store once, none twice, none that was not sent; and
 after a last start, the recommendations must be those of a fresh replay of the stored events. The tests do three kills.
 """
@@ -11,7 +11,6 @@ after a last start, the recommendations must be those of a fresh replay of the s
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import signal
 import sys
@@ -25,13 +24,13 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.http_load import Connection
 from prism.cli import main as prism
 from prism.serve.rec.settings import open_store
 from tests.children import finish, free_port, start_children, wait_until
 from tests.serve.services import ITEMS, recommender, replayed
 
 USERS = 50
-CONNECTIONS = 64
 
 
 def main(kills: int = 20, appends: int = 1000, seed: int = 0, store: str | None = None) -> int:
@@ -63,7 +62,9 @@ def main(kills: int = 20, appends: int = 1000, seed: int = 0, store: str | None 
         faults = check(url, address, sent, acknowledged)
         child.terminate()
         assert finish([child]) == [0], "it did not stop gracefully"
-    print(f"{kills} kills, {len(sent)} appends, {len(acknowledged)} acknowledged: {faults or 'all there once, none twice'}")
+    print(
+        f"{kills} kills, {len(sent)} appends, {len(acknowledged)} acknowledged: {faults or 'all there once, none twice'}"
+    )
     return 1 if faults else 0
 
 
@@ -96,30 +97,27 @@ async def append_and_kill(
     The kind of an event is unique, so that each can be found again.
     """
     acknowledged: list[tuple[str, str, str]] = []
-    limits = httpx.Limits(max_connections=CONNECTIONS)
 
-    async with httpx.AsyncClient(base_url=address, timeout=60, limits=limits) as client:
+    async def append(user: str, item: str, kind: str) -> None:
+        connection = Connection(address)
+        body = [{"FeedbackType": kind, "UserId": user, "ItemId": item}]
+        try:
+            answer = await connection.request("POST", "/api/feedback", body)
+        except OSError:
+            return  # never answered: it may be stored or not
+        finally:
+            connection.close()
+        assert answer == {"RowAffected": 1}
+        acknowledged.append((user, item, kind))
+        if len(acknowledged) == after + 1:
+            child.kill()
 
-        async def append(user: str, item: str, kind: str) -> None:
-            body = json.dumps([{"FeedbackType": kind, "UserId": user, "ItemId": item}])
-            try:
-                answer = await client.post("/api/feedback", content=body, headers={"Content-Type": "application/json"})
-            except httpx.TransportError:
-                return  # never answered: it may be stored or not
-            if answer.status_code == 200:
-                assert answer.json() == {"RowAffected": 1}
-                acknowledged.append((user, item, kind))
-                if len(acknowledged) == after + 1:
-                    child.kill()
-
-        await asyncio.gather(*(append(*event) for event in events))
+    await asyncio.gather(*(append(*event) for event in events))  # each on a connection: all are under way at once
     assert finish([child]) == [-signal.SIGKILL]
     return acknowledged
 
 
-def check(
-    url: str, address: str, sent: list[tuple[str, str, str]], acknowledged: list[tuple[str, str, str]]
-) -> str:
+def check(url: str, address: str, sent: list[tuple[str, str, str]], acknowledged: list[tuple[str, str, str]]) -> str:
     """What is wrong with the store; "" if nothing is."""
     store, model = open_store(url, 1.0, print), recommender()
     faults = []

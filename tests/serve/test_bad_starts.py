@@ -69,7 +69,9 @@ def test_events_are_refused_while_the_database_is_down_and_none_is_lost(postgres
         postgres.stop()
         try:
             answer = client.post("/api/feedback", json=[event("ann", "i2", 2)])
-            assert answer.status_code == 503 and "nothing of this request is stored" in answer.json()["error"]["message"]
+            assert (
+                answer.status_code == 503 and "nothing of this request is stored" in answer.json()["error"]["message"]
+            )
             assert answer.headers["Retry-After"]
             assert client.get("/api/recommend/ann").status_code == 503
             assert client.get("/api/health/ready").status_code == 503
@@ -109,9 +111,7 @@ def test_settings_are_checked(flags: list[str], folder: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("command", ["serve", "serve rec"])
-def test_help_fits_a_screen(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_fits_a_screen(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([*command.split(), "--help"])

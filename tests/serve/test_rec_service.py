@@ -84,7 +84,7 @@ def test_a_retry_stores_nothing_twice(client: httpx.Client) -> None:
     assert [post(client, now, **{"Idempotency-Key": "a"}) for _ in range(2)] == [1, 1]
     assert client.get("/api/user/retry").json()["EventCount"] == 2
     other = client.post("/api/feedback", json=[one], headers={"Idempotency-Key": "a"})
-    assert other.status_code == 422 and "other events" in other.json()["error"]["message"]
+    assert other.status_code == 409 and "other events" in other.json()["error"]["message"]
 
 
 def test_put_replaces_the_value(client: httpx.Client) -> None:
@@ -98,7 +98,13 @@ def test_a_user_can_be_looked_at_and_deleted(client: httpx.Client) -> None:
     recommended(client, "dora")
     found = client.get("/api/user/dora?n=1").json()
     assert found["Feedback"] == [
-        {"FeedbackType": "click", "ItemId": "unknown", "Timestamp": "2026-01-01T00:00:02Z", "Value": None, "Known": False}
+        {
+            "FeedbackType": "click",
+            "ItemId": "unknown",
+            "Timestamp": "2026-01-01T00:00:02Z",
+            "Value": None,
+            "Known": False,
+        }
     ]
     assert (found["EventCount"], found["StateEvents"]) == (2, 2) and found["StateAge"] >= 0
     assert found["StateBytes"] == MODEL.start(1).nbytes
@@ -125,7 +131,9 @@ def test_reasons_are_the_nearest_events(client: httpx.Client) -> None:
         x = vectors[int(one["ItemId"][1:])]
         cosines = {f"i{n}": x @ vectors[n] / np.linalg.norm(x) / np.linalg.norm(vectors[n]) for n in (1, 2)}
         assert [near["ItemId"] for near in one["Because"]] == sorted(cosines, key=lambda item: -cosines[item])
-        assert [near["Similarity"] for near in one["Because"]] == pytest.approx(sorted(cosines.values())[::-1], abs=1e-5)
+        assert [near["Similarity"] for near in one["Because"]] == pytest.approx(
+            sorted(cosines.values())[::-1], abs=1e-5
+        )
 
 
 def test_candidates_are_ranked(client: httpx.Client) -> None:

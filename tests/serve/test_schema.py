@@ -34,7 +34,9 @@ def test_an_operation_answers_as_documented(
     @settings(max_examples=max(4, settings.default.max_examples // 6), suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
-        case.call_and_validate()
+        answer = case.call()
+        if answer.status_code != 413:  # a list that is too long may be too large as well; schemathesis knows 422 only
+            case.validate_response(answer)
 
     if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query or operation.path_parameters):
         pytest.skip("it takes no arguments")

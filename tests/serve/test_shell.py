@@ -116,7 +116,9 @@ def test_series_and_quantiles_are_of_their_seconds() -> None:
     now = 1003.0
     series = metrics.series()
     assert series["Second"] == list(range(883, 1003)) and series["Tokens"][-3:] == [5, 0, 5]
-    assert series["Requests"][-3:] == [3, 0, 1] and series["P50"][-3:] == [2, 0, 10] and series["P99"][-3:] == [3, 0, 10]
+    assert (
+        series["Requests"][-3:] == [3, 0, 1] and series["P50"][-3:] == [2, 0, 10] and series["P99"][-3:] == [3, 0, 10]
+    )
     window = metrics.window()
     assert window["tokens_per_second"] == 10 / 60 and window["request_seconds_p99"] == 0.01
     now = 5000.0

@@ -87,8 +87,8 @@ GROUPS = [
     [
         ([Event("click", "ann", "i1", 1, 2.0), Event("buy", "ann", "i1", 1)], None, True),
         ([Event("click", "ann", "i1", 1), Event("click", "bob", "i1", 1)], "k1", False),
-        ([Event("click", "x' OR '1'='1", "\"; DELETE FROM users; --", 5)], "k2", False),
-        ([Event("click", "x' OR '1'='1", "\"; DELETE FROM users; --", 5)], "k2", False),
+        ([Event("click", "x' OR '1'='1", '"; DELETE FROM users; --', 5)], "k2", False),
+        ([Event("click", "x' OR '1'='1", '"; DELETE FROM users; --', 5)], "k2", False),
         ([Event("click", "ann", "i9", 5)], "k2", False),
     ],
 ]
@@ -131,7 +131,9 @@ def test_appends_of_several_threads_lose_nothing(store: Store) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(item for _, item, _, _ in stored(store, "ann")) == sorted(f"{w}-{n}" for w in range(3) for n in range(8))
+    assert sorted(item for _, item, _, _ in stored(store, "ann")) == sorted(
+        f"{w}-{n}" for w in range(3) for n in range(8)
+    )
     assert store.totals().events == 48
 
 
@@ -194,8 +196,13 @@ def test_a_password_is_not_shown() -> None:
 
 def test_a_failing_store_says_so_and_stores_nothing(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "s.db"), 1.0, print)
-    with pytest.raises(StoreError, match="failed"), store.transaction(write=True) as run:
-        run("INSERT INTO facts VALUES ('a', 'b')")
-        run("SELECT nothing FROM nowhere")
+
+    def fail() -> None:
+        with store.transaction(write=True) as run:
+            run("INSERT INTO facts VALUES ('a', 'b')")
+            run("SELECT nothing FROM nowhere")
+
+    with pytest.raises(StoreError, match="failed"):
+        fail()
     assert store.fact("a") is None
     store.close()

@@ -130,7 +130,9 @@ class ChatFormat:
         """The text, and the spans that the template marks."""
         from transformers.utils import chat_template_utils
 
-        run: Any = chat_template_utils.render_jinja_template  # its annotations are not those of what it takes and returns
+        run: Any = (
+            chat_template_utils.render_jinja_template
+        )  # its annotations are not those of what it takes and returns
         try:
             texts, spans = run(
                 [list(messages)],

@@ -71,7 +71,7 @@ def feedback_routes(service: RecService) -> APIRouter:
             count = await service.writer.append(Submission(rows, key, digest, overwrite))
         except KeyReused as error:
             raise ApiError(
-                422, "this Idempotency-Key was used with other events: make a new key", "Idempotency-Key", "key_reused"
+                409, "this Idempotency-Key was used with other events: make a new key", "Idempotency-Key", "key_reused"
             ) from error
         service.metrics.add(count)
         return RowAffected(RowAffected=count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -16,8 +17,12 @@ Item = Annotated[str, Strict(), StringConstraints(min_length=1, max_length=LONGE
 User = Annotated[str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_ID, pattern=PATH_SAFE)]
 
 
+_DATE = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d", re.ASCII)
+
+
 def _only_text(value: Any) -> Any:
-    if value is not None and not isinstance(value, str):
+    """Refuse what is no date and time in ISO 8601; pydantic would also take numbers, as text too."""
+    if value is not None and value != "" and not (isinstance(value, str) and _DATE.match(value)):
         raise ValueError("must be text in ISO 8601, such as 2026-01-31T12:00:00Z")
     return value
 
@@ -96,6 +101,15 @@ class RankRequest(BaseModel):
     user: User | None = None
     history: Annotated[list[Item], Field(max_length=MOST_EVENTS)] | None = Field(None, description="Oldest first.")
     items: Annotated[list[Candidate | Item], Field(max_length=MOST_EVENTS)]
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "not": {
+                "required": ["user", "history"],
+                "properties": {"user": {"type": "string"}, "history": {"type": "array"}},
+            }
+        }
+    )
 
 
 class Ranked(BaseModel):
