@@ -20,6 +20,7 @@ import torch
 
 import prism
 from prism.cli import main
+from tests.tiny_lm import save_lm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -51,6 +52,11 @@ def train_adapter() -> None:
     assert main(f"{command} --data.context 32 --device cpu".split()) == 0
 
 
+def export_as_onnx() -> None:
+    """What `prism export runs/mine --format onnx --out onnx/mine` leaves behind; a saved model takes the place of the run."""
+    assert main(["export", str(save_lm(Path("model"), "linear")), "--format", "onnx", "--out", "onnx/mine"]) == 0
+
+
 def write_events() -> None:
     """A table with the columns, users and items that the page names."""
     people, things = ["ann", "bob", *(f"c{n}" for n in range(20))], ["shoes", "socks", "hat", "coat", "scarf"]
@@ -60,6 +66,7 @@ def write_events() -> None:
 
 BEFORE: dict[str, Callable[[], None]] = {
     "docs/howto/adapter.md": train_adapter,
+    "docs/howto/export.md": export_as_onnx,
     "docs/howto/train-on-text.md": train_language_model,
     "docs/language-models.md": train_language_model,
     "docs/recommendation.md": write_events,

@@ -29,6 +29,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "train lm": Command("prism.cli.train:train", "train or resume a language model", True),
     "train rec": Command("prism.cli.train_rec:train", "train or resume a recommender on user events", True, "rec"),
+    "train sft": Command("prism.cli.tune:sft", "fine-tune a language model on chats", True, "adapters"),
+    "train dpo": Command("prism.cli.tune:dpo", "train a language model on preferred answers", True, "adapters"),
     "adapt": Command("prism.cli.adapt:adapt", "fine-tune a model with a PRISM adapter", True, "adapters"),
     "generate": Command("prism.cli.generate:generate", "continue a text with a language model"),
     "evaluate lm": Command("prism.cli.evaluate:evaluate_lm", "measure perplexity on files and run lm-eval tasks"),

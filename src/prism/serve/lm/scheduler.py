@@ -297,7 +297,7 @@ class Scheduler:
         if self._alone is not None:
             writer = self._alone
             assert writer.row.place is not None
-            self._choose(writer, self.solo.read(writer.row.place, [writer.last]))
+            self._choose(writer, self.solo.read_next(writer.row.place, writer.last))
             if writer.finish is not None:
                 self._written(writer)
             return
@@ -338,7 +338,7 @@ class Scheduler:
         assert row.place is not None and row.logits is not None
         now, row.since = row.since[:CATCH_UP], row.since[CATCH_UP:]
         for token in now:
-            logits = self.solo.read(row.place, [token])
+            logits = self.solo.read_next(row.place, token)
         if row.since:
             self._behind.rotate(-1)
             return
@@ -370,5 +370,5 @@ def rounding(solo: Solo, rows: Rows | FixedRows, texts: int = 3, tokens: int = 8
     for _ in range(tokens):
         given = torch.randint(size, (texts,), generator=random).tolist()
         together = rows.step(given)[0, :size]
-        largest = max(largest, difference(together, solo.read(places[0], given[:1])[:size].float().cpu()))
+        largest = max(largest, difference(together, solo.read_next(places[0], given[0])[:size].float().cpu()))
     return largest

@@ -90,6 +90,7 @@ class LmService:
             )
         if (name := request.unsupported()) is not None:
             raise ApiError(400, f"{name} is not supported: omit it", name, "unsupported")
+        self._check_count(request.n)
         if 0 < request.temperature < COOLEST:
             raise ApiError(
                 400, f"temperature must be 0 or at least {COOLEST}, got {request.temperature}", "temperature"
@@ -172,10 +173,12 @@ class LmService:
 
     def answer(self, texts: Sequence[Text], orders: Sequence[Order], store: bool = False) -> Answering:
         """Start to read these texts and to write after each of them."""
-        if len(texts) * len(orders) > self.settings.rows:
-            most, asked = self.settings.rows, len(texts) * len(orders)
-            raise ApiError(400, f"one request may ask for at most {most} texts, got {asked}", "n")
+        self._check_count(len(texts) * len(orders))
         return Answering(self.scheduler, texts, orders, store)
+
+    def _check_count(self, texts: int) -> None:
+        if texts > self.settings.rows:
+            raise ApiError(400, f"one request may ask for at most {self.settings.rows} texts, got {texts}", "n")
 
     async def read(self, text: Text) -> Text:
         """Read a text, so that it can be kept."""
