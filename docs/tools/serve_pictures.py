@@ -204,7 +204,7 @@ def language_model_pictures(browser: Browser, url: str) -> None:
         page.wait_for_timeout(5000)  # the message goes, the graph comes
         photograph(page, "lm")
     with tab(browser, url, PHONE, "dark") as page:
-        write(page, "After the storm the baker", 0, 60, 5)
+        write(page, "After the storm the rain had stopped", 0, 60, 5)
         page.evaluate("document.activeElement.blur()")
         page.wait_for_timeout(300)
         page.evaluate("scrollTo(0, 0)")
