@@ -96,13 +96,6 @@ def test_of_many_items_or_events_few_targets_are_ranked_at_once(
     assert found.ranks.tolist() == expected.ranks.tolist()
 
 
-def test_evaluation_and_serving_hold_as_many_scores_at_a_time() -> None:
-    from prism.recommend import evaluate as recommendation
-    from prism.recommend import results as best
-
-    assert best.SCORES_AT_ONCE == recommendation.SCORES_AT_ONCE
-
-
 def test_results_name_their_protocol(model: PrismForRecommendation, split: Split) -> None:
     results = evaluate_split(model, split, "test", max_length=7)
     protocol = results["protocol"]

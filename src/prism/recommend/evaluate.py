@@ -27,7 +27,7 @@ from prism.models import PrismForRecommendation
 from prism.recommend.events.histories import Histories, contexts
 from prism.recommend.events.split import Split, Targets
 from prism.recommend.ranking import CUTOFFS, EVENTS_AT_ONCE, SCORES_AT_ONCE, Ranking, candidates, count, ranks
-from prism.recommend.results import top_k
+from prism.recommend.top_items import top_k
 
 Progress = Callable[[int, int], None]
 """Called with (targets done, targets in total)."""
