@@ -23,6 +23,7 @@ LIBRARIES = {
     "eval": ("lm_eval",),
     "gpu": ("triton",),
     "adapters": ("peft",),
+    "baselines": ("implicit", "scipy", "threadpoolctl"),
 }
 """The libraries that each extra installs."""
 

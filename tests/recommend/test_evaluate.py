@@ -13,7 +13,6 @@ import torch
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend.evaluate import (
     Sampled,
-    TopKCounts,
     evaluate_ranking,
     evaluate_split,
     protocol_line,
@@ -24,6 +23,7 @@ from prism.recommend.events import Histories, Split, leave_one_out
 from prism.recommend.events.dataset import reindex_items
 from prism.recommend.events.ids import Catalogue
 from prism.recommend.events.synthetic import synthetic_dataset
+from prism.recommend.lists import TopKCounts
 from prism.recommend.report import report
 
 ITEMS = 30
