@@ -26,6 +26,7 @@ LIBRARIES = {
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "trackers": ("wandb", "mlflow"),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "psycopg", "psycopg_pool", "redis", "starlette"),
+    "baselines": ("implicit", "scipy", "threadpoolctl"),
 }
 """The libraries that each extra installs."""
 

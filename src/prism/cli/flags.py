@@ -23,7 +23,7 @@ from prism.train.settings import RunSettings
 
 S = TypeVar("S", bound=RunSettings)
 REGISTRY = ConstructorRegistry()
-ASSIGNMENTS = ("--set", "--model.options", "--optimizer.groups")
+ASSIGNMENTS = ("--set", "--model.options", "--optimizer.groups", "--where")
 """Flags with a list of name=value."""
 
 
