@@ -25,6 +25,7 @@ LIBRARIES = {
     "adapters": ("peft",),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "trackers": ("wandb", "mlflow"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "psycopg", "psycopg_pool", "redis", "starlette"),
 }
 """The libraries that each extra installs."""
 

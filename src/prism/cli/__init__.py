@@ -40,6 +40,10 @@ COMMANDS = {
     "recommend": Command(
         "prism.cli.recommend:recommend", "recommend items to users, or after item sequences", extra="rec"
     ),
+    "serve rec": Command("prism.cli.serve:serve_rec", "serve a recommender over HTTP, with a page", extra="serve"),
+    "serve lm": Command(
+        "prism.cli.serve_lm:serve_lm", "serve a language model over OpenAI's API, with a page", extra="serve"
+    ),
     "export": Command("prism.cli.export:export", "write a run's checkpoint as a model folder"),
     "convert": Command("prism.cli.convert:convert", "turn a Gated DeltaNet of another library into ours, or back"),
     "rules": Command("prism.cli.rules:rules", "list all rules, or show the options of one", extra="cli"),

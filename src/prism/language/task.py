@@ -15,9 +15,11 @@ from prism.engine.context import Context
 from prism.language.adapt_settings import AdaptSettings
 from prism.language.corpus import Corpus, prepare
 from prism.language.export import write_model
+from prism.language.generate import LanguageModel, Sampling, Session
 from prism.language.model import Builder, build_model, started_from, vocabulary
 from prism.language.perplexity import Score
 from prism.language.settings import Settings
+from prism.language.tokenizer import load_tokenizer
 from prism.language.tokens import Batch, Sequences
 from prism.messages import say
 from prism.models import PrismForCausalLM
@@ -211,6 +213,24 @@ class LanguageTask(TextTask):
 
     def loss(self, model: nn.Module, samples: Batch) -> Tensor:
         return loss_sum(model, samples, self.settings.z_loss)
+
+    @property
+    def sample_every(self) -> int:
+        return self.settings.sample.every
+
+    def sample(self, model: nn.Module) -> str:
+        """The prompt and what the model writes after it, always with the same random numbers, which are its own."""
+        wanted = self.settings.sample
+        lm = LanguageModel(
+            model, load_tokenizer(self.corpus.tokenizer_file, self.corpus.manifest.end_token), "training"
+        )
+        training = model.training
+        model.eval()
+        session = Session(lm, self.settings.seed)
+        session.read(wanted.prompt)
+        pieces = [*session.write(wanted.tokens, Sampling(wanted.temperature)), session.text.flush()]
+        model.train(training)
+        return wanted.prompt + "".join(pieces)
 
     def write_model(self, run: Path, checkpoint: Checkpoint, folder: Path) -> None:
         write_model(run, checkpoint, folder, self.builder)
