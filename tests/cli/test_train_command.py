@@ -47,6 +47,7 @@ def test_the_result_is_a_model_for_transformers(tmp_path: Path, command: list[st
         "generation_config.json",
         "model.safetensors",
         "manifest.json",
+        "modeling_prism.py",
         "tokenizer.json",
         "tokenizer_config.json",
         "README.md",

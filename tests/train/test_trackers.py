@@ -122,6 +122,7 @@ def test_wandb_offline_keeps_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert files and any(b"validation_nats" in file.read_bytes() for file in files)
 
 
+@pytest.mark.slow  # importing mlflow takes seconds
 def test_mlflow_keeps_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
