@@ -73,7 +73,7 @@ def flags(command: str) -> frozenset[str]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
-        main([*command.split(), "--help"])
+        main([*command.split(), "--help", *(["all"] if COMMANDS[command].own_arguments else [])])
     return frozenset(re.findall(r"--[a-z][\w.-]*", out.getvalue()))
 
 
