@@ -32,6 +32,8 @@ from prism.models.replay import cache_for
 FORMAT = "prism generation state 1"
 SEGMENT = 2048
 """Tokens per forward pass."""
+CPU_SEGMENT = 256
+"""The same for a text that is read on a CPU: longer passes are no faster there, and others would wait for them."""
 
 
 class Reader:
@@ -43,7 +45,12 @@ class Reader:
         end: the end token.
         cache: the state to continue from.
         last: the last token that `cache` has read; it is part of saved states.
+
+    Attributes:
+        documents: whether the end token opens a document. False for chats, in which it ends a message (see chat.py).
     """
+
+    documents = True
 
     def __init__(
         self, model: PrismForCausalLM, end: int, cache: PrismCache | None = None, last: int | None = None
@@ -54,7 +61,8 @@ class Reader:
     @torch.no_grad()
     def forward(self, tokens: Tensor, **options: Any) -> PrismOutput:
         """Read tokens `[T]` in one forward pass; `options` are further arguments of the model."""
-        reset = needed_starts(document_starts(tokens[None], self.end), fresh=not self.cache.is_initialized)
+        starts = document_starts(tokens[None], self.end) if self.documents else None
+        reset = None if starts is None else needed_starts(starts, fresh=not self.cache.is_initialized)
         out: PrismOutput = self.model(
             tokens[None].to(self.model.device),
             past_key_values=self.cache,
@@ -76,9 +84,14 @@ class Reader:
         assert logits is not None  # without labels they are always there
         return logits[0].float()
 
-    def read_all(self, tokens: Tensor, segment: int = SEGMENT) -> Tensor:
+    @property
+    def segment(self) -> int:
+        """Tokens per forward pass of `read_all`."""
+        return CPU_SEGMENT if self.model.device.type == "cpu" else SEGMENT
+
+    def read_all(self, tokens: Tensor) -> Tensor:
         """Read tokens `[T]` in segments; returns the logits `[V]` of the next token."""
-        for part in tokens.split(segment):
+        for part in tokens.split(self.segment):
             logits = self.read(part, keep=1)
         return logits[-1]
 
@@ -105,7 +118,7 @@ class OtherReader(Reader):
         self.cache, self.last = out.past_key_values, int(tokens[-1])
         return out
 
-    def read_all(self, tokens: Tensor, segment: int = SEGMENT) -> Tensor:
+    def read_all(self, tokens: Tensor) -> Tensor:
         return self.read(tokens, keep=1)[-1]
 
     def read_next(self, token: int) -> Tensor:
@@ -193,8 +206,12 @@ class Sampling:
         """Choose a token by its logits `[V]`."""
         if self.temperature == 0:
             return int(logits.argmax())
-        weights = self._filters(None, logits[None].cpu()).softmax(-1)
-        return int(torch.multinomial(weights, 1, generator=random))
+        return int(torch.multinomial(self.weights(logits[None]), 1, generator=random))
+
+    def weights(self, logits: Tensor) -> Tensor:
+        """The probability of every token by its logits `[B, V]`: `[B, V]` on the CPU. Only at a temperature above 0."""
+        weights: Tensor = self._filters(None, logits.cpu()).softmax(-1)
+        return weights
 
     @cached_property
     def _filters(self) -> Any:

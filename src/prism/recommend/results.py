@@ -72,25 +72,31 @@ def best_items(
         events: `[n]`, number of events of each user; a user without events gets the most popular items.
         excluded: for each user, rows of the catalogue to leave out.
     """
-    if bool((events == 0).any()) and not bool(model.item_counts.any()):
-        raise ValueError(
-            "a user without events gets the most popular items, but the model has no item counts: call describe_items"
-        )
-    counts = model.item_counts.float()
-    popularity = counts.log1p() - counts.sum().log1p()
     width = min(k, model.config.num_items)
     rows, scores = np.zeros((len(hidden), width), dtype=np.int64), np.zeros((len(hidden), width), dtype=np.float32)
     step = max(1, SCORES_AT_ONCE // (model.config.num_items + 1))
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
-        all_scores = model.scores(hidden[part])
-        all_scores = torch.where((events[part] > 0)[:, None], all_scores, popularity)
+        all_scores = item_scores(model, hidden[part], events[part])
         allowed = torch.ones_like(all_scores, dtype=torch.bool)
         allowed.scatter_(1, torch.from_numpy(_padded(excluded[part])).to(hidden.device), False)
         allowed[:, 0] = False
         best = top_k(all_scores, allowed, k)
         rows[part], scores[part] = best.cpu().numpy(), all_scores.gather(1, best).cpu().numpy()
     return Recommendations(rows, scores, catalogue)
+
+
+def item_scores(model: PrismForRecommendation, hidden: Tensor, events: Tensor) -> Tensor:
+    """Scores of all items, `[n, N + 1]`, for `hidden` `[n, D]`; by popularity for users without events."""
+    scores = model.scores(hidden)
+    if bool((events > 0).all()):
+        return scores
+    if not bool(model.item_counts.any()):
+        raise ValueError(
+            "a user without events gets the most popular items, but the model has no item counts: call describe_items"
+        )
+    counts = model.item_counts.float()
+    return torch.where((events > 0)[:, None], scores, counts.log1p() - counts.sum().log1p())
 
 
 def top_k(scores: Tensor, candidate_mask: Tensor, k: int) -> Tensor:

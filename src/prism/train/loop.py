@@ -204,7 +204,7 @@ class _Run:
         return Bar(self.step, self.settings.steps, self.bar_shown, self.task.unit)
 
     def open_log(self) -> Log | nullcontext[None]:
-        return Log(self.folder, self.step, self.settings.log.tensorboard) if self.world.main else nullcontext()
+        return Log(self.folder, self.step, self.settings.log.all_trackers) if self.world.main else nullcontext()
 
     def resume(self, bar: Bar) -> None:
         checkpoint = self.checkpoints.newest_good(bar.say)
