@@ -6,13 +6,21 @@ import re
 
 import pytest
 
+from prism.cli import COMMANDS as KNOWN
 from prism.cli import help as groups
 from prism.cli import main
 from prism.language.adapt_settings import AdaptSettings
 from prism.language.settings import Settings
+from prism.language.tune_settings import DpoSettings, SftSettings
 from prism.recommend.settings import RecSettings
 
-COMMANDS = {"train lm": Settings(), "train rec": RecSettings(), "adapt": AdaptSettings()}
+COMMANDS = {
+    "train lm": Settings(),
+    "train rec": RecSettings(),
+    "train sft": SftSettings(),
+    "train dpo": DpoSettings(),
+    "adapt": AdaptSettings(),
+}
 SCREEN = 45
 Captured = pytest.CaptureFixture[str]
 
@@ -27,6 +35,10 @@ def shown(capsys: Captured, command: str, *topic: str) -> str:
 @pytest.fixture(autouse=True)
 def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_no_command_is_missing() -> None:
+    assert set(COMMANDS) == {name for name, command in KNOWN.items() if command.own_arguments}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

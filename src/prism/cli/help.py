@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from typing import Annotated, Any, NoReturn, get_type_hints
 
 import tyro
@@ -131,12 +132,16 @@ def _showing(shown: set[Path], settings: Any, sections: Path = ()) -> Any:
             annotation = Annotated[type(value) if inside else hints[field.name], tyro.conf.Suppress]
         values[field.name] = value
         if annotation is not None:
-            default = dataclasses.field(default_factory=lambda value=value: value)
+            default: Any = dataclasses.field(default_factory=partial(_same, value))
             changed.append((field.name, annotation, default))
     made = dataclasses.make_dataclass(kind.__name__, changed, bases=(kind,), frozen=True)
     made.__doc__ = kind.__doc__
     _made.append(made)
     return made(**values)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _flag(name: str) -> str:

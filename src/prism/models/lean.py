@@ -238,8 +238,9 @@ def step(model: CachedModel, tokens: Tensor, cache: PrismCache) -> Tensor:
     """
     ids = tokens[:, None]
     with torch.inference_mode():
-        ready = isinstance(cache, ReplayedCache) and cache.states and not cache.unread
-        answers = cache.step(model, ids) if ready else None
+        answers = None
+        if isinstance(cache, ReplayedCache) and cache.states and not cache.unread:
+            answers = cache.step(model, ids)
         if answers is None:
             out = model.forward(ids, past_key_values=cache, use_cache=True, return_dict=True)
             answers = out.logits, None

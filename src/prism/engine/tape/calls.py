@@ -76,7 +76,13 @@ def flattened(*operands: Any) -> list[Any]:
     views = np.lib.stride_tricks.as_strided
     found = [views(x, tuple(sizes), tuple(steps)) for x, steps in zip(full, strides, strict=True)]
     single = [x.ndim > 0 and not any(x.strides) for x in found]
-    return [x[(*[0] * x.ndim, ...)] if one else x for x, one in zip(found, single, strict=True)]
+    return [_number(x) if one else x for x, one in zip(found, single, strict=True)]
+
+
+def _number(x: Any) -> Any:
+    """The one number that an array repeats, as a view without dimensions."""
+    first: tuple[Any, ...] = (0,) * x.ndim + (...,)
+    return x[first]
 
 
 def ufunc(function: Any, operands: int) -> Server:
