@@ -285,7 +285,8 @@ def _scores(model: PrismForRecommendation, part: Targets, histories: Histories, 
             raise ValueError("the model was trained with time gaps: the events need times")
         gaps = torch.from_numpy(events.gaps).to(device)
     lengths = torch.from_numpy(events.mask.sum(1)).to(device)
-    return model.scores(model.last_hidden(torch.from_numpy(events.items).to(device), lengths, gaps))
+    profiles = None if events.profiles is None else torch.from_numpy(events.profiles).to(device)
+    return model.scores(model.last_hidden(torch.from_numpy(events.items).to(device), lengths, gaps, profiles))
 
 
 def _seen(part: Targets, histories: Histories) -> Tensor:

@@ -10,7 +10,8 @@ Design choices
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -54,6 +55,8 @@ class Recommender:
             raise ValueError(f"the catalogue has {len(catalogue)} items, but the model {model.config.num_items}")
         if users is not None and histories is not None and len(users) != len(histories):
             raise ValueError(f"users and histories must have the same length, got {len(users)} and {len(histories)}")
+        if users is not None and histories is not None and histories.profiles is None:
+            histories = replace(histories, profiles=users.profiles)
         self.model, self.catalogue, self.users, self.histories = model.eval(), catalogue, users, histories
         self._training = training
 
@@ -73,6 +76,10 @@ class Recommender:
         item: str = AUTO,
         time: str | None = AUTO,
         features: Sequence[str] = (),
+        user_features: Sequence[str] = (),
+        items: Any = None,
+        users: Any = None,
+        item_vectors: Any = None,
         **settings: Any,
     ) -> Recommender:
         """Train a recommender on events: `Recommender.fit(df, user="customer", item="product", time="when", epochs=20)`.
@@ -84,17 +91,22 @@ class Recommender:
             preset: "prism", "sasrec" or "hstu".
             user, item, time: names of the columns; "auto" finds the usual names. `time=None`: the events are already in
                 order. The same as `data={"user": …}`, and `--data.user` on the command line.
-            features: names of columns that describe the item, such as a category.
+            features: names of columns that describe the item: a category, a list of genres, a vector.
+            user_features: names of columns that describe the user.
+            items, users: tables with one row per item or user (a frame or a file), for features that the events lack.
+            item_vectors: vectors of the items, such as those of texts or images: a mapping from ids, a frame with the id and
+                the vector, or an array (or .npy or .safetensors file) with one row for each row of `items`.
             settings: the settings of `prism train rec`, with sections as dicts:
                 `epochs=10, model={"layers": "prism*2"}, data={"length": 100}`.
         """
         from prism.recommend.task import fit  # the trainer is imported only for training
 
-        columns = Columns(user, item, time, tuple(features))
+        columns = Columns(user, item, time, tuple(features), tuple(user_features))
+        tables = {"items": items, "users": users, "item_vectors": item_vectors}
         if out is not None:
-            return cls.load(*fit(events, Path(out), preset, columns, settings))
+            return cls.load(*fit(events, Path(out), preset, columns, settings, tables))
         with tempfile.TemporaryDirectory() as folder:
-            return cls.load(*fit(events, Path(folder) / "run", preset, columns, settings))
+            return cls.load(*fit(events, Path(folder) / "run", preset, columns, settings, tables))
 
     @classmethod
     def load(cls, folder: Path | str, data: Dataset | Path | str | None = None, device: str = "auto") -> Recommender:
@@ -160,6 +172,7 @@ class Recommender:
         times: Sequence[Sequence[float]] | None = None,
         max_length: int | None = None,
         unknown: Unknown = "skip",
+        user_features: Mapping[str, Sequence[Any]] | None = None,
     ) -> Recommendations:
         """The k best next items for users, for sequences of items, or for states.
 
@@ -174,6 +187,8 @@ class Recommender:
                 is earlier than the previous one counts as simultaneous.
             max_length: number of last events to read. None: as many as in training. 0: all, as a stream does.
             unknown: drop items that the model does not know, with a warning ("skip"), or refuse them ("error").
+            user_features: with sequences, what is known of their users, `{"country": ["fr", None]}`: an entry for each
+                sequence. Known users have the features of training, states those they were started with.
         """
         if sum(given is not None for given in (of, users, sequences, states)) != 1:
             raise ValueError("give exactly one of users, sequences and states")
@@ -196,6 +211,8 @@ class Recommender:
         else:
             assert sequences is not None
             histories = as_histories(sequences, times, self.catalogue, unknown)
+            if user_features is not None:
+                histories = replace(histories, profiles=self._profiles(user_features, len(histories)))
         seen = histories if filter_seen else None
         hidden = self.encode(histories, max_length)
         events = torch.from_numpy(histories.lengths).to(self.device)
@@ -210,10 +227,21 @@ class Recommender:
         """
         return encode(self.model, histories, max_length)
 
-    def start(self, users: int) -> UserStates:
-        """States of new users, before their first event."""
+    def start(self, users: int, user_features: Mapping[str, Sequence[Any]] | None = None) -> UserStates:
+        """States of new users, before their first event.
+
+        Args:
+            user_features: as in `recommend`.
+        """
         _check_count("users", users)
-        return self._blank.index_select([0] * users)
+        if user_features is None:
+            return self._blank.index_select([0] * users)
+        return initial_state(self.model, self._profiles(user_features, users))
+
+    def _profiles(self, user_features: Mapping[str, Sequence[Any]], users: int) -> np.ndarray:
+        if self.users is None or not self.users.features:
+            raise ValueError("user_features was given, but the model was trained without features of users")
+        return self.users.codes(user_features, users)
 
     @torch.no_grad()
     def observe(

@@ -33,6 +33,9 @@ class RecModelSettings(StackSettings):
     """Width of the feed-forward layers. 0: none. None: 8/3 of hidden_size, rounded up to a multiple of 64."""
     dropout: float = 0.2
     """Dropout rate on the input and on every residual branch."""
+    id_dropout: float = 0.0
+    """Probability that an item has only its features in a training step, and no embedding as itself. About 0.1 lets new
+    items, which have no embedding, be scored by their features."""
     time_gaps: bool = False
     """Give the model the time since the previous event; the events must have times."""
     embedding_scale: float = 1.0

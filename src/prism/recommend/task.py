@@ -23,7 +23,7 @@ from prism.recommend.evaluate import rank_targets
 from prism.recommend.events import Dataset, RecBatch, Samples, Split, prepare_dataset
 from prism.recommend.events.columns import Columns
 from prism.recommend.events.dataset import ITEMS, USERS
-from prism.recommend.events.recipe import make_dataset
+from prism.recommend.events.recipe import RecDataSettings, make_dataset
 from prism.recommend.export import write_model
 from prism.recommend.learner import Learner, build_recommender, make_loss
 from prism.recommend.ranking import CUTOFFS, Ranking
@@ -65,9 +65,17 @@ def train_rec(settings: RecSettings, dataset: Dataset | None = None, report: Rep
 
 
 def fit(
-    events: Any, out: Path, preset_name: str | None, columns: Columns, settings: dict[str, Any]
+    events: Any,
+    out: Path,
+    preset_name: str | None,
+    columns: Columns,
+    settings: dict[str, Any],
+    tables: dict[str, Any] | None = None,
 ) -> tuple[Path, Dataset, str]:
     """Train on a file or a DataFrame; see `Recommender.fit` for the arguments.
+
+    Args:
+        tables: items, users and item_vectors; None for those that are not given.
 
     Returns:
         The model's folder, the dataset and the device.
@@ -76,21 +84,32 @@ def fit(
     data = settings.get("data", {})
     if "source" in data:
         raise ValueError("data.source is the first argument of fit: leave it out of data")
-    named_columns = {name: value for name, value in asdict(columns).items() if value != getattr(Columns, name)}
-    for name in named_columns.keys() & data.keys():
-        raise ValueError(
-            f"fit got both {name}={named_columns[name]!r} and data[{name!r}]={data[name]!r}: give one of them"
-        )
+    tables = {name: table for name, table in (tables or {}).items() if table is not None}
+    named = {name: value for name, value in asdict(columns).items() if value != getattr(Columns, name)}
+    for name in (named.keys() | tables.keys()) & data.keys():
+        value = named.get(name, "…")
+        raise ValueError(f"fit got both {name}={value!r} and data[{name!r}]={data[name]!r}: give one of them")
     is_path = isinstance(events, (str, Path))
-    data = {**data, **named_columns, **({"source": str(events)} if is_path else {})}
+    named |= {name: str(table) for name, table in tables.items() if isinstance(table, (str, Path))}
+    in_memory = {name: table for name, table in tables.items() if name not in named}
+    data = {**data, **named, **({"source": str(events)} if is_path else {})}
     chosen = override(preset(preset_name), {**settings, "data": data, "out": str(out)}, "fit")
     check_folder(chosen.out, chosen.resume)
-    recipe = chosen.data.recipe()
-    dataset = prepare_dataset(recipe, chosen.data.cache) if is_path else make_dataset(recipe, events)
-    outcome = train_rec(chosen, dataset)
+    outcome = train_rec(chosen, dataset := read_dataset(chosen.data, events, in_memory))
     if outcome.model is None:
         raise ValueError(f"training was stopped after step {outcome.step}, before a model was written")
     return outcome.model, dataset, chosen.device
+
+
+def read_dataset(data: RecDataSettings, events: Any, in_memory: dict[str, Any]) -> Dataset:
+    """The dataset of a file or a DataFrame and of tables, which is cached if all of them are files."""
+    if isinstance(events, (str, Path)) and not in_memory:
+        return prepare_dataset(data.recipe(), data.cache)
+    if isinstance(events, (str, Path)) and Path(events).expanduser().is_dir():
+        raise ValueError(f"{events} is a folder: give {min(in_memory)} as a file, not in memory")
+    from prism.recommend.events.features import Tables  # imports polars
+
+    return make_dataset(data.recipe(), events, Tables(**in_memory))
 
 
 def _check_arguments(settings: dict[str, Any]) -> None:
@@ -124,7 +143,7 @@ class RecTask:
         self.validation = RankingValidation(self.split, given.validation, given.data.length)
 
     def build(self) -> Learner:
-        return Learner(build_recommender(self.given, self.dataset.catalogue), self.loss_function)
+        return Learner(build_recommender(self.given, self.dataset.catalogue, self.dataset.users), self.loss_function)
 
     def initialize(self, model: nn.Module) -> None:
         assert isinstance(model, Learner)
@@ -135,6 +154,8 @@ class RecTask:
         model = {f"model.{name}": value for name, value in to_plain(given.model).items()}
         for free in ("weights", "gradient_checkpointing"):
             del model[f"model.{free}"]
+        if not given.model.id_dropout:  # runs of earlier versions have no such entry
+            del model["model.id_dropout"]
         split = {name: getattr(given.data, name) for name in ("split", "valid_from", "test_from", "length", "order")}
         return {
             **model,
