@@ -142,6 +142,7 @@ class PrismRecConfig(PrismConfig):
             (mean) embeddings is read before a user's first event, as if it were an event.
         id_dropout: probability, in training, that an item has only its features and no embedding as itself. New items,
             which have none, are then scored by what the features have learned.
+        grown_from: hash of the configuration before items were added; see grow.py.
         max_length: number of events per history in training. Not a limit; evaluation uses it as a default.
         embedding_scale: factor of the items' vectors in the input (not the output); √hidden_size in SASRec.
         kwargs: further arguments of `PrismConfig`: `rule_options`, `intermediate_size`, `dropout` (here also of the input),
@@ -164,6 +165,7 @@ class PrismRecConfig(PrismConfig):
         item_vectors: dict[str, int] | None = None,
         user_features: dict[str, Sequence[int]] | None = None,
         id_dropout: float = 0.0,
+        grown_from: str | None = None,
         max_length: int = 200,
         embedding_scale: float = 1.0,
         **kwargs: Any,
@@ -192,6 +194,7 @@ class PrismRecConfig(PrismConfig):
         self.item_vectors = dict(sorted((item_vectors or {}).items()))
         self.user_features = {name: list(pair) for name, pair in sorted((user_features or {}).items())}
         self.id_dropout = id_dropout
+        self.grown_from = grown_from
         self.max_length = max_length
         self.embedding_scale = embedding_scale
         kwargs.setdefault("pad_token_id", 0)

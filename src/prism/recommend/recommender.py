@@ -27,13 +27,14 @@ from prism.models.loading import fingerprint_mismatch, open_weights, without_pro
 from prism.recommend.events import Catalogue, Dataset, EventRecipe, Histories, Users, prepare_dataset
 from prism.recommend.events.columns import AUTO, Columns
 from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, reindex_items
+from prism.recommend.growing import Growing
 from prism.recommend.reading import Unknown, advance, as_histories, as_list, encode, initial_state, is_list
 from prism.recommend.results import Recommendations, best_items
 from prism.recommend.saved import Training, model_folder, training_of
 from prism.recommend.states import UserStates
 
 
-class Recommender:
+class Recommender(Growing):
     """A model, its items, and optionally users with their histories.
 
     Args:
@@ -59,6 +60,7 @@ class Recommender:
             histories = replace(histories, profiles=users.profiles)
         self.model, self.catalogue, self.users, self.histories = model.eval(), catalogue, users, histories
         self._training = training
+        self._folder: Path | None = None
 
     @property
     def device(self) -> torch.device:
@@ -125,7 +127,7 @@ class Recommender:
             histories = Histories.load(opened / EVENTS) if (opened / EVENTS).is_file() else None
             training = training_of(opened) if (opened / TRAINING).is_file() else None
         if data is None:
-            return cls(model, catalogue, users, histories, training)
+            return cls(model, catalogue, users, histories, training)._from(folder)
         if isinstance(data, Dataset):
             dataset = data
         elif training is not None:
@@ -134,7 +136,12 @@ class Recommender:
             dataset = prepare_dataset(EventRecipe(source=str(data)))
         if list(dataset.catalogue.items) != list(catalogue.items):
             dataset = reindex_items(dataset, catalogue)
-        return cls(model, catalogue, dataset.users, dataset.histories, training)
+        return cls(model, catalogue, dataset.users, dataset.histories, training)._from(folder)
+
+    def _from(self, folder: Path | str) -> Recommender:
+        """Note the folder that this was loaded from: an update continues the state of its optimizer."""
+        self._folder = Path(folder).resolve()
+        return self
 
     def save(self, folder: Path | str, histories: bool = True) -> None:
         """Write a folder that `load` opens; it may replace a saved recommender.

@@ -88,7 +88,7 @@ class Training:
         Args:
             everyone: keep users and items with few events, which training would have dropped.
         """
-        recipe = replace(self.data.recipe(), source=source, features=())
+        recipe = replace(self.data.recipe(), source=source, features=(), items=None, item_vectors=None)
         if everyone:
             recipe = replace(recipe, min_user=1, min_item=1)
         other = prepare_dataset(recipe, self.data.cache, report=report)

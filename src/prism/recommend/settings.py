@@ -102,6 +102,11 @@ class RecSettings(RunSettings):
     model: RecModelSettings = field(default_factory=RecModelSettings)
     data: RecDataSettings = field(default_factory=RecDataSettings)
     loss: LossSettings = field(default_factory=LossSettings)
+    update: Path | None = None
+    """Run or saved recommender to continue with the events of data.source: new users and items are added, and its settings
+    are the defaults. None: a new model."""
+    replay: float = field(default=1.0, metadata={"min": 0})
+    """update: old samples to repeat for each new one, so that what was learned from them is not lost."""
     report: bool = True
     """After training, rank the test events once and write a report to the run folder."""
 

@@ -49,8 +49,12 @@ class EventTable:
         """Keep only these rows, bool `[N]`, and add `dropped` to the counts."""
         return replace(self, frame=self.frame.filter(pl.Series(rows)), counts={**self.counts, **dropped})
 
-    def to_dataset(self) -> Dataset:
-        """Convert to arrays. Users and items are numbered in the order of their ids; the order of the input does not matter."""
+    def to_dataset(self, any_length: bool = False) -> Dataset:
+        """Convert to arrays. Users and items are numbered in the order of their ids; the order of the input does not matter.
+
+        Args:
+            any_length: accept events of which no user has two: they may continue histories.
+        """
         users, items = (self.frame[name].unique().sort() for name in ("user", "item"))
         coded = self.frame.select(
             user=codes(self.frame["user"], users),
@@ -60,7 +64,7 @@ class EventTable:
         by_input = coded.sort("user", maintain_order=True)
         ordered = coded.sort("user", "time", maintain_order=True) if self.has_times else by_input
         lengths = np.bincount(ordered["user"].to_numpy(), minlength=len(users))
-        if lengths.max(initial=0) < 2:
+        if lengths.max(initial=0) < 2 and not any_length:
             raise ValueError("no user has 2 or more events: there is no sequence to learn from")
         histories = Histories(
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),

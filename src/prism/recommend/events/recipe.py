@@ -155,12 +155,13 @@ def parquet_parts(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in (".parquet", ".pq"))
 
 
-def make_dataset(recipe: EventRecipe, source: Any, tables: Any = None) -> Dataset:
+def make_dataset(recipe: EventRecipe, source: Any, tables: Any = None, any_length: bool = False) -> Dataset:
     """Make the dataset of a recipe without caching it.
 
     Args:
         source: a file, a polars or pandas DataFrame, or None for synthetic events.
         tables: `features.Tables` that are in memory, instead of the files that the recipe names.
+        any_length: accept events of which no user has two.
     """
     if source is None:
         made = synthetic_dataset(**asdict(recipe.synthetic))
@@ -172,7 +173,7 @@ def make_dataset(recipe: EventRecipe, source: Any, tables: Any = None) -> Datase
         table = read_events(
             source, origin.events, format=recipe.format, duplicates=recipe.duplicates, separator=recipe.list_separator
         )
-        made = k_core(table, users=recipe.min_user, items=recipe.min_item).to_dataset()
+        made = k_core(table, users=recipe.min_user, items=recipe.min_item).to_dataset(any_length)
         made = describe(made, origin, recipe.list_separator)
     return Dataset(made.histories, made.catalogue, made.users, {**made.manifest, "recipe": asdict(recipe)})
 

@@ -79,6 +79,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self._users)
 
+    def reaching(self, first: np.ndarray) -> np.ndarray:
+        """Which samples have a target at or after position `first[u]` of their user's history, bool `[samples]`."""
+        last = self._starts + self._counts - self.histories.offsets[self._users]
+        return last >= first[self._users]
+
     def targets(self, indices: np.ndarray) -> int:
         """Number of real targets in these samples."""
         return int(self._counts[indices].sum())
