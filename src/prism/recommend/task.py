@@ -42,6 +42,8 @@ LOGGED = ("HR@10", "NDCG@10", "MRR@10")
 METRICS = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "AUC")
 SAMPLE_BYTES = 2 << 30
 """Largest table of samples that is kept; with more, each batch is made when it is needed."""
+SAMPLES_AT_ONCE = 1 << 15
+"""Samples made at once for that table."""
 
 
 def train_rec(
@@ -306,8 +308,19 @@ class SampleTable:
         if not self.fits:
             return self._make(rows)
         if self._held is None:
-            self._held = self._make(np.arange(len(self.samples))).to(device)
+            self._held = self._make_all(device)
         return self._held[torch.from_numpy(rows).to(device, non_blocking=True)]
+
+    def _make_all(self, device: torch.device) -> RecBatch:
+        """All samples on the device, made in slices: whole temporary arrays would take several times the memory."""
+        held: dict[str, Tensor] = {}
+        for start in range(0, len(self.samples), SAMPLES_AT_ONCE):
+            rows = np.arange(start, min(start + SAMPLES_AT_ONCE, len(self.samples)))
+            for name, part in self._make(rows).tensors().items():
+                if not start:
+                    held[name] = torch.empty(len(self.samples), *part.shape[1:], dtype=part.dtype, device=device)
+                held[name][start : start + len(rows)] = part
+        return RecBatch(**{"gaps": None, **held})  # type: ignore[arg-type]  # the fields of a batch by name
 
     def _make(self, rows: np.ndarray) -> RecBatch:
         batch = self.samples.batch(rows)
