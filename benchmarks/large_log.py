@@ -76,6 +76,8 @@ def train(folder: Path, steps: int) -> dict[str, Any]:
         "batch": {"sequences": 128},
         "validation": {"every": 0, "epochs": 0.0, "sequences": 200, "patience": 0},
         "checkpoint": {"every": 0},
+        "optimizer": {"lr": 0.01},
+        "schedule": {"warmup": 5},
     }
     outcome = train_rec(override(RecSettings(), settings, "settings"), report=lambda step, loss: losses.append(loss))
     few = max(1, steps // 5)
@@ -101,7 +103,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=1_000_000)
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--parts", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--folder", type=Path, required=True, help="a new folder; it is removed at the end")
     parser.add_argument("--limit", type=float, help="GiB that preparing may take")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "large_log.json")

@@ -78,3 +78,11 @@ class Growing:
             if self.histories is not None and self.users is not None:
                 known = Dataset(self.histories, self.catalogue, self.users)
             return type(self).load(*fit_update(base, events, folder, settings, tables, known))
+
+    def _stored(self, training: Training, histories: bool) -> dict[str, Any]:
+        """What training.json says; of a recommender with added items also the digest of the events saved with them."""
+        facts = training.facts
+        if not histories or self.histories is None or self.users is None or facts.get("items") == len(self.catalogue):
+            return training.stored
+        digest = Dataset(self.histories, self.catalogue, self.users).digest
+        return {**training.stored, "training_data": {**facts, "grown_digest": digest}}

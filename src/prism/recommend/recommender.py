@@ -162,7 +162,7 @@ class Recommender(Growing):
             if self.histories is not None and histories:
                 self.histories.save(partial / EVENTS)
             if self._training is not None:
-                write_json(partial / TRAINING, self._training.stored)
+                write_json(partial / TRAINING, self._stored(self._training, histories))
             seal_weights(partial)
 
     @torch.no_grad()

@@ -128,7 +128,7 @@ def _continued(name: str, old: Feature, new: Feature | None, rows: np.ndarray) -
                 known[value] = len(values)
                 values.append(value)
         mapped = np.array([0, *(known[value] for value in new.values[1:])], dtype=np.int64)
-        codes = mapped[new.of_item[rows]].reshape(len(rows), -1)
+        codes = mapped[new.of_item[rows]].reshape(len(rows), new.width)
     if not old.is_list:
         if codes.shape[1] > 1:
             raise ValueError(
