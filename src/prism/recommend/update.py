@@ -43,7 +43,7 @@ from prism.train.order import ReplayOrder
 from prism.train.run import open_run
 from prism.train.task import Task
 
-EPOCHS, RATE = 0.4, 0.5
+EPOCHS, RATE = 0.5, 1.0
 """Defaults of an update: parts of the epochs and of the learning rate of the training that it continues."""
 LOG, LEARNED = "events", "learned.safetensors"
 """In the run's folder: the whole log, and how much of it the old model had learned from."""
