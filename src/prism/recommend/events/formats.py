@@ -7,7 +7,7 @@ The format of a file follows from its suffix and its first lines:
 - parquet;
 - lines: "user item" or "user item item …"; a user may have several lines.
 
-This module and event_table.py are the only ones that import polars.
+All modules that work on tables take polars from here.
 """
 
 from __future__ import annotations
