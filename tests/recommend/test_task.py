@@ -119,7 +119,8 @@ def test_everything_said_of_a_log_reaches_its_recipe() -> None:
         "time": None,
         "features": ("f",),
     }
-    said |= {"duplicates": "drop", "min_user": 2, "min_item": 3, "synthetic": Synthetic(users=7)}
+    said |= {"user_features": ("c",), "items": "items.csv", "users": "users.csv", "item_vectors": "v.npy"}
+    said |= {"list_separator": ";", "duplicates": "drop", "min_user": 2, "min_item": 3, "synthetic": Synthetic(users=7)}
     assert said.keys() == {field.name for field in fields(EventRecipe)}
     assert not any(getattr(EventRecipe(), name) == value for name, value in said.items())
     assert RecDataSettings(**said).recipe() == EventRecipe(**said)
