@@ -27,6 +27,10 @@ IMPORTED_ONCE = [
     "prism.language.task",
     "prism.recommend.task",
     "prism.models.language",
+    "prism.serve.rec.app",
+    "prism.serve.run",
+    "prism.cli.serve",
+    "prism.cli.flags",
     "torch._dynamo",
     "transformers.tokenization_utils_tokenizers",
 ]
@@ -36,7 +40,7 @@ def start_children(work: Callable[..., None], *arguments: Any, processes: int = 
     """`work(*arguments)` in this many children, as torchrun would start them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
-    port = _free_port() if processes > 1 else 0
+    port = free_port() if processes > 1 else 0
     children = [
         context.Process(target=_child, args=(rank, processes, port, work, arguments)) for rank in range(processes)
     ]
@@ -110,7 +114,8 @@ def same_tensors(a: dict[str, list[torch.Tensor]], b: dict[str, list[torch.Tenso
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -36,10 +36,11 @@ ALLOWED = {
     "recommend": {*_PRODUCT, "recommend.events"},
     "probes": {*_PRODUCT, "language", "recommend", "recommend.events"},
     "compare": {*_PRODUCT, "language", "recommend", "recommend.events", "probes"},
-    "cli": {*_PRODUCT, "language", "recommend", "recommend.events", "probes", "compare"},
+    "serve": {*_CORE, "reports", "language", "recommend", "recommend.events"},
+    "cli": {*_PRODUCT, "serve", "language", "recommend", "recommend.events", "probes", "compare"},
 }
 """Package (or module) → the others it may import. A subpackage with its own row does not belong to its package's row."""
-SERVING = ("prism.recommend",)
+SERVING = ("prism.recommend", "prism.serve.run")
 """What is loaded to serve a model: imports nothing of prism.train."""
 
 FREE = ("prism.messages", "prism.device", "prism.documents", "prism.overrides")

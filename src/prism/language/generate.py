@@ -25,12 +25,15 @@ from prism.files import read_json, read_state, write_state
 from prism.language.tokenizer import TextStream, Tokenizer, load_tokenizer
 from prism.models import PrismCache, PrismForCausalLM
 from prism.models.language import PrismOutput
+from prism.models.lean import step
 from prism.models.loading import fingerprint, fingerprint_mismatch, open_weights
 from prism.models.replay import cache_for
 
 FORMAT = "prism generation state 1"
 SEGMENT = 2048
 """Tokens per forward pass."""
+CPU_SEGMENT = 256
+"""The same for a text that is read on a CPU: longer passes are no faster there, and others would wait for them."""
 
 
 class Reader:
@@ -42,7 +45,12 @@ class Reader:
         end: the end token.
         cache: the state to continue from.
         last: the last token that `cache` has read; it is part of saved states.
+
+    Attributes:
+        documents: whether the end token opens a document. False for chats, in which it ends a message (see chat.py).
     """
+
+    documents = True
 
     def __init__(
         self, model: PrismForCausalLM, end: int, cache: PrismCache | None = None, last: int | None = None
@@ -53,7 +61,8 @@ class Reader:
     @torch.no_grad()
     def forward(self, tokens: Tensor, **options: Any) -> PrismOutput:
         """Read tokens `[T]` in one forward pass; `options` are further arguments of the model."""
-        reset = needed_starts(document_starts(tokens[None], self.end), fresh=not self.cache.is_initialized)
+        starts = document_starts(tokens[None], self.end) if self.documents else None
+        reset = None if starts is None else needed_starts(starts, fresh=not self.cache.is_initialized)
         out: PrismOutput = self.model(
             tokens[None].to(self.model.device),
             past_key_values=self.cache,
@@ -75,11 +84,24 @@ class Reader:
         assert logits is not None  # without labels they are always there
         return logits[0].float()
 
-    def read_all(self, tokens: Tensor, segment: int = SEGMENT) -> Tensor:
+    @property
+    def segment(self) -> int:
+        """Tokens per forward pass of `read_all`."""
+        return CPU_SEGMENT if self.model.device.type == "cpu" else SEGMENT
+
+    def read_all(self, tokens: Tensor) -> Tensor:
         """Read tokens `[T]` in segments; returns the logits `[V]` of the next token."""
-        for part in tokens.split(segment):
+        for part in tokens.split(self.segment):
             logits = self.read(part, keep=1)
         return logits[-1]
+
+    def read_next(self, token: int) -> Tensor:
+        """Read one token; returns the logits `[V]` of the next one."""
+        if token == self.end or not self.cache.states:
+            return self.read_all(torch.tensor([token]))
+        logits = step(self.model, torch.tensor([token], device=self.model.device), self.cache)[0]
+        self.last = token
+        return logits.float()
 
 
 class OtherReader(Reader):
@@ -96,8 +118,11 @@ class OtherReader(Reader):
         self.cache, self.last = out.past_key_values, int(tokens[-1])
         return out
 
-    def read_all(self, tokens: Tensor, segment: int = SEGMENT) -> Tensor:
+    def read_all(self, tokens: Tensor) -> Tensor:
         return self.read(tokens, keep=1)[-1]
+
+    def read_next(self, token: int) -> Tensor:
+        return self.read_all(torch.tensor([token]))
 
     @property
     def nbytes(self) -> int:
@@ -181,8 +206,12 @@ class Sampling:
         """Choose a token by its logits `[V]`."""
         if self.temperature == 0:
             return int(logits.argmax())
-        weights = self._filters(None, logits[None].cpu()).softmax(-1)
-        return int(torch.multinomial(weights, 1, generator=random))
+        return int(torch.multinomial(self.weights(logits[None]), 1, generator=random))
+
+    def weights(self, logits: Tensor) -> Tensor:
+        """The probability of every token by its logits `[B, V]`: `[B, V]` on the CPU. Only at a temperature above 0."""
+        weights: Tensor = self._filters(None, logits.cpu()).softmax(-1)
+        return weights
 
     @cached_property
     def _filters(self) -> Any:
@@ -230,17 +259,28 @@ class Session:
             self.ended = False
         return len(tokens)
 
+    def read_start(self) -> None:
+        """If nothing was read yet, read an end token, after which a new document starts."""
+        if self.logits is None:
+            self.logits = self.reader.read_all(torch.tensor([self.lm.tokenizer.end]))
+
+    def choose(self, sampling: Sampling) -> int | None:
+        """The next token; None if the text has ended."""
+        if self.ended or self.logits is None:
+            return None
+        # The embedding may have more rows than the tokenizer has tokens.
+        token = sampling.choose(self.logits[: self.lm.tokenizer.size], self.random)
+        self.ended = token == self.lm.tokenizer.end
+        return None if self.ended else token
+
     def write(self, tokens: int, sampling: Sampling) -> Iterator[str]:
         """Write up to this many tokens; yields for each the text that it completes, which may be empty."""
-        if self.logits is None:  # a new document starts after an end token
-            self.logits = self.reader.read_all(torch.tensor([self.lm.tokenizer.end]))
-        for _ in range(0 if self.ended else tokens):
-            # The embedding may have more rows than the tokenizer has tokens.
-            token = sampling.choose(self.logits[: self.lm.tokenizer.size], self.random)
-            self.ended = token == self.lm.tokenizer.end
-            if self.ended:
+        self.read_start()
+        for _ in range(tokens):
+            token = self.choose(sampling)
+            if token is None:
                 return
-            self.logits = self.reader.read_all(torch.tensor([token]))
+            self.logits = self.reader.read_next(token)
             yield self.text.push(token)
 
     def save(self, path: Path) -> None:

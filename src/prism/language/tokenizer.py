@@ -9,8 +9,9 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,6 +45,34 @@ class Tokenizer:
         """The tokens of each piece, int64, without the special tokens that the tokenizer would add around a text."""
         encodings = self._fast.encode_batch(pieces, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def encode_marked(self, text: str, plain: bool = False) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a text, int64 `[T]`, in which special tokens count as such, and where each is: int64 `[T, 2]`.
+
+        The places are of its first character, and of the one after its last.
+
+        Args:
+            plain: take special tokens for plain characters, as `encode` does.
+        """
+        found = (self._fast if plain else self._marking).encode(text, add_special_tokens=False)
+        offsets = np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.asarray(found.ids, dtype=np.int64), offsets
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        """The texts of all special tokens."""
+        added = self._fast.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
+
+    @cached_property
+    def _marking(self) -> Any:
+        """The same tokenizer, which takes special tokens in a text for what they stand for."""
+        from tokenizers import Tokenizer as Fast
+
+        marking = Fast.from_str(self.definition)
+        marking.no_padding()
+        marking.no_truncation()
+        return marking
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, special tokens included."""

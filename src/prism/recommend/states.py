@@ -6,7 +6,7 @@ user had take 4 bytes each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -99,20 +99,19 @@ class UserStates:
     def load(cls, path: Path | str, device: torch.device | str = "cpu") -> UserStates:
         """Read a file that `save` wrote. Whether it fits a recommender is checked when it is used with one."""
         tensors, about = read_state(Path(path), FORMAT)
+        return cls.unflatten(tensors, {name: value for name, value in about.items() if name != "format"}).to(device)
+
+    @classmethod
+    def unflatten(cls, tensors: Mapping[str, Tensor], model: dict[str, str]) -> UserStates:
+        """The states with these tensors; the inverse of `tensors`."""
         layers: dict[int, dict[str, Tensor]] = {}
         for key, x in tensors.items():
             if key.startswith("layers."):
                 _, layer, name = key.split(".", 2)
                 layers.setdefault(int(layer), {})[name] = x
-        loaded = cls(
-            tuple(State.load(layers[i]) for i in sorted(layers)),
-            tensors["hidden"],
-            tensors["events"],
-            tensors["last_time"],
-            {name: value for name, value in about.items() if name != "format"},
-            SeenItems.load(tensors, len(tensors["events"])),
-        )
-        return loaded.to(device)
+        states = tuple(State.load(layers[i]) for i in sorted(layers))
+        seen = SeenItems.load(tensors, len(tensors["events"]))
+        return cls(states, tensors["hidden"], tensors["events"], tensors["last_time"], model, seen)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> UserStates:
         return replace(

@@ -57,6 +57,17 @@ def best_items(
     return rows, scores
 
 
+def item_scores(model: PrismForRecommendation, hidden: Tensor, events: Tensor) -> Tensor:
+    """Scores of all items, `[n, N + 1]`, for `hidden` `[n, D]`; by popularity for users without events."""
+    scores = model.scores(hidden)
+    if bool((events > 0).all()):
+        return scores
+    if not bool(model.item_counts.any()):
+        raise ValueError(NO_COUNTS)
+    counts = model.item_counts.float()
+    return torch.where((events > 0)[:, None], scores, counts.log1p() - counts[1:].sum().log1p())
+
+
 def similar_rows(
     model: PrismForRecommendation, asked: np.ndarray, k: int, allowed: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,200 @@
+"""The recommender's service without HTTP: store, writer, engine and rebuild put together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+from prism.models.loading import fingerprint
+from prism.recommend import Recommender
+from prism.serve.metrics import Metrics
+from prism.serve.rec.engine import MOST_USERS, Engine
+from prism.serve.rec.memory import UserMemory
+from prism.serve.rec.rebuild import FACT, Rebuild
+from prism.serve.rec.settings import RecSettings
+from prism.serve.rec.shelf import RedisCache, Shelf
+from prism.serve.rec.store import Store, StoreError
+from prism.serve.rec.writer import Writer
+
+HIDDEN_SECONDS = 5.0
+"""How long another process may still recommend an item after it was hidden."""
+
+
+@dataclass(frozen=True)
+class UserFacts:
+    """What is known about a user."""
+
+    events: int
+    state_events: int
+    """Events that the state has read."""
+    updated: float | None
+    state_bytes: int
+
+
+class RecService:
+    """A recommender with its users.
+
+    Args:
+        name: the run, as the operator calls it.
+        store: open.
+    """
+
+    def __init__(
+        self, recommender: Recommender, name: str, store: Store, settings: RecSettings, metrics: Metrics
+    ) -> None:
+        if not bool(recommender.model.item_counts.any()):
+            raise ValueError(f"the model in {name} has no item counts, so users without events cannot be served")
+        self.recommender, self.name, self.store, self.metrics = recommender, name, store, metrics
+        self.rebuild: Rebuild | None = None
+        self._reads_again = settings.reads_again
+        self._resumes = claim_store(store, identity(recommender), name, settings.rebuild)
+        number = store.model_number(identity(recommender), name)
+        cache = None
+        if settings.state_cache is not None:
+            cache = RedisCache(settings.state_cache, f"prism:{store.identity()}:{identity(recommender)[:16]}")
+            cache.check()
+        self.shelf = Shelf(store, number, cache)
+        row = max(1, recommender.start(1).nbytes)
+        capacity = max(2 * MOST_USERS, settings.state_memory // row)
+        self.memory = UserMemory(recommender, store, self.shelf.load, self.shelf.save, capacity, settings.max_length)
+        self.engine = Engine(self.memory, self._hidden_rows)
+        self._hidden: tuple[float, list[int]] = (0.0, [])
+        self.writer = Writer(store, self.knows, self.engine.fresh)
+        self.unknown = metrics.counter("unknown_items", "Events with an item that the model does not know.")
+        metrics.gauge("users_in_memory", "Users whose state is in memory.", lambda: len(self.memory.entries))
+        metrics.gauge("state_bytes", "Bytes of one user's state.", lambda: self.memory.state_bytes)
+        metrics.gauge("rebuild_users_done", "Users read again.", lambda: self.rebuild.done if self.rebuild else 0)
+        metrics.gauge("rebuild_users", "Users to read again.", lambda: self.rebuild.total if self.rebuild else 0)
+
+    def start(self) -> None:
+        """Start the threads."""
+        for part in (self.shelf, self.engine, self.writer):
+            part.start()
+        if self._resumes and self._reads_again:
+            self.rebuild = Rebuild(self.store, self.engine)
+            self.rebuild.start()
+
+    def stop(self) -> None:
+        """Finish what waits, store all states, close the store."""
+        if self.rebuild is not None:
+            self.rebuild.stop()
+        for part in (self.writer, self.engine, self.shelf):
+            part.stop()
+        self.store.close()
+
+    def knows(self, item: str) -> bool:
+        """Whether the model knows an item; counts it if not."""
+        if self.row(item) > 0:
+            return True
+        self.unknown.inc()
+        return False
+
+    def row(self, item: str) -> int:
+        """The item's row of the catalogue; less than 1 for an item that the model does not know."""
+        return int(self.recommender.catalogue.rows([item])[0])
+
+    def _hidden_rows(self) -> list[int]:
+        """Rows of items that must not be recommended, read from the store every few seconds: any process may change them."""
+        if time.monotonic() > self._hidden[0]:
+            rows = self.recommender.catalogue.index(self.store.hidden_items(), unknown="skip")
+            self._hidden = (time.monotonic() + HIDDEN_SECONDS, rows.tolist())
+        return self._hidden[1]
+
+    def put_items(self, items: Sequence[tuple[str, bool, str]]) -> int:
+        """Store descriptions of items (id, hidden, fields as JSON); returns how many the model knows."""
+        self.store.put_items(items)
+        self._hidden = (0.0, [])
+        return sum(self.row(item) > 0 for item, _, _ in items)
+
+    def user(self, name: str) -> tuple[int, UserFacts] | None:
+        """A user's uid and facts; None for a user without events."""
+        account = self.store.accounts([name]).get(name)
+        if account is None:
+            return None
+        uid, events = account
+        if (entry := self.memory.peek(uid)) is not None:
+            facts = UserFacts(events, entry.number, entry.updated or None, self.memory.state_bytes)
+        elif (row := self.shelf.load([uid]).get(uid)) is not None:
+            facts = UserFacts(events, row.number, row.updated, len(row.state))
+        else:
+            facts = UserFacts(events, 0, None, 0)
+        return uid, facts
+
+    def delete(self, name: str) -> int:
+        """Delete a user with all events and states; returns the number of events."""
+        uid, events = self.store.delete_user(name)
+        if uid is not None:
+            self.engine.call(lambda: self.memory.forget(uid))
+            self.shelf.forget(uid)
+        return events
+
+    @cached_property
+    def _names(self) -> list[tuple[str, int]]:
+        """Items by id as text, with their rows."""
+        return sorted((str(item), row) for row, item in enumerate(self.recommender.catalogue.items, 1))
+
+    def find_items(self, prefix: str, most: int) -> list[tuple[str, int]]:
+        """Items whose id starts with `prefix`, in order, with their counts in training; the most popular ones for ""."""
+        counts = self.recommender.model.item_counts
+        if not prefix:
+            best = counts[1:].topk(min(most, len(counts) - 1)).indices + 1
+            names = self.recommender.catalogue.names(best.tolist())
+            return [(str(name), int(counts[row])) for name, row in zip(names, best.tolist(), strict=True)]
+        start = bisect_left(self._names, (prefix, 0))
+        found = islice(self._names, start, start + most)
+        return [(name, int(counts[row])) for name, row in found if name.startswith(prefix)]
+
+    def about(self) -> dict[str, Any]:
+        """The model in a few figures."""
+        model = self.recommender.model
+        return {
+            "name": self.name,
+            "layers": str(model.config.layers),
+            "items": len(self.recommender.catalogue),
+            "parameters": sum(x.numel() for x in model.parameters()),
+            "state_bytes": self.memory.state_bytes,
+        }
+
+    def not_ready(self) -> str | None:
+        """Why requests cannot be answered now; None if they can."""
+        try:
+            self.store.totals()
+        except StoreError as error:
+            return str(error)
+        return None
+
+
+def identity(recommender: Recommender) -> str:
+    """Hash of what a state depends on: configuration, weights and the items' ids."""
+    digest = hashlib.sha256(json.dumps(fingerprint(recommender.model), sort_keys=True).encode())
+    digest.update(recommender.catalogue.to_bytes())
+    return digest.hexdigest()
+
+
+def claim_store(store: Store, model: str, name: str, rebuild: bool) -> bool:
+    """Make this the store's model; returns whether histories must be read again in the background.
+
+    A store whose states belong to another model is refused with a ValueError that names both, unless `rebuild`.
+    """
+    found = json.loads(store.fact("model") or "null")
+    if found is not None and found["identity"] != model:
+        users = store.totals().users
+        if users and not rebuild:
+            raise ValueError(
+                f"the states of {users:,} users in the store {store.name} belong to the model {found['name']} "
+                f"({found['identity'][:12]}), not to {name} ({model[:12]}): add --rebuild to read their histories again "
+                "with the new model while it serves, or give another --store"
+            )
+        store.set_fact(FACT, "0" if users else None)
+    if found != {"identity": model, "name": name}:
+        store.set_fact("model", json.dumps({"identity": model, "name": name}))
+    if rebuild and store.fact(FACT) is None and found is not None and found["identity"] == model:
+        store.set_fact(FACT, "0")  # asked for by name: read everything once more
+    return store.fact(FACT) is not None

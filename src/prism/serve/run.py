@@ -1,0 +1,132 @@
+"""Run an application with uvicorn: bind the port first, stop gracefully, and end with 0 after SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from prism.files import reason
+from prism.messages import say
+from prism.serve.logs import say_event, set_up_logs
+from prism.serve.settings import ServerSettings
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A socket that is bound to the address, before a model is loaded; ValueError if that is not possible."""
+    settings.check()
+    where = f"{settings.host} port {settings.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"host {settings.host!r} is not an address of this machine: {reason(error)}") from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+        bound.listen(2048)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"{where} is in use by another process: choose another with --port") from error
+        raise ValueError(f"{where} cannot be listened on: {reason(error)}") from error
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """The address of a bound socket as a URL."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server; a signal stops it gracefully, a second one at once, and neither is raised again at the end."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        say_event("ready", url=[url_of(one) for one in sockets or []])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig in self._captured_signals:  # once more: do not wait
+            self.force_exit = True
+        self._captured_signals.append(sig)
+        if not self.should_exit:
+            say_event("stopping: running requests finish first", signal=signal.Signals(sig).name)
+        self.should_exit = True
+
+
+def make_server(app: FastAPI, settings: ServerSettings) -> Server:
+    """A server that has not started; tests run it in a thread and set `should_exit`."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.grace) or None,
+        timeout_keep_alive=65,
+        lifespan="on",
+        ws="none",
+    )
+    return Server(config)
+
+
+def announce(settings: ServerSettings, bound: socket.socket, name: str) -> None:
+    """Say where `name` is served, and what an operator should know."""
+    for warning in settings.warnings():
+        say(warning)
+    say(f"{name} at {url_of(bound)} (page), {url_of(bound)}/docs (API); Ctrl-C stops it")
+
+
+def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket, name: str = "", log_level: str = "info") -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit code.
+
+    Args:
+        bound: from `bind`.
+        name: what is served, for the first line; "": it was announced before.
+    """
+    set_up_logs(log_level)
+    if name:
+        announce(settings, bound, name)
+    server = make_server(app, settings)
+    server.run(sockets=[bound])
+    say_event("stopped")
+    return 0 if server.started else 3
+
+
+@contextmanager
+def in_thread(app: FastAPI, settings: ServerSettings) -> Iterator[str]:
+    """Serve in a thread of this process, on a free port; yields the URL. For notebooks, benchmarks and tests."""
+    bound = bind(settings)
+    server = make_server(app, settings)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    while thread.is_alive() and not server.started:
+        thread.join(0.01)
+    if not server.started:
+        raise RuntimeError("the service did not start: its log says why")
+    try:
+        yield url_of(bound)
+    finally:
+        server.should_exit = True
+        thread.join()

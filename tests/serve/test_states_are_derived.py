@@ -1,0 +1,153 @@
+"""States follow from events and model: lost, old, foreign or concurrent ones change no recommendation."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from prism.serve.rec.memory import UserMemory
+from prism.serve.rec.pool import StatePool
+from prism.serve.rec.settings import make_store
+from tests.serve.services import RedisServer, event, recommender, replayed, serving, until
+from tests.serve.test_rec_service import post, recommended
+
+MODEL, OTHER = recommender(0), recommender(1)
+USERS = {f"u{n}": [f"i{(5 * n + k) % 60 + 1}" for k in range(n % 4 + 1)] for n in range(50)}
+
+
+def fill(client: object) -> None:
+    post(client, *(event(user, item, n) for user, items in USERS.items() for n, item in enumerate(items)))  # type: ignore[arg-type]
+
+
+def test_states_are_packed_and_unpacked() -> None:
+    states = MODEL.observe(MODEL.start(3), ["i1", ["i2", "i3"], None])
+    pool = StatePool(MODEL.start(1), 8)
+    pool.write([5, 0, 2], states)
+    packed = pool.pack([0, 5])
+    assert {len(one) for one in packed} == {pool.row_bytes} == {MODEL.start(1).nbytes}
+    pool.unpack([7, 1], packed)
+    for row, place in ((7, 1), (1, 0)):
+        for name, x in pool.read([row]).tensors().items():
+            assert x.equal(states.tensors()[name][place : place + 1]) or x.isnan().all()
+    pool.clear(7)
+    assert pool.read([7]).tensors()["layers.0.memory"].equal(MODEL.start(1).tensors()["layers.0.memory"])
+
+
+def test_a_restart_continues_from_stored_states(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(MODEL, store_url) as client:
+        fill(client)
+        for user in USERS:
+            recommended(client, user)
+    monkeypatch.setattr(UserMemory, "_known", None)  # no event is read again
+    with serving(MODEL, store_url) as client:
+        for user in list(USERS)[:9]:
+            assert recommended(client, user) == replayed(MODEL, USERS[user])
+
+
+def test_lost_states_are_read_from_the_events(tmp_path: Path) -> None:
+    with serving(MODEL, tmp_path / "s.db") as client:
+        fill(client)
+    for path in tmp_path.glob("s.db.states*"):
+        path.unlink()
+    with serving(MODEL, tmp_path / "s.db") as client:
+        assert recommended(client, "u3") == replayed(MODEL, USERS["u3"])
+
+
+def test_states_of_a_longer_log_are_not_used(tmp_path: Path) -> None:
+    """The events come from a backup, the states do not."""
+    with serving(MODEL, tmp_path / "s.db") as client:
+        post(client, event("ann", "i1", 1))
+    shutil.copy(tmp_path / "s.db", tmp_path / "backup")
+    with serving(MODEL, tmp_path / "s.db") as client:
+        post(client, event("ann", "i2", 2), event("ann", "i3", 3))
+        recommended(client, "ann")
+    shutil.copy(tmp_path / "backup", tmp_path / "s.db")
+    with serving(MODEL, tmp_path / "s.db") as client:
+        assert recommended(client, "ann") == replayed(MODEL, ["i1"])
+
+
+def test_another_model_is_named_and_rebuild_reads_all_histories_again(store_url: str) -> None:
+    with serving(MODEL, store_url, "runs/old") as client:
+        fill(client)
+        for user in USERS:
+            recommended(client, user)
+    with pytest.raises(ValueError, match=r"50 users .* runs/old .*, not to runs/new .*--rebuild"):
+        next(iter(serving(OTHER, store_url, "runs/new").gen))
+    with serving(OTHER, store_url, "runs/new", rebuild=True) as client:
+        assert recommended(client, "u49") == replayed(OTHER, USERS["u49"]), "while it rebuilds"
+        until(lambda: client.get("/api/stats").json()["Rebuild"] is None)
+        assert "prism_rebuild_users_done 50.0" in client.get("/metrics").text
+        for user in USERS:
+            assert client.get(f"/api/user/{user}").json()["StateEvents"] == len(USERS[user])
+            assert recommended(client, user) == replayed(OTHER, USERS[user])
+    with serving(OTHER, store_url, "runs/renamed") as client:
+        assert client.get("/api/stats").json()["Rebuild"] is None
+
+
+def test_a_rebuild_that_was_interrupted_continues(tmp_path: Path) -> None:
+    with serving(MODEL, tmp_path / "s.db") as client:
+        fill(client)
+    store = make_store(str(tmp_path / "s.db"))
+    store.set_fact("rebuild", str(store.accounts(["u20"])["u20"].uid))
+    store.close()
+    for path in tmp_path.glob("s.db.states*"):
+        path.unlink()
+    with serving(MODEL, tmp_path / "s.db") as client:
+        until(lambda: client.get("/api/stats").json()["Rebuild"] is None)
+        found = [client.get(f"/api/user/{user}").json()["StateEvents"] > 0 for user in USERS]
+    assert found == [user > "u20" for user in USERS], "users of one request are numbered in the order of their names"
+
+
+def test_two_services_on_one_store_agree(store_url: str) -> None:
+    """Each appends and asks in turn; a state that the other one made older is advanced, not trusted."""
+    history: list[str] = []
+    with serving(MODEL, store_url) as first, serving(MODEL, store_url) as second:
+        for n in range(6):
+            here, there = (first, second) if n % 2 else (second, first)
+            history.append(f"i{3 * n + 1}")
+            post(here, event("ann", history[-1], n))
+            assert recommended(there, "ann") == recommended(here, "ann") == replayed(MODEL, history)
+
+        def many(client: object, start: int) -> None:
+            for n in range(start, start + 20):
+                post(client, event("bob", f"i{n % 60 + 1}", n), event(f"b{n}", "i1", n))  # type: ignore[arg-type]
+
+        threads = [threading.Thread(target=many, args=pair) for pair in ((first, 0), (second, 100))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        log = first.get("/api/user/bob").json()["Feedback"][::-1]
+        assert len(log) == 40
+        first.delete("/api/user/ann")
+        post(second, event("ann", "i50", 1))
+        for client in (first, second):
+            assert recommended(client, "bob") == replayed(MODEL, [one["ItemId"] for one in log])
+            assert recommended(client, "ann") == replayed(MODEL, ["i50"]), "another user of the same name"
+
+
+def test_redis_caches_states_and_may_go_away(tmp_path: Path, redis_server: RedisServer) -> None:
+    import redis
+
+    store = tmp_path / "s.db"
+    with serving(MODEL, store, state_cache=redis_server.url) as client:
+        fill(client)
+        assert recommended(client, "u7") == replayed(MODEL, USERS["u7"])
+    keys = redis.Redis.from_url(redis_server.url).keys("prism:*")
+    assert len(keys) == len(USERS)
+    for path in tmp_path.glob("s.db.states*"):
+        path.unlink()
+    with serving(MODEL, store, state_cache=redis_server.url) as client:
+        until(lambda: client.get("/api/user/u7").json()["StateEvents"] == len(USERS["u7"]))
+        assert recommended(client, "u7") == replayed(MODEL, USERS["u7"])
+        client.delete("/api/user/u7")
+        assert len(redis.Redis.from_url(redis_server.url).keys("prism:*")) == len(USERS) - 1
+        redis_server.stop()
+        post(client, event("u8", "i33", 99))
+        assert recommended(client, "u8") == replayed(MODEL, [*USERS["u8"], "i33"])
+        assert recommended(client, "u9") == replayed(MODEL, USERS["u9"])
+    with pytest.raises(ValueError, match="--state-cache"):
+        next(iter(serving(MODEL, store, state_cache=redis_server.url).gen))
