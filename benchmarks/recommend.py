@@ -1,13 +1,15 @@
-"""Time training and evaluation of recommenders on this machine's CPU, and of RecTools' SASRec with equal settings.
+"""Time training and evaluation of recommenders on this machine's CPU, and of RecTools' with equal settings.
 
     python -m venv rectools && rectools/bin/pip install "rectools[torch]" "numpy<2"
     python benchmarks/recommend.py ml-100k.inter --peer rectools/bin/python
+    python benchmarks/recommend.py ml-100k.inter --peer rectools/bin/python --models sasrec ease als --peers sasrec ease als
     python benchmarks/recommend.py ml-100k.inter                                # ours alone
 
 The time covers everything: reading the events, 20 epochs, ranking all items for every user's last event. Each run is a
 separate process, whose imports are not timed. Models take turns, so that a disturbance of the machine affects all of them. The
 fastest repeat is reported; all are in the file. Seen items are left out of the ranking, and at most `--length` events of a
-history are read. No model validates while training.
+history are read by sequence models. No model validates while training. With `--part validation` the validation events are
+ranked: then EASE and ALS know the same events here and there.
 """
 
 from __future__ import annotations
@@ -33,8 +35,53 @@ SETTINGS: dict[str, Any] = {
     "dropout": 0.2,
     "lr": 1e-3,
     "seed": 0,
+    "part": "test",
+    "ease_regularization": 500.0,
+    "als_factors": 64,
+    "als_regularization": 0.1,
+    "als_alpha": 10.0,
+    "als_iterations": 15,
 }
+BASELINES = ("ease", "als")
 MODELS = ("sasrec", "prism", "gated_delta")
+
+
+def run_baseline(path: str, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Fit and evaluate one of the baselines, end to end."""
+    import polars  # noqa: F401
+    import torch
+
+    from prism.recommend.baselines import fit_baseline
+    from prism.recommend.evaluate import evaluate_split
+    from prism.recommend.events import EventRecipe, leave_one_out, prepare_dataset
+
+    torch.set_num_threads(settings["threads"])
+    options = [
+        f"{key.removeprefix(f'{name}_')}={value}" for key, value in settings.items() if key.startswith(f"{name}_")
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        dataset = prepare_dataset(EventRecipe(source=path), Path(folder))
+        read = time.perf_counter()
+        split = leave_one_out(dataset.histories)
+        fitted = fit_baseline(f"{name}({','.join(options)})", split.train, dataset.num_items, settings["seed"])
+        trained = time.perf_counter()
+        found = evaluate_split(fitted, split, settings["part"], max_length=settings["length"])
+        ranked = time.perf_counter()
+    return {
+        "seconds": {
+            "read": read - started,
+            "train": trained - read,
+            "evaluate": ranked - trained,
+            "all": ranked - started,
+        },
+        "seconds_per_epoch": trained - read,
+        "HR@10": found["metrics"]["HR@10"],
+        "NDCG@10": found["metrics"]["NDCG@10"],
+        "standard_error": found["standard_errors"]["NDCG@10"],
+        "users": found["targets"],
+        "parameters": None,
+    }
 
 
 def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +91,7 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
 
     from prism.models import PrismForRecommendation
     from prism.overrides import override
-    from prism.recommend.evaluate import evaluate_ranking
+    from prism.recommend.evaluate import evaluate_split
     from prism.recommend.settings import PRESETS, preset
     from prism.recommend.task import prepare_dataset, train_rec
 
@@ -80,7 +127,7 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         assert outcome.model is not None
         recommender = PrismForRecommendation.from_pretrained(outcome.model).eval()
         split = chosen.data.split_of(dataset.histories)
-        found = evaluate_ranking(recommender, split.test, split.histories, max_length=settings["length"])
+        found = evaluate_split(recommender, split, settings["part"], max_length=settings["length"])
         ranked = time.perf_counter()
     return {
         "seconds": {
@@ -92,6 +139,7 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         "seconds_per_epoch": (trained - read) / settings["epochs"],
         "HR@10": found["metrics"]["HR@10"],
         "NDCG@10": found["metrics"]["NDCG@10"],
+        "standard_error": found["standard_errors"]["NDCG@10"],
         "users": found["targets"],
         "parameters": sum(p.numel() for p in recommender.parameters()),
     }
@@ -112,8 +160,10 @@ def main() -> None:
         "events", help="a RecBole .inter file with user_id, item_id and timestamp, such as MovieLens-100K"
     )
     parser.add_argument("--peer", type=Path, help="a Python that has rectools[torch]")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), help="presets or rules")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), help="presets, rules, ease or als")
+    parser.add_argument("--peers", nargs="+", default=["sasrec"], help="RecTools' models: sasrec, ease, als")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seeds", action="store_true", help="each repeat has the next seed")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     for name, value in SETTINGS.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
@@ -122,21 +172,26 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = {name: getattr(arguments, name) for name in (*SETTINGS, "threads")}
     if arguments.one:
-        print(json.dumps(run_ours(arguments.events, arguments.one, settings)))
+        run = run_baseline if arguments.one in BASELINES else run_ours
+        print(json.dumps(run(arguments.events, arguments.one, settings)))
         return
 
     from prism.reports.results import write_results
 
-    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    commands = {name: [sys.executable, __file__, arguments.events, "--one", name, *flags] for name in arguments.models}
-    if arguments.peer is not None:
-        script = str(Path(__file__).with_name("rectools_sasrec.py"))
-        commands["rectools-sasrec"] = [str(arguments.peer), script, arguments.events, json.dumps(settings)]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
-    for _ in range(arguments.repeats):
-        for name, command in commands.items():
-            runs[name].append(start(command))
-            row = runs[name][-1]
+    script = str(Path(__file__).with_name("rectools_sasrec.py"))
+    peers = [] if arguments.peer is None else arguments.peers
+    runs: dict[str, list[dict[str, Any]]] = {
+        name: [] for name in [*arguments.models, *(f"rectools-{n}" for n in peers)]
+    }
+    for repeat in range(arguments.repeats):
+        settings["seed"] = arguments.seed + (repeat if arguments.seeds else 0)
+        flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        for name in runs:
+            peer = name.removeprefix("rectools-") if name.startswith("rectools-") else None
+            ours = [sys.executable, __file__, arguments.events, "--one", name, *flags]
+            theirs = [str(arguments.peer), script, arguments.events, json.dumps({**settings, "model": peer})]
+            row = {**start(ours if peer is None else theirs), "seed": settings["seed"]}
+            runs[name].append(row)
             print(
                 f"{name:16} {row['seconds']['all']:7.1f} s, {row['seconds_per_epoch']:.2f} s an epoch, "
                 f"HR@10 {row['HR@10']:.4f}, NDCG@10 {row['NDCG@10']:.4f}",
@@ -144,6 +199,7 @@ def main() -> None:
             )
     fastest = {name: min(rows, key=lambda row: row["seconds"]["all"]) for name, rows in runs.items()}
     command = shlex.join(["python", "benchmarks/recommend.py", *sys.argv[1:]])
+    settings["seed"] = arguments.seed
     results = {"settings": settings, "fastest": fastest, "runs": runs}
     print("written to", write_results(arguments.output, results, command=command))
 

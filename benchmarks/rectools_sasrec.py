@@ -1,6 +1,6 @@
-"""Train and evaluate RecTools' SASRec, for recommend.py: needs an interpreter with rectools[torch] (and numpy < 2).
+"""Train and evaluate RecTools' SASRec, EASE or ALS, for recommend.py: needs a Python with rectools[torch] (and numpy < 2).
 
-    python benchmarks/rectools_sasrec.py ml-100k.inter '{"epochs": 20, …}'
+    python benchmarks/rectools_sasrec.py ml-100k.inter '{"model": "sasrec", "epochs": 20, …}'
 
 The protocol is that of recommend.py: each user's last event is the test event, the one before it is for validation and not
 trained on, items that a user has seen are left out of the ranking, and all others are ranked. Prints one line of JSON.
@@ -9,32 +9,39 @@ trained on, items that a user has seen are left out of the ranking, and all othe
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import sys
 import time
 
 import pandas as pd
 import torch
+from implicit.als import AlternatingLeastSquares
 from pytorch_lightning import seed_everything
 from rectools import Columns
 from rectools.dataset import Dataset
-from rectools.models import SASRecModel
+from rectools.models import EASEModel, ImplicitALSWrapperModel, SASRecModel
 
 
-def main(path: str, settings: dict) -> dict:
-    torch.set_num_threads(settings["threads"])
-    seed_everything(settings["seed"])
-    started = time.perf_counter()
-    events = pd.read_csv(path, sep="\t").rename(columns=lambda name: name.split(":")[0])
-    events = events.sort_values(["user_id", "timestamp"], kind="stable")
-    events[Columns.Datetime] = pd.to_datetime(events["timestamp"], unit="s")
-    events[Columns.Weight] = 1.0
-    left = events.groupby("user_id").cumcount(ascending=False)
-    columns = [Columns.User, Columns.Item, Columns.Weight, Columns.Datetime]
-    train, known, test = events.loc[left >= 2, columns], events.loc[left >= 1, columns], events.loc[left == 0, columns]
-    read = time.perf_counter()
+def read_events(path: str) -> pd.DataFrame:
+    """Events in order with user_id, item_id and timestamp, of a .inter file or of lines "user item" in order; also .xz."""
+    with (lzma.open if path.endswith(".xz") else open)(path, "rt") as file:
+        if ".inter" in path:
+            events = pd.read_csv(file, sep="\t").rename(columns=lambda name: name.split(":")[0])
+        else:
+            events = pd.read_csv(file, sep=" ", names=["user_id", "item_id"])
+            events["timestamp"] = range(len(events))
+    return events.sort_values(["user_id", "timestamp"], kind="stable")
 
-    model = SASRecModel(
+
+def make_model(settings: dict) -> SASRecModel | EASEModel | ImplicitALSWrapperModel:
+    if settings["model"] == "ease":
+        return EASEModel(regularization=settings["ease_regularization"])
+    if settings["model"] == "als":
+        names = ("factors", "regularization", "alpha", "iterations")
+        options = {name: settings[f"als_{name}"] for name in names}
+        return ImplicitALSWrapperModel(AlternatingLeastSquares(**options, random_state=settings["seed"]))
+    return SASRecModel(
         n_blocks=settings["layers"],
         n_heads=settings["heads"],
         n_factors=settings["width"],
@@ -45,6 +52,25 @@ def main(path: str, settings: dict) -> dict:
         batch_size=settings["batch"],
         epochs=settings["epochs"],
     )
+
+
+def main(path: str, settings: dict) -> dict:
+    torch.set_num_threads(settings["threads"])
+    seed_everything(settings["seed"])
+    started = time.perf_counter()
+    events = read_events(path)
+    events[Columns.Datetime] = pd.to_datetime(events["timestamp"], unit="s")
+    events[Columns.Weight] = 1.0
+    left = events.groupby("user_id").cumcount(ascending=False)
+    columns = [Columns.User, Columns.Item, Columns.Weight, Columns.Datetime]
+    last = 0 if settings["part"] == "test" else 1
+    train, known = events.loc[left >= 2, columns], events.loc[left > last, columns]
+    test = events.loc[left == last, columns]
+    read = time.perf_counter()
+
+    if settings["model"] != "sasrec":  # EASE and ALS refuse items that were not in training
+        known = known[known[Columns.Item].isin(train[Columns.Item])]
+    model = make_model(settings)
     model.fit(Dataset.construct(train))
     trained = time.perf_counter()
     users = test[Columns.User].unique()
@@ -62,7 +88,7 @@ def main(path: str, settings: dict) -> dict:
         "HR@10": len(hits) / len(users),
         "NDCG@10": sum(1 / math.log2(1 + rank) for rank in hits[Columns.Rank]) / len(users),
         "users": len(users),
-        "parameters": sum(p.numel() for p in model.torch_model.parameters()),
+        "parameters": sum(p.numel() for p in model.torch_model.parameters()) if settings["model"] == "sasrec" else None,
     }
 
 

@@ -40,11 +40,13 @@ recommender = Recommender.fit(
 )
 print("c0 did  ", list(events[events["customer"] == "c0"]["product"]))
 print("c0 next ", recommender.recommend(users=["c0"], k=5).items[0])
+print(recommender.recommend(users=["c0", "c1"], k=2).frame)  # pandas again, with the same column names
+print("like p2 ", recommender.similar_items("p2", k=5).items[0])
 
 # A new user: pass a history, or keep a state and update it with one event at a time.
 print("2, 4, 6 ", recommender.recommend(sequences=[["p2", "p4", "p6"]], k=5).items[0])
 states = recommender.start(1)
 for item in ("p2", "p4", "p6"):
     states = recommender.observe(states, [item])
-print("streamed", recommender.recommend(states, k=5, exclude=[["p2", "p4", "p6"]]).items[0])
+print("streamed", recommender.recommend(states, k=5).items[0])  # a state knows what was seen
 print(f"a user's state takes {states.nbytes:,} bytes, however long the history")
