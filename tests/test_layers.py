@@ -40,7 +40,7 @@ ALLOWED = {
     "cli": {*_PRODUCT, "serve", "language", "recommend", "recommend.events", "probes", "compare"},
 }
 """Package (or module) → the others it may import. A subpackage with its own row does not belong to its package's row."""
-SERVING = ("prism.recommend", "prism.serve.run")
+SERVING = ("prism.recommend", "prism.serve.run", "prism.serve.lm.app")
 """What is loaded to serve a model: imports nothing of prism.train."""
 
 FREE = ("prism.messages", "prism.device", "prism.documents", "prism.overrides")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from prism.serve.lm.service import lm_app, open_service
+from prism.serve.lm.app import lm_app
+from prism.serve.lm.service import open_service
 from prism.serve.lm.settings import LmSettings
 from prism.serve.metrics import Metrics
 from prism.serve.run import in_thread

@@ -34,23 +34,23 @@ def serve_lm(
 
     Args:
         run: run of `prism train lm`, or saved model.
-        store: folder for saved states. None: states cannot be saved.
+        store: folder for saved states.
         host: address to listen on.
         port: 0: any free port.
-        api_key_file: the key clients must send. None: $PRISM_API_KEY.
-        rows: most texts written at the same time; others wait.
-        queue: most requests that wait; others are refused.
-        max_prompt: most tokens that a request may bring.
-        max_tokens: most tokens that a text may be asked for.
-        max_states: most states in memory, and in the store.
+        api_key_file: clients' key. None: $PRISM_API_KEY.
+        rows: most texts written at a time.
+        queue: most requests that wait.
+        max_prompt: most tokens that a request brings.
+        max_tokens: most tokens of a new text.
+        max_states: most states kept, and saved.
         state_memory: MiB of memory for states.
-        prefix_memory: MiB of memory for prompts' first parts.
+        prefix_memory: MiB for prompts that start alike.
         max_body: largest request, in MiB.
-        chat_template: file in jinja2. None: the tokenizer's, if it has one.
-        exact: texts as `prism generate` writes them. None: for float32.
-        grace: seconds for running requests to finish.
-        device: cpu, cuda, cuda:1 … auto: cuda if available.
-        log_level: debug (all requests), info, warning, error.
+        chat_template: jinja2. None: the tokenizer's.
+        exact: text of `prism generate`. None: in float32.
+        grace: seconds for requests to finish.
+        device: cpu, cuda, cuda:1 … or auto.
+        log_level: debug, info, warning or error.
     """
     from prism.language.export import write_model
     from prism.serve.logs import check_level
@@ -63,7 +63,8 @@ def serve_lm(
     settings = ServerSettings(host, port, read_api_key(api_key_file), max_body * 2**20, grace)
     bound = bind(settings)  # before the model is loaded: a port in use is known at once
 
-    from prism.serve.lm.service import lm_app, open_service
+    from prism.serve.lm.app import lm_app
+    from prism.serve.lm.service import open_service
     from prism.serve.lm.settings import LmSettings
     from prism.serve.metrics import Metrics
 

@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 
 from prism.language.generate import LanguageModel, Sampling, Session, open_model
+from prism.serve.lm.app import lm_app
 from prism.serve.lm.rows import Step
 from prism.serve.lm.scheduler import Job, Scheduler
-from prism.serve.lm.service import LmService, lm_app, open_service
+from prism.serve.lm.service import LmService, open_service
 from prism.serve.lm.settings import LmSettings
 from prism.serve.lm.text import Text
 from prism.serve.lm.writer import Order, Piece

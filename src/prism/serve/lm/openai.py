@@ -25,7 +25,7 @@ log = logging.getLogger("prism.serve")
 DEFAULT_TOKENS = 16
 """Most tokens of a completion, if it is not said; a chat then may be as long as the service allows."""
 CLOSED = 499
-"""The status of a request whose client has left; nobody sees it but the log."""
+"""The status of a request whose client has left; no one sees it but the log."""
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 

@@ -135,7 +135,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, job: Job) -> None:
-        """End a job that nobody waits for; its rows are free after the current turn."""
+        """End a job that no one waits for; its rows are free after the current turn."""
         with self._changed:
             job.cancelled = True
             self._changed.notify()

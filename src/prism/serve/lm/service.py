@@ -18,7 +18,6 @@ from starlette.requests import Request as HttpRequest
 from prism.files import check_target, read_json
 from prism.language.chat import TEMPLATE, ChatFormat, check_messages, load_chat_format, stop_tokens
 from prism.language.generate import LanguageModel, Sampling, open_model
-from prism.serve.app import create_app
 from prism.serve.errors import ApiError
 from prism.serve.lm.scheduler import Full, Job, Scheduler
 from prism.serve.lm.schemas import ChatRequest, CompletionRequest, ModelFacts, Request, Stats, Usage
@@ -27,7 +26,6 @@ from prism.serve.lm.states import States
 from prism.serve.lm.text import Text
 from prism.serve.lm.writer import Order, Piece
 from prism.serve.metrics import Metrics
-from prism.serve.settings import ServerSettings
 
 COOLEST = 1e-3
 """Smallest temperature but 0: logits divided by less are no longer finite."""
@@ -232,7 +230,7 @@ class Answering:
         """Called by the scheduler's thread."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
-        except RuntimeError:  # the event loop has ended: nobody waits any more
+        except RuntimeError:  # the event loop has ended: no one waits any more
             self.cancel()
 
     def cancel(self) -> None:
@@ -292,20 +290,3 @@ def open_service(folder: Path, settings: LmSettings, metrics: Metrics, name: str
     chat = load_chat_format(folder, settings.chat_template) if settings.chat_template or has_template else None
     lm = lm if name is None else replace(lm, name=name)
     return LmService(lm, settings, metrics, chat, stop_tokens(folder, lm.tokenizer))
-
-
-def lm_app(service: LmService, server: ServerSettings) -> FastAPI:
-    """The application of a service."""
-    from prism.serve.lm.openai import openai_routes
-    from prism.serve.lm.state_routes import state_routes
-
-    app = create_app("lm", "PRISM language model", server, service.metrics, service.not_ready, service.lifespan)
-    app.include_router(openai_routes(service))
-    app.include_router(state_routes(service))
-
-    @app.get("/api/stats", tags=["operation"])
-    def stats() -> Stats:
-        """What the service does now, and did in the last two minutes."""
-        return service.stats()
-
-    return app
