@@ -2,17 +2,24 @@
 
     python benchmarks/dropin.py                                   # every family; writes benchmarks/results/dropin.json
     python benchmarks/dropin.py --families qwen3_next mamba2 --tokens 1024 --threads 1 --out /tmp/dropin.json
+    python benchmarks/dropin.py --busy 1 --families qwen3_next qwen3_5 --out /tmp/busy.json   # beside a busy process
+    python benchmarks/dropin.py --out experiments/results/dropin.json && python docs/tools/claims.py   # the page's table
 
 For each family: a forward pass, a forward and backward pass at T = 1024 and 4096, and one token of cached decoding. Batch 1,
 float32, four layers (three memory layers and one attention layer where the family mixes them), width 256. "transformers" is
-its torch path, also where flash-linear-attention is installed. Figures are the minimum of the repeats. Run it on an idle
-machine.
+its torch path, also where flash-linear-attention is installed. Figures are the minimum of the repeats, with `--busy` their
+median. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,10 +27,12 @@ from typing import Any
 import torch
 
 import prism
-from common import fastest
+from common import fastest, typical
 from prism.dropin.families import FAMILIES, modeling_file
 from prism.reports.results import write_results
 
+Timer = Callable[[dict[str, Callable[[], None]]], dict[str, float]]
+"""Seconds of each candidate, taken in turns."""
 VOCABULARY, PROMPT = 512, 64
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -171,7 +180,19 @@ def decoding(model: Any) -> Callable[[], None]:
     return run
 
 
-def measure(name: str, lengths: list[int], repeats: int) -> list[dict[str, Any]]:
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Keep `count` cores busy inside the block."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def measure(name: str, lengths: list[int], time: Timer) -> list[dict[str, Any]]:
     use_torch_functions(name)
     theirs, ours = build(name), build(name)
     prism.accelerate(ours, quiet=True)
@@ -179,14 +200,14 @@ def measure(name: str, lengths: list[int], repeats: int) -> list[dict[str, Any]]
     for kind, make in (("forward", forward), ("forward and backward", backward)):
         for tokens in lengths:
             x = torch.randint(2, VOCABULARY, (1, tokens))
-            rows.append(row(name, kind, tokens, {"transformers": make(theirs, x), "prism": make(ours, x)}, repeats))
-    rows.append(row(name, "decode 16", 1, {"transformers": decoding(theirs), "prism": decoding(ours)}, repeats))
+            rows.append(row(name, kind, tokens, {"transformers": make(theirs, x), "prism": make(ours, x)}, time))
+    rows.append(row(name, "decode 16", 1, {"transformers": decoding(theirs), "prism": decoding(ours)}, time))
     prism.restore()
     return rows
 
 
-def row(name: str, kind: str, tokens: int, runs: dict[str, Callable[[], None]], repeats: int) -> dict[str, Any]:
-    seconds = fastest(runs, repeats)
+def row(name: str, kind: str, tokens: int, runs: dict[str, Callable[[], None]], time: Timer) -> dict[str, Any]:
+    seconds = time(runs)
     ratio = seconds["prism"] / seconds["transformers"]
     print(
         f"{name:18}{kind:22}{tokens:6}{seconds['transformers']:10.4f}{seconds['prism']:10.4f}{ratio:8.2f}", flush=True
@@ -200,12 +221,19 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep a core busy meanwhile")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "dropin.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{'family':18}{'pass':22}{'tokens':>6}{'theirs s':>10}{'ours s':>10}{'ratio':>8}")
-    rows = [row for name in options.families for row in measure(name, options.tokens, options.repeats)]
-    write_results(options.out, rows, command="python benchmarks/dropin.py", threads=options.threads)
+    time = partial(typical if options.busy else fastest, repeats=options.repeats)
+    rows: list[dict[str, Any]] = []
+    about = {"command": shlex.join(["python", *sys.argv]), "threads": options.threads, "busy": options.busy}
+    about["transformers"] = import_module("transformers").__version__
+    with busy_processes(options.busy):
+        for name in options.families:
+            rows += measure(name, options.tokens, time)
+            write_results(options.out, rows, **about)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
 
 import comparisons
+import drop_ins
 import fine_tuning
+import gpu_results
 from evidence import ROOT, Evidence
 from verdicts import CLAIMS, NOT_RUN, Finding, networks
 from wording import paragraph, table
@@ -57,11 +59,12 @@ def highlights(evidence: Evidence) -> str:
     """The README's list of what the library is good for, as far as it has figures."""
     figures = evidence.figures
     ranks = figures["ranks"]["rows"]["ours, rank 2"]
-    ours, peer = (stored_tables.both_passes(name) for name in ("KDA", "fla, KDA"))
+    low, high = gpu_results.channel_span()
     step = figures["decoding"]["rows"]["PRISM, rank 2"][0]
     items = [
         f"- **Fast**: forward and backward of rank 2 take {min(ranks):.2f} to {max(ranks):.2f} of the time of"
-        f" flash-linear-attention's rank 1, and KDA {ours / peer:.2f} of its KDA (H200, [benchmark](docs/performance.md)).",
+        f" flash-linear-attention's rank 1, and rules with a decay per channel (KDA, GLA, RWKV-7) {low:.2f} to {high:.2f} of"
+        " its kernels for them (H200, [benchmark](docs/performance.md)).",
         f"- **Constant memory**: {step:.2f} ms per token for 32 rows (118 M parameters, H200) after any context."
         " CUDA-graph decoding is built in.",
     ]
@@ -106,7 +109,10 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "searches": lambda: comparisons.searches(evidence),
         "unfinished": lambda: comparisons.unfinished(evidence),
         "adapters": lambda: fine_tuning.adapters(evidence),
+        "dropin-cpu": lambda: drop_ins.cpu(evidence),
+        "dropin-gpu": lambda: drop_ins.gpu(evidence),
     }
+    found |= gpu_results.blocks()
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
     return found | {slug: (lambda finding=finding: section(finding)) for slug, finding in findings.items()}
 

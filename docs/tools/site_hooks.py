@@ -35,13 +35,14 @@ def mathml(marked: str, block: bool) -> str:
 
 
 def command_help(command: str) -> str:
-    """What `prism COMMAND --help` prints, 88 columns wide."""
+    """What `prism COMMAND --help` prints, 88 columns wide; all settings of a command that shows them in groups."""
     os.environ.update(COLUMNS="88", NO_COLOR="1", TERM="dumb")
-    from prism.cli import main
+    from prism.cli import COMMANDS, main
 
+    topic = ["all"] if COMMANDS[command].own_arguments else []
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        main([*command.split(), "--help"])
+        main([*command.split(), "--help", *topic])
     if not (text := out.getvalue().strip()):
         raise ValueError(f"`prism {command} --help` printed nothing: is that a command?")
     return text

@@ -74,14 +74,6 @@ def blocks(store: Path = STORE) -> dict[str, str]:
     return {f"{_PREFIX}{name}": markdown(table) for name, table in read(store).items()}
 
 
-def both_passes(label: str, store: Path = STORE) -> float:
-    """Milliseconds of forward and backward in the first cell of a memory's row (`1.19 / 4.33`), where a table has both."""
-    rows = [row for table in read(store).values() for row in table["rows"] if row[0] == label and " / " in row[1]]
-    if not rows:
-        raise ValueError(f"no stored table has a row {label!r} with forward / forward and backward")
-    return float(rows[0][1].split(" / ")[1].split(",")[0])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", type=Path, nargs="+")

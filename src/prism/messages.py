@@ -23,7 +23,10 @@ LIBRARIES = {
     "eval": ("lm_eval",),
     "gpu": ("triton",),
     "adapters": ("peft",),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "trackers": ("wandb", "mlflow"),
     "serve": ("fastapi", "uvicorn", "prometheus_client", "psycopg", "psycopg_pool", "redis", "starlette"),
+    "baselines": ("implicit", "scipy", "threadpoolctl"),
 }
 """The libraries that each extra installs."""
 

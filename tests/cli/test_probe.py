@@ -45,13 +45,43 @@ def test_numbers_and_options_that_no_probe_can_have(
 
 def test_the_command_writes_results_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--rules", "linear", "prism:steps=1", "--setting", "easy", "--steps", "2", "--jobs", "1"]
-    assert main(["probe", "mqar", *arguments, "--output", str(tmp_path / "out")]) == 0
+    assert main(["probe", "mqar", *arguments, "--seeds", "1", "--output", str(tmp_path / "out")]) == 0
     saved = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [result["name"] for result in saved["results"]] == ["linear", "prism:steps=1"]
     assert saved["machine"]["torch"]
     assert saved["results"][0]["seed"] == 0
     assert (tmp_path / "out" / "recall.png").read_bytes().startswith(b"\x89PNG")
     assert "recall.png" in capsys.readouterr().out
+
+
+def test_several_seeds_are_shown_with_their_error_and_paired_differences(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """linear reaches .2, .4, .6; gla always .1 more, so that the paired difference has no error; delta is at chance."""
+    gains = {"linear": 0.0, "gla": 0.1, "delta": 0.05}
+
+    def trained(
+        runs: list[Any], names: list[str], steps: list[int], jobs: int | None, keep: Callable[..., None]
+    ) -> None:
+        found = []
+        for one in runs:
+            accuracy = 0.2 + 0.2 * one.run.seed + gains[one.label]
+            accuracy += 0.1 * (-1) ** one.run.seed if one.label == "delta" else 0.0
+            sizes = {"key_dim": one.run.model.key_dim, "state_size": 512, "parameters": 9, "task": {"pairs": 8}}
+            by_pairs = dict.fromkeys(one.test_pairs, accuracy)
+            found.append(
+                {"name": one.label, "seed": one.run.seed, "accuracy": accuracy, "accuracy_by_pairs": by_pairs, **sizes}
+            )
+        keep(found)
+
+    monkeypatch.setattr(probe, "run_jobs", lambda train, *given: trained(*given))
+    monkeypatch.setenv("COLUMNS", "200")
+    arguments = ["--rules", "linear", "gla", "delta", "--setting", "easy", "--output", str(tmp_path / "out")]
+    assert main(["probe", "mqar", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "0.400 ± 0.115" in said and "0.500 ± 0.115" in said and "+0.100 ± 0.000 *" in said
+    assert "easy, gla: better than linear by 0.100 ± 0.000, beyond two standard errors" in said
+    assert "easy, delta: +0.083 ± 0.067 against linear, within two standard errors" in said
 
 
 @pytest.mark.parametrize(
@@ -72,7 +102,7 @@ def test_an_interrupt_leaves_what_was_trained(tmp_path: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(probe, "run_jobs", interrupted)
-    words = ["probe", "mqar", "--rules", "linear", "delta", "--setting", "easy", "--steps", "2"]
+    words = ["probe", "mqar", "--rules", "linear", "delta", "--setting", "easy", "--steps", "2", "--seeds", "1"]
     assert main([*words, "--output", str(tmp_path / "out")]) == 130
     saved = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [result["name"] for result in saved["results"]] == ["delta"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from prism.cli import main
 from tests.train.runs import write_corpus
@@ -46,6 +47,7 @@ def test_the_result_is_a_model_for_transformers(tmp_path: Path, command: list[st
         "generation_config.json",
         "model.safetensors",
         "manifest.json",
+        "modeling_prism.py",
         "tokenizer.json",
         "tokenizer_config.json",
         "README.md",
@@ -63,6 +65,25 @@ def test_the_result_is_a_model_for_transformers(tmp_path: Path, command: list[st
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]) == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_samples_are_shown_and_change_nothing(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same weights, to the bit, and the same losses; the samples follow the model."""
+    weights, logs = [], []
+    for name, more in {"plain": [], "shown": ["--sample.every", "2", "--sample.prompt", "12 b"]}.items():
+        assert main([*command, "--out", str(tmp_path / name), *more, "--optimizer.lr", "0.1"]) == 0
+        weights.append(load_file(tmp_path / name / "model" / "model.safetensors"))
+        logs.append([json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()])
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    samples = {record["step"]: record.pop("sample") for record in logs[1] if "sample" in record}
+    assert list(samples) == [2, 4] and all(text.startswith("12 b") for text in samples.values())
+    assert samples[2] != samples[4]
+    losses = [[record["loss"] for record in log if "loss" in record] for log in logs]
+    assert losses[0] == losses[1]
+    printed = capsys.readouterr().err
+    assert "step 2: sample" in printed and "  12 b" in printed
 
 
 def test_bad_input_is_one_sentence_and_nothing_is_written(

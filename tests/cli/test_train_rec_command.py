@@ -141,7 +141,7 @@ def test_a_preset_is_the_published_model(name: str, config: PrismRecConfig) -> N
 
 def test_every_setting_has_a_flag_and_a_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["--help"])
+        parse(["--help", "all"])
     shown = capsys.readouterr().out
 
     def flags(settings: Any, prefix: str = "--") -> list[str]:

@@ -99,7 +99,7 @@ def test_a_split_scores_as_the_training_loop_validates(data: Path) -> None:
     for parameter in model.parameters():  # so large that every token before counts
         torch.nn.init.normal_(parameter, std=0.5)
     ours = score_split(run, corpus, model, "validation", run.context)
-    theirs = Validation(corpus, run.context, corpus.manifest.end, 0).score(model, World(torch.device("cpu")), 2)
+    theirs = Validation.of(corpus, run.context, corpus.manifest.end, 0).score(model, World(torch.device("cpu")), 2)
     assert ours["nats_per_token"] == pytest.approx(theirs.nats, rel=1e-5)
     assert ours["bits_per_byte"] == pytest.approx(theirs.bits_per_byte, rel=1e-5)
 

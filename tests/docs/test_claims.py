@@ -263,3 +263,17 @@ def test_stored_lines_are_whole() -> None:
                 assert stored["status"] in ("started", "done", "failed", "stopped"), path.name
             if stored.get("status") != "started":  # only the end of a training knows more
                 assert stored["machine"] and stored["command"].startswith(("python ", "prism ")), path.name
+
+
+def test_speeds_of_drop_ins_are_shown_by_family(tmp_path: Path) -> None:
+    drop_ins, evidence = tool("drop_ins"), tool("evidence").Evidence(tmp_path)
+    assert drop_ins.cpu(evidence) == drop_ins.gpu(evidence) == "Not measured yet."
+    rows = [
+        {"family": "mamba2", "pass": kind, "tokens": tokens, "ratio": ratio}
+        for kind, tokens, ratio in [("forward", 64, 0.5), ("forward and backward", 64, 0.25), ("decode 16", 1, 0.9)]
+    ]
+    about = {"machine": {"cpu": "C", "torch": "2.1+cpu"}, "threads": 2, "busy": 1, "transformers": "5"}
+    for name in ("dropin", "dropin_busy"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**about, "results": rows}))
+    text = " ".join(drop_ins.cpu(evidence).split())
+    assert "| `mamba2` | 0.50 | 0.25 | 0.90 |" in text and "at 64 tokens: `mamba2` 0.50 and 0.25." in text

@@ -20,6 +20,7 @@ import torch
 
 import prism
 from prism.cli import main
+from tests.tiny_lm import save_lm
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,12 +32,12 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return _BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
-def train_language_model() -> None:
+def train_language_model(out: str = "runs/mine") -> None:
     """What `prism train lm --out runs/mine` leaves behind, as small as it can be."""
     Path("texts").mkdir()
     Path("texts/story.txt").write_text("Once upon a time there was a memory of fixed size. " * 40, encoding="utf-8")
     small = "--model.hidden-size 16 --model.num-heads 1 --model.num-hidden-layers 1 --data.context 32"
-    assert main(f"train lm --data.sources texts/ --out runs/mine --steps 1 --device cpu {small}".split()) == 0
+    assert main(f"train lm --data.sources texts/ --out {out} --steps 1 --device cpu {small}".split()) == 0
 
 
 def train_adapter() -> None:
@@ -51,6 +52,11 @@ def train_adapter() -> None:
     assert main(f"{command} --data.context 32 --device cpu".split()) == 0
 
 
+def export_as_onnx() -> None:
+    """What `prism export runs/mine --format onnx --out onnx/mine` leaves behind; a saved model takes the place of the run."""
+    assert main(["export", str(save_lm(Path("model"), "linear")), "--format", "onnx", "--out", "onnx/mine"]) == 0
+
+
 def write_events() -> None:
     """A table with the columns, users and items that the page names."""
     people, things = ["ann", "bob", *(f"c{n}" for n in range(20))], ["shoes", "socks", "hat", "coat", "scarf"]
@@ -60,6 +66,8 @@ def write_events() -> None:
 
 BEFORE: dict[str, Callable[[], None]] = {
     "docs/howto/adapter.md": train_adapter,
+    "docs/howto/fine-tune.md": lambda: train_language_model("runs/base"),
+    "docs/howto/export.md": export_as_onnx,
     "docs/howto/train-on-text.md": train_language_model,
     "docs/language-models.md": train_language_model,
     "docs/recommendation.md": write_events,

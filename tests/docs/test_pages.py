@@ -73,7 +73,7 @@ def flags(command: str) -> frozenset[str]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
-        main([*command.split(), "--help"])
+        main([*command.split(), "--help", *["all"] * COMMANDS[command].own_arguments])
     return frozenset(re.findall(r"--[a-z][\w.-]*", out.getvalue()))
 
 
@@ -206,14 +206,6 @@ def test_tables_of_results_are_written_from_stored_figures(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     outside = re.sub(r"<!-- claims:.*?<!-- end -->", "", text, flags=re.DOTALL)
     assert "\n|" not in outside, f"run `python docs/tools/tables.py docs/{page}.md`"
-
-
-def test_a_time_is_read_off_a_stored_table(tmp_path: Path) -> None:
-    tables, store = tool("tables"), tmp_path / "tables.json"
-    store.write_text(json.dumps({"a": {"rows": [["KDA", "56"]]}, "b": {"rows": [["KDA", "1.1 / 4.25, 0.5×"]]}}))
-    assert tables.both_passes("KDA", store) == 4.25
-    with pytest.raises(ValueError, match="no stored table has a row 'GLA'"):
-        tables.both_passes("GLA", store)
 
 
 def test_a_table_is_stored_and_written_back() -> None:

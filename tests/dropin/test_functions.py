@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from prism.dropin import conv, delta, mamba2, rg_lru
 from prism.dropin.documents import document_numbers, document_starts
+from prism.dropin.families import modeling_file
+from prism.engine import pieces
+from tests.engine.kernels.where import needs_kernels
 
 
 def doubles(*shape: int) -> torch.Tensor:
@@ -49,6 +53,42 @@ def test_unit_rows() -> None:
     x = doubles(2, 3, 5)
     assert gradcheck(lambda z: delta._UnitRows.apply(z, 0.5), x)
     assert gradgradcheck(lambda z: delta._UnitRows.apply(z, 0.5), x)
+
+
+def test_rows_that_stay_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path on a GPU rounds queries, keys and writes once: an error of the order of half precision's."""
+    q, k, v = torch.randn(3, 2, 40, 4, 16).bfloat16()
+    g, beta = -torch.rand(2, 40, 4), torch.rand(2, 40, 4).bfloat16()
+    given = [z.requires_grad_() for z in (q, k, v, g, beta)]
+
+    def run() -> list[torch.Tensor]:
+        o, _ = delta.chunk_gated_delta_rule(*given, use_qk_l2norm_in_kernel=True)
+        assert o.dtype == torch.bfloat16
+        return [o, *torch.autograd.grad(o.float().square().sum(), given)]
+
+    wanted = run()
+    monkeypatch.setattr(delta, "_half_on_gpu", lambda x: True)
+    for a, b in zip(run(), wanted, strict=True):
+        assert 0 < float((a - b).detach().float().norm() / b.detach().float().norm()) < 0.02
+
+
+@needs_kernels
+def test_the_norm_behind_the_memory_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = import_module(modeling_file("qwen3_5")).Qwen3_5RMSNormGated(16, eps=1e-3)
+    torch.nn.init.normal_(norm.weight)
+    given = [torch.randn(30, 16, requires_grad=True) for _ in range(2)]
+
+    def run() -> list[torch.Tensor]:
+        y = norm(*given)
+        return [y, *torch.autograd.grad(y.square().sum(), [*given, norm.weight])]
+
+    wanted = run()
+    monkeypatch.setattr(type(norm), "forward", delta.gated_norm(type(norm).forward))
+    assert all(torch.equal(a, b) for a, b in zip(run(), wanted, strict=True))  # no GPU: the original
+    monkeypatch.setattr(pieces, "use_kernel", lambda x: True)
+    found = run()
+    assert "GatedNorm" in found[0].grad_fn.name()  # type: ignore[union-attr]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_recurrence_over_tokens() -> None:

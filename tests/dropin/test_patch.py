@@ -200,6 +200,23 @@ def test_linear_layers_of_another_kind_are_left_alone() -> None:
     assert Quantised.calls > 4 and not any(type(module) is nn.Linear for module in model.modules())
 
 
+@pytest.mark.filterwarnings("ignore")  # torch announces another package for this
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_quantised_linear_layers_keep_working(name: str) -> None:
+    """Linear layers with weights of 8 bits, as torch itself makes them."""
+    model = tiny(name)
+    inner = torch.ao.quantization.quantize_dynamic(model.base_model, {nn.Linear}, torch.qint8)
+    setattr(model, model.base_model_prefix, inner)
+    assert sum("quantized" in type(module).__module__ for module in model.modules()) >= 4
+    with torch_functions(name), torch.no_grad():
+        wanted = model(tokens()).logits
+    prism.accelerate(model, quiet=True)
+    with torch.no_grad():
+        found = model(tokens()).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-2  # a rounding of activations may go the other way
+    assert model.generate(tokens(), max_new_tokens=3, do_sample=False).shape == (2, 24)
+
+
 def test_nan_spreads_as_in_the_original() -> None:
     """A loss scaler skips a step whose gradients are not finite, so that NaN must come through."""
     from prism.dropin.delta import chunk_gated_delta_rule

@@ -85,6 +85,22 @@ def test_gated_output(by_kernels: None, tokens: int) -> None:
     assert_equal(*both(lambda o, g: gated_output(norm, o, g, out), given, [norm, out]))
 
 
+@needs_kernels
+@pytest.mark.parametrize("rows", [(1,), (3, 130)])
+def test_gated_norm(by_kernels: None, rows: tuple[int, ...]) -> None:
+    norm = nn.RMSNorm(20, eps=1e-3)
+    nn.init.normal_(norm.weight)
+
+    def call(o: Tensor, g: Tensor) -> Tensor:
+        if pieces.gated_norm_serves(o, g, norm.weight):
+            return pieces.gated_norm(o, g, norm.weight, 1e-3)
+        return norm(o) * F.silu(g)
+
+    got, wanted = both(call, [torch.randn(*rows, 20), torch.randn(*rows, 20)], [norm])
+    assert "GatedNorm" in got[0].grad_fn.name()  # type: ignore[union-attr]
+    assert_equal(got, wanted)
+
+
 def test_products(by_kernels: None) -> None:
     maps = [nn.Linear(12, size, bias=False) for size in (30, 8, 1)]
     call = lambda x: tuple(pieces.products(x, *(m.weight for m in maps)))  # noqa: E731

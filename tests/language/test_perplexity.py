@@ -93,6 +93,13 @@ def test_bits_per_byte_and_perplexity(lm: LanguageModel, rows: Path) -> None:
     assert result["documents"] == len(TEXTS)
     assert result["bits_per_byte"] == pytest.approx(tally.nats / math.log(2) / size)
     assert result["perplexity"] == pytest.approx(math.exp(tally.nats / tally.tokens))
+    words = sum(len(text.split()) for text in TEXTS)
+    assert result["words"] == words and words < tally.tokens
+    assert result["perplexity_per_word"] == pytest.approx(math.exp(tally.nats / words))
+
+
+def test_text_without_words_has_no_perplexity_per_word() -> None:
+    assert Tally(nats=3.0, tokens=2, text_bytes=2, documents=1).result()["perplexity_per_word"] is None
 
 
 def test_files_add_up(lm: LanguageModel, tmp_path: Path, rows: Path) -> None:

@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_module_utils
 
 from prism import rules
 from prism.models import PrismConfig, PrismForCausalLM, PrismModel
+from prism.models.auto import name_classes
+from prism.models.loading import fingerprint
 from prism.nn import no_weight_decay
 from prism.nn.parameters import gates
 from tests.helpers import assert_close
@@ -256,3 +258,17 @@ def test_a_tied_head_is_not_missing_from_its_own_file(tmp_path: Path, tied: bool
     assert (second.lm_head.weight is second.model.embed_tokens.weight) is tied
     saved.pop("lm_head.weight", None)
     assert second.load_state_dict(saved, strict=False).missing_keys == ([] if tied else ["lm_head.weight"])
+
+
+def test_a_folder_names_its_classes_for_programs_without_prism(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from_pretrained(folder, trust_remote_code=True)` finds them there; with prism imported nothing changes."""
+    before = model("prism")
+    before.save_pretrained(tmp_path / "saved")
+    name_classes(tmp_path / "saved")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path / "cache")
+    named = json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"]
+    found = [dynamic_module_utils.get_class_from_dynamic_module(name, tmp_path / "saved") for name in named.values()]
+    assert found == [PrismConfig, PrismModel, PrismForCausalLM]
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert type(after) is PrismForCausalLM and fingerprint(after) == fingerprint(before)

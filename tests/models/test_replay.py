@@ -300,7 +300,3 @@ def test_graphs_on_a_gpu(layers: Any) -> None:
     assert isinstance(cache_for(lm), ReplayedCache) == lm.config.constant_state
     with torch.autocast("cuda", torch.bfloat16):
         assert torch.equal(steps(lm, replayed, ids[:, :20]), steps(lm, plain, ids[:, :20]))
-
-
-def test_a_model_on_a_cpu_gets_an_ordinary_cache() -> None:
-    assert type(cache_for(model("prism"))) is PrismCache

@@ -13,7 +13,6 @@ import torch
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend.evaluate import (
     Sampled,
-    TopKCounts,
     evaluate_ranking,
     evaluate_split,
     protocol_line,
@@ -24,6 +23,7 @@ from prism.recommend.events import Histories, Split, leave_one_out
 from prism.recommend.events.dataset import reindex_items
 from prism.recommend.events.ids import Catalogue
 from prism.recommend.events.synthetic import synthetic_dataset
+from prism.recommend.lists import TopKCounts
 from prism.recommend.report import report
 
 ITEMS = 30
@@ -94,13 +94,6 @@ def test_of_many_items_or_events_few_targets_are_ranked_at_once(
     found = rank_targets(model, split.test, split.histories, max_length=5, progress=lambda now, of: done.append(now))
     assert np.diff(done, prepend=0).max() == 3
     assert found.ranks.tolist() == expected.ranks.tolist()
-
-
-def test_evaluation_and_serving_hold_as_many_scores_at_a_time() -> None:
-    from prism.recommend import evaluate as recommendation
-    from prism.recommend import results as best
-
-    assert best.SCORES_AT_ONCE == recommendation.SCORES_AT_ONCE
 
 
 def test_results_name_their_protocol(model: PrismForRecommendation, split: Split) -> None:

@@ -14,7 +14,7 @@ from ir_measures import RR, Qrel, ScoredDoc, Success, nDCG
 
 from prism.recommend.evaluate import history_lengths, item_popularity, popularity_bias
 from prism.recommend.ranking import CUTOFFS, Ranking, candidates, count, ranks
-from prism.recommend.results import top_k
+from prism.recommend.top_items import top_k
 
 property_test = settings(max_examples=40, deadline=None)
 

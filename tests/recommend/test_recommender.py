@@ -65,7 +65,7 @@ def test_what_was_seen_or_is_not_wanted_is_left_out() -> None:
     assert fewer.items[0] == [item for item in unseen if item != "i9"]
     assert fewer.rows.shape == (1, ITEMS) and (fewer.rows[0] == 0).sum() == 5
     state = it.observe(it.start(1), [history[1:]])
-    assert it.recommend(states=state, k=ITEMS, exclude=[history]).items[0] == unseen
+    assert it.recommend(states=state, k=ITEMS, exclude=[["i1"]]).items[0] == unseen
 
 
 def test_users_are_their_histories() -> None:
@@ -75,9 +75,12 @@ def test_users_are_their_histories() -> None:
     assert known.items == it.recommend(sequences=histories, k=3).items
     assert known.items == it.recommend(histories, 3).items == it.recommend(users=["eve", "ann"], k=3).items
     states = it.observe(it.start(2), histories)
-    assert it.recommend(states, 3).items == it.recommend(histories, 3, False).items
+    for filter_seen in (True, False):
+        expected = it.recommend(histories, 3, filter_seen, max_length=0).items
+        assert it.recommend(states, 3, filter_seen).items == expected
+        assert it.recommend(it.resume(["eve", "ann"]), 3, filter_seen).items == expected
     with pytest.raises(ValueError, match="1 of 1 users are unknown: 'dan'"):
-        it.recommend(["dan"])
+        it.resume(["dan"])
     alone = Recommender(it.model, it.catalogue)
     with pytest.raises(ValueError, match="the model has no histories"):
         alone.recommend(["eve"])
@@ -102,6 +105,19 @@ def test_someone_new_gets_what_is_popular() -> None:
     it.model.item_counts.zero_()
     with pytest.raises(ValueError, match="the model has no item counts"):
         it.recommend(sequences=[[]])
+
+
+def test_an_unknown_user_gets_what_is_popular_and_the_rest_of_the_batch_their_own() -> None:
+    it = recommender()
+    with pytest.warns(UserWarning, match="1 of 3 users are unknown and get the most popular items: 'dan'; .*sequences"):
+        found = it.recommend(["eve", "dan", "bob"], k=4)
+    assert found.items == [it.recommend(["eve"], k=4).items[0], NAMES[:4], NAMES[:4]]
+    assert found.fallback is not None and found.fallback.tolist() == [False, True, True], "bob has no events"
+    assert list(found.keys) == ["eve", "dan", "bob"]
+    with pytest.raises(ValueError, match=r"1 of 2 users are unknown: 'dan'; .* give the history"):
+        it.recommend(["eve", "dan"], unknown="error")
+    with pytest.warns(UserWarning, match="2 of 2 users are unknown"):
+        assert it.recommend(["i1", "i2"], k=2).items == [NAMES[:2]] * 2
 
 
 def test_unknown_items_are_left_out_or_refused() -> None:
@@ -169,7 +185,8 @@ def test_batches_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     histories = [NAMES[:n] for n in (0, 5, 1, 3, 2, 8)]
     whole = it.recommend(sequences=histories, max_length=0)
     monkeypatch.setattr("prism.recommend.reading.EVENTS_AT_ONCE", 6)
-    monkeypatch.setattr("prism.recommend.results.SCORES_AT_ONCE", 2 * ITEMS + 2)
+    monkeypatch.setattr("prism.recommend.top_items.USERS_AT_ONCE", 2)
+    monkeypatch.setattr("prism.recommend.top_items.SLICE", 14)
     parts = it.recommend(sequences=histories, max_length=0)
     assert parts.rows.tolist() == whole.rows.tolist()
     np.testing.assert_allclose(parts.scores, whole.scores, rtol=1e-4, atol=1e-6)
@@ -211,7 +228,12 @@ def test_bad_input_is_named() -> None:
         (lambda: it.recommend(sequences=[["i1"]], unknown="ignore"), "unknown must be"),
         (lambda: it.observe(states, ["i1", None], [datetime(2020, 1, 1), None]), "seconds since 1970"),
         (lambda: it.recommend(["ann"], k=True), "k must be an integer of at least 1, got True"),
-        (lambda: it.recommend(["i1", "i2"]), r"2 of 2 users are unknown: 'i1', 'i2'; .* give the history \(sequences"),
+        (lambda: it.recommend(["ann"], diversify=1.5), "diversify must be a number from 0 to 1, got 1.5"),
+        (lambda: it.recommend(["ann"], allowed="i1"), "allowed must be a list of items, got 'i1'"),
+        (lambda: it.recommend(["ann"], allowed=["?"]), "at least one item that the model knows"),
+        (lambda: it.recommend(["ann"], where={"kind": "a"}), "where has no feature 'kind': the items have none"),
+        (lambda: it.similar_items("?"), "1 of 1 items are unknown"),
+        (lambda: it.similar_items("i1", k=0), "k must be an integer of at least 1"),
         (lambda: it.start(0), "users must be an integer of at least 1, got 0"),
         (lambda: it.start("ann"), "users must be an integer of at least 1, got 'ann'"),
         (lambda: it.observe(states, ["i1"]), "one entry for each of the 2 users"),
@@ -252,6 +274,7 @@ def test_from_a_frame_to_recommendations(tmp_path: Path) -> None:
     assert it.recommend(["u7"]).items == it.recommend(sequences=[history]).items
     it.save(tmp_path / "model")
     assert Recommender.load(tmp_path / "model", device="cpu").recommend(["u7"]).items == it.recommend(["u7"]).items
+    assert list(it.known_users()) == sorted(set(table["user"]))
 
     table.write_csv(tmp_path / "events.csv")
     quick = {**QUICK, "data": {"length": 10, "cache": str(tmp_path / "cache")}}
@@ -343,8 +366,57 @@ class TestCommand:
         (found,) = self.answer(capsys, folder, "--states", first, "--sequence", "i3", "--save-states", second)
         it = recommender()
         states = it.observe(it.start(1), [["i1", "i2", "i3"]])
-        assert found["items"] == it.recommend(states=states, exclude=[["i3"]]).items[0]
+        assert found["items"] == it.recommend(states=states).items[0]
+        assert not {"i1", "i2", "i3"} & set(found["items"])
         assert self.answer(capsys, folder, "--states", second)[0]["items"] == it.recommend(states=states).items[0]
+
+    def test_several_histories_and_users_have_states(
+        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        it = recommender()
+        histories = [["i1", "i2"], ["i5"]]
+        flags = ["--sequences", *histories[0], "--sequences", *histories[1]]
+        found = self.answer(capsys, folder, *flags, "--k", "3")
+        assert [line["items"] for line in found] == it.recommend(sequences=histories, k=3).items
+        assert [(line["user"], line["fallback"]) for line in found] == [(0, False), (1, False)]
+        for made in (flags, ["--users", "ann", "eve"], ["--all-users"]):
+            first, second = str(tmp_path / "first.safetensors"), str(tmp_path / "second.safetensors")
+            start = self.answer(capsys, folder, *made, "--save-states", first)
+            again = self.answer(capsys, folder, "--states", first)
+            assert [line["items"] for line in start] == [line["items"] for line in again]
+            more = [word for _ in start for word in ("--sequences", "i9")]
+            self.answer(capsys, folder, "--states", first, *more, "--save-states", second)
+            assert all("i9" not in line["items"] for line in self.answer(capsys, folder, "--states", second))
+        assert [line["user"] for line in self.answer(capsys, folder, "--all-users")] == ["ann", "bob", "eve"]
+
+    def test_similar_items_filters_and_files(
+        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        it = recommender()
+        (found,) = self.answer(capsys, folder, "--similar-to", "i3", "--k", "4")
+        assert found["item"] == "i3" and found["items"] == it.similar_items("i3", 4).items[0]
+        (tmp_path / "stock.txt").write_text("i7\ni8\n\n")
+        flags = ["--users", "ann", "--allowed", "i9", "--allowed-file", str(tmp_path / "stock.txt")]
+        (found,) = self.answer(capsys, folder, *flags)
+        assert sorted(found["items"]) == ["i7", "i8", "i9"]
+        (found,) = self.answer(capsys, folder, "--users", "ann", "--diversify", "0.5", "--k", "3")
+        assert found["items"] == it.recommend(["ann"], 3, diversify=0.5).items[0]
+        expected = it.recommend(["eve", "ann"], 3).to_polars()
+        for ending, read in ((".csv", pl.read_csv), (".parquet", pl.read_parquet)):
+            path = tmp_path / f"lists{ending}"
+            words = ["--users", "eve", "ann", "--k", "3", "--output", str(path)]
+            assert main(["recommend", str(folder), "--device", "cpu", *words]) == 0
+            assert read(path).drop("score").equals(expected.drop("score"))
+        path = tmp_path / "lists.jsonl"
+        assert main(["recommend", str(folder), "--device", "cpu", "--users", "eve", "--output", str(path)]) == 0
+        assert json.loads(path.read_text())["user"] == "eve"
+
+    def test_an_unknown_user_is_said(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["recommend", str(folder), "--device", "cpu", "--json", "--users", "dan", "ann"]) == 0
+        shown = capsys.readouterr()
+        dan, ann = (json.loads(line) for line in shown.out.splitlines())
+        assert (dan["fallback"], ann["fallback"]) == (True, False) and dan["items"] == NAMES[:10]
+        assert "1 of 2 users are unknown and get the most popular items: 'dan'" in shown.err
 
     def test_a_table_and_a_warning(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with warnings.catch_warnings():
@@ -360,7 +432,16 @@ class TestCommand:
         it.start(2).save(tmp_path / "two.safetensors")
         for flags, words in (
             (["--users", "ann", "--sequence", "i1"], "--users cannot be used with --sequence"),
-            (["--users", "dan"], "users are unknown"),
+            (["--all-users", "--states", "x.safetensors"], "--all-users cannot be used with --sequences"),
+            (["--users", "ann", "--all-users"], "give one of them"),
+            (["--users", "ann", "--similar-to", "i1"], "--similar-to finds items for items"),
+            (["--users", "dan", "--save-states", str(tmp_path / "s.safetensors")], "users are unknown: 'dan'"),
+            (["--sequence", "i1", "--times", "1", "--times", "2"], "once for each of the 1 --sequences, got 2"),
+            (["--where", "kind"], "--where takes name=value"),
+            (["--where", "kind=a", "--where", "kind=b"], "--where is given twice"),
+            (["--where", "kind=a"], "where has no feature 'kind'"),
+            (["--allowed-file", str(tmp_path / "none.txt")], "none.txt"),
+            (["--output", str(tmp_path / "x.xls")], "output must end in .csv, .parquet, .jsonl"),
             (["--sequence", "i1", "--save-states", "states.bin"], "ends in .safetensors"),
             (["--states", str(tmp_path / "two.safetensors"), "--sequence", "i1"], "holds 2 users"),
             (["--states", str(tmp_path / "none.safetensors")], "there is no state file"),

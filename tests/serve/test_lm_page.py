@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prism.serve.lm.service import lm_app, open_service
+from prism.serve.lm.settings import LmSettings
+from prism.serve.metrics import Metrics
+from prism.serve.run import in_thread
+from prism.serve.settings import ServerSettings
 from tests.serve.browser import PHONE, Visit, chromium
+from tests.tiny_lm import save_lm
 
 KEY = "a-key-for-the-page"
 IDLE = "() => document.querySelectorAll('.paper.writing').length === 0"
 READY = "() => document.querySelector('#model').innerText !== ''"
+
+
+@contextmanager
+def served(model: Path, key: str | None = None) -> Iterator[str]:
+    """A server with a small model; yields its URL."""
+    settings = ServerSettings(port=0, api_key=key)
+    service = open_service(model, LmSettings(device="cpu"), Metrics("tokens"))
+    with in_thread(lm_app(service, settings), settings) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +39,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield "http://127.0.0.1:8188"
+    with served(save_lm(tmp_path_factory.mktemp("model"))) as url:
+        yield url
 
 
 def start(visit: Visit, tokens: int = 12) -> None:
@@ -168,3 +186,13 @@ def test_a_refused_request_is_explained_and_the_text_returns(browser: Any, serve
     visit.wait("() => document.querySelector('#message.shown')?.innerText === 'the model is <i>busy</i>'")
     assert box.input_value() == "Hello" and shown(visit) == ""
     visit.close(expected="503")
+
+
+def test_a_key_is_asked_for(browser: Any, tmp_path: Path) -> None:
+    with served(save_lm(tmp_path), KEY) as url:
+        visit = Visit(browser, url)
+        visit.page.fill("#key", KEY)
+        visit.press("Enter")
+        start(visit)
+        assert write(visit, "Once").startswith("Once")
+        visit.close(expected="401")

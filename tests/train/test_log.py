@@ -37,7 +37,7 @@ def test_a_full_disk_is_reported_in_one_sentence(tmp_path: Path) -> None:
 def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with Log(tmp_path, 0, tensorboard=True) as log:
+    with Log(tmp_path, 0, ["tensorboard"]) as log:
         log.write(1, loss=2.0, note=None)
         log.write(2, loss=1.0)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

@@ -132,7 +132,7 @@ def test_bad_settings_are_refused_in_one_sentence(
 
 def test_every_setting_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse(["--help"])
+        parse(["--help", "all"])
     shown = capsys.readouterr().out
 
     def flags(settings: Any, prefix: str = "--") -> list[str]:

@@ -29,6 +29,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "train lm": Command("prism.cli.train:train", "train or resume a language model", True),
     "train rec": Command("prism.cli.train_rec:train", "train or resume a recommender on user events", True, "rec"),
+    "train sft": Command("prism.cli.tune:sft", "fine-tune a language model on chats", True, "adapters"),
+    "train dpo": Command("prism.cli.tune:dpo", "train a language model on preferred answers", True, "adapters"),
     "adapt": Command("prism.cli.adapt:adapt", "fine-tune a model with a PRISM adapter", True, "adapters"),
     "generate": Command("prism.cli.generate:generate", "continue a text with a language model"),
     "evaluate lm": Command("prism.cli.evaluate:evaluate_lm", "measure perplexity on files and run lm-eval tasks"),
@@ -39,6 +41,9 @@ COMMANDS = {
         "prism.cli.recommend:recommend", "recommend items to users, or after item sequences", extra="rec"
     ),
     "serve rec": Command("prism.cli.serve:serve_rec", "serve a recommender over HTTP, with a page", extra="serve"),
+    "serve lm": Command(
+        "prism.cli.serve_lm:serve_lm", "serve a language model over OpenAI's API, with a page", extra="serve"
+    ),
     "export": Command("prism.cli.export:export", "write a run's checkpoint as a model folder"),
     "convert": Command("prism.cli.convert:convert", "turn a Gated DeltaNet of another library into ours, or back"),
     "rules": Command("prism.cli.rules:rules", "list all rules, or show the options of one", extra="cli"),

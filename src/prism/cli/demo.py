@@ -60,7 +60,7 @@ def demo(
     output.mkdir(parents=True, exist_ok=True)
     (output / MARK).touch()
     print("1. associative recall")
-    mqar(RECALL_RULES, steps=recall_steps, output=output / "recall")
+    mqar(RECALL_RULES, seeds=1, steps=recall_steps, output=output / "recall")
     print(f"2. language models on {TEXT}, {steps} steps each")
     for folder in runs.values():
         if folder.is_dir():
@@ -76,7 +76,7 @@ def demo(
         models,
         recall["results"],
         recall_command=_command(
-            f"probe mqar --rules {' '.join(RECALL_RULES)}", steps=recall_steps, output=output / "recall"
+            f"probe mqar --seeds 1 --rules {' '.join(RECALL_RULES)}", steps=recall_steps, output=output / "recall"
         ),
         command=command,
         prompt=prompt,

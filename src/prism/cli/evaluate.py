@@ -144,9 +144,17 @@ def _files(
 
 def _file_table(results: dict[str, Any]) -> Table:
     """One row per file. Names omit the folder that all files share and columns are narrow, to fit 80 columns."""
-    table = Table(title="Perplexity", header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = Table(title="Perplexity (ppl)", header_style="bold", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("file", overflow="fold")
-    for column in ("docu-\nments", "tokens", "bytes", "nats/\ntoken", "perplexity", "bits/\nbyte"):
+    for column in (
+        "docu-\nments",
+        "tokens",
+        "bytes",
+        "nats/\ntoken",
+        "ppl/\ntoken",
+        "ppl/\nword",
+        "bits/\nbyte",
+    ):
         table.add_column(column, justify="right", no_wrap=True, vertical="bottom")
     shared = os.path.commonpath([Path(name).parent for name in results if name != "total"])
     for name, r in results.items():
@@ -155,10 +163,18 @@ def _file_table(results: dict[str, Any]) -> Table:
             name if name == "total" else os.path.relpath(name, shared or "."),
             *counts,
             f"{r['nats_per_token']:.4f}",
-            f"{r['perplexity']:.3f}",
+            _short(r["perplexity"]),
+            _short(r["perplexity_per_word"]),
             f"{r['bits_per_byte']:.4f}",
         )
     return table
+
+
+def _short(perplexity: float | None) -> str:
+    """A perplexity in at most eight characters, mostly fewer."""
+    if perplexity is None:
+        return "–"
+    return f"{perplexity:.5g}" if perplexity < 1e5 else f"{perplexity:.1e}"
 
 
 def _position_table(bins: list[dict[str, Any]]) -> Table:

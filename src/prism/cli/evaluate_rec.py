@@ -18,9 +18,10 @@ from prism.files import check_target
 from prism.messages import progress_bars, say
 from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
-from prism.recommend.evaluate import Sampled, evaluate_split, protocol_line
+from prism.recommend.baselines.compare import compare_baselines, named
+from prism.recommend.evaluate import Sampled, measure_split, protocol_line
 from prism.recommend.events import Dataset
-from prism.recommend.report import FEW_TARGETS, SHOWN_AT, group_table, is_small, metric_table
+from prism.recommend.report import FEW_TARGETS, SHOWN_AT, baseline_table, group_table, is_small, metric_table
 from prism.recommend.report import report as write_report
 from prism.recommend.saved import model_folder, training_of
 from prism.reports.results import write_results
@@ -38,11 +39,12 @@ def evaluate_rec(
     filter_seen: bool = True,
     sampled: int | None = None,
     sampled_by: Literal["uniform", "popularity"] = "uniform",
+    baselines: tuple[str, ...] = (),
     batch: int = 256,
     output: Path | None = None,
     device: str = "auto",
 ) -> None:
-    """Rank held-out events among all items: HR, NDCG, MRR, AUC, coverage.
+    """Rank held-out events among all items: HR, NDCG, MRR, AUC; coverage, novelty and diversity of the lists.
 
     Args:
         model: folder of a saved recommender, or run folder of `prism train rec`.
@@ -54,13 +56,16 @@ def evaluate_rec(
         sampled: rank the target among this many sampled items instead of all.
             Such metrics are labelled "sampled"; do not compare them with full ones.
         sampled_by: how the other items are sampled.
+        baselines: cheap recommenders to fit on the training events and to rank in the same way: popular, recent_popular,
+            item_knn, ease, als, bpr (the last two need the extra baselines), or all. Options in brackets:
+            'ease(regularization=100)'.
         batch: targets at once; changes memory and speed, not the result.
         output: folder for results.json (with command and machine) and report.html.
         device: cpu, cuda, cuda:1 … auto: cuda if available.
     """
     if output is not None:
         check_target(output, folder=True)
-    among = None if sampled is None else Sampled(sampled, sampled_by)
+    among, rivals = None if sampled is None else Sampled(sampled, sampled_by), named(baselines)
     for name, value in (("max_length", max_length), ("batch", batch)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -73,16 +78,25 @@ def evaluate_rec(
             say(note)
     with progress_bars(MofNCompleteColumn()) as progress:
         bar = progress.add_task(f"ranking {split} events")
-        results = evaluate_split(
-            recommender,
-            training.data.split_of(dataset.histories),
-            split,
-            max_length=recommender.config.max_length if max_length is None else max_length,
-            filter_seen=filter_seen,
-            batch=batch,
-            sampled=among,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+        held_out = training.data.split_of(dataset.histories)
+        how: dict[str, Any] = {
+            "max_length": recommender.config.max_length if max_length is None else max_length,
+            "filter_seen": filter_seen,
+            "batch": batch,
+            "sampled": among,
+            "progress": lambda done, total: progress.update(bar, completed=done, total=total),
+        }
+        ranking, results = measure_split(recommender, held_out, split, **how)
+        if rivals:
+            results["baselines"] = compare_baselines(
+                rivals,
+                held_out,
+                dataset.num_items,
+                split,
+                ranking,
+                lambda name: progress.reset(bar, description=name),
+                **how,
+            )
     show(results)
     again = results["protocol"]["targets_seen_before"]
     if filter_seen and again > results["targets"] * _MANY_REPEATS:
@@ -119,7 +133,10 @@ def show(results: Mapping[str, Any]) -> None:
         grouped.caption = f"grey: fewer than {FEW_TARGETS} targets, too few to compare"
     for row, group in zip(grouped.rows, by_length, strict=True):
         row.style = "dim" if is_small(group) else None
-    for table in (overall, grouped):
+    tables = [overall, grouped]
+    if results.get("baselines"):
+        tables.append(_table("Compared with baselines", *baseline_table(results, short=True)))
+    for table in tables:
         console.print(table)
         console.print(line, style="dim")
 

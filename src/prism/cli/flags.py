@@ -16,13 +16,14 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from prism.cli import help
 from prism.messages import did_you_mean
 from prism.overrides import command_of, override, read_toml, short_field
 from prism.train.settings import RunSettings
 
 S = TypeVar("S", bound=RunSettings)
 REGISTRY = ConstructorRegistry()
-ASSIGNMENTS = ("--set", "--model.options", "--optimizer.groups")
+ASSIGNMENTS = ("--set", "--model.options", "--optimizer.groups", "--where")
 """Flags with a list of name=value."""
 
 
@@ -77,10 +78,16 @@ def parse_settings(
     name: str | None = given.preset or toml.get("preset")
     stored = None if name else resumed_settings(Path(given.out or toml.get("out") or blank.out), task, blank)
     settings = override(stored or preset(name), toml, str(given.config))
+    command, topic = command_of(task) + usage, help.asked(arguments)
+    if topic == "":
+        print(help.overview(command, _description(type(blank)), settings))
+        raise SystemExit(0)
+    if topic is not None and topic != help.ALL:
+        help.show_group(topic, command, settings, REGISTRY)
     parsed, unknown = tyro.cli(
         type(blank),
-        prog=command_of(task) + usage,
-        args=[_in_full(word, blank) for word in arguments],
+        prog=command,
+        args=["--help"] if topic == help.ALL else [_in_full(word, blank) for word in arguments],
         description=_description(type(blank)),
         default=settings,
         return_unknown_args=True,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from rich.progress import MofNCompleteColumn, TextColumn
 from tyro.conf import Positional, arg
 
-from prism.files import check_state_target
+from prism.files import check_state_target, check_target
 from prism.language.adapted import open_adaptable, with_adapter
+from prism.language.batch import Continuation, Journal, Prompt, continue_all, prompts_sha256, read_prompts
 from prism.language.export import write_model
-from prism.language.generate import Sampling, Session, open_model
-from prism.messages import INTERRUPTED, say
+from prism.language.generate import LanguageModel, Sampling, Session, open_model
+from prism.messages import INTERRUPTED, progress_bars, say
+from prism.models.loading import fingerprint
 from prism.train.export import resolve_model_folder
 from prism.train.progress import StopRequest
 
@@ -32,6 +36,10 @@ def generate(
     save_state: Path | None = None,
     state_dtype: Literal["float32", "bfloat16"] | None = None,
     adapter: Path | None = None,
+    prompts: Path | None = None,
+    field: str = "prompt",
+    batch: int = 8,
+    output: Path | None = None,
     device: str = "auto",
 ) -> int:
     """Continue a text with a language model.
@@ -41,6 +49,9 @@ def generate(
 
     A text that is interrupted, saved with --save-state and resumed with --state is the same as one written without
     interruption, given the same options.
+
+    With --prompts a file of prompts is continued, several at a time, each as if it were alone. The output is one JSON object
+    per prompt: index, prompt, text, tokens, and whether the model ended the text. An interrupted --output is resumed.
 
     Args:
         model: Folder of a saved model, or run folder of `prism train lm`. With --adapter it may be a model of transformers.
@@ -56,6 +67,10 @@ def generate(
         state_dtype: dtype of the memories between tokens. bfloat16 halves their size and rounds them after every token. None:
             float32, or with --state that of the file.
         adapter: Folder of a saved adapter of the model, or run folder of `prism adapt`.
+        prompts: File of prompts: one per line, or .jsonl with one per row.
+        field: Field of a .jsonl file that holds the prompt.
+        batch: Number of prompts that are continued at the same time.
+        output: Write the results of --prompts to this .jsonl file. None: standard output.
         device: cpu, cuda, cuda:1 and so on. auto: cuda if available, else cpu.
     """
     sampling = Sampling(temperature, top_k, top_p)
@@ -63,7 +78,16 @@ def generate(
         raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}")
     if save_state is not None:
         check_state_target(save_state, "save_state")
-    text = _prompt(prompt, file, state)
+    if prompts is not None:
+        _refuse_with_prompts(prompt=prompt, file=file, state=state, save_state=save_state)
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, got {batch}")
+        if output is not None:
+            check_target(output, folder=False)
+        given = read_prompts(prompts, field)
+    elif output is not None:
+        raise ValueError("--output is for --prompts: a single text goes to standard output")
+    text = "" if prompts is not None else _prompt(prompt, file, state)
     with resolve_model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device) if adapter is None else with_adapter(open_adaptable(folder, device), adapter)
     if not lm.own and (state, save_state, state_dtype) != (None, None, None):
@@ -71,6 +95,13 @@ def generate(
             "--state, --save-state and --state-dtype need a model of this library, not one of transformers"
         )
     dtype = None if state_dtype is None else getattr(torch, state_dtype)
+    if prompts is not None:
+        settings = {"model": lm.name, **fingerprint(lm.model), "prompts": prompts_sha256(given), "seed": seed or 0}
+        settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        settings |= {"state_dtype": state_dtype, "adapter": None if adapter is None else str(adapter)}
+        journal = None if output is None else Journal(output, settings)
+        how = (max_new_tokens, sampling, seed or 0, batch, dtype or torch.float32)
+        return _continue_prompts(lm, given, how, journal)
     fresh = (seed or 0, dtype or torch.float32)
     session = Session(lm, *fresh) if state is None else Session.load(state, lm, seed, dtype)
     session.read(text)
@@ -93,6 +124,57 @@ def generate(
     rate = f", {count / seconds:,.0f} tokens/s" if count else ""
     say(f"\n[{count} tokens{rate}, state of {session.nbytes:,} bytes{stopped}]")
     return INTERRUPTED if interrupted else 0
+
+
+def _refuse_with_prompts(**others: object) -> None:
+    """Raise ValueError for a flag that is for a single text."""
+    name = next((name for name, value in others.items() if value is not None), None)
+    if name is not None:
+        flag = "--" + name.replace("_", "-")
+        raise ValueError(f"--prompts and {flag} were both given: {flag} is for a single text")
+
+
+def _continue_prompts(lm: LanguageModel, prompts: list[Prompt], how: tuple[Any, ...], journal: Journal | None) -> int:
+    """Continue prompts, with a progress bar; returns the exit code."""
+    known = set() if journal is None else set(journal.rows)
+    if known:
+        say(f"resumed: {len(known)} of {len(prompts)} prompts are done")
+    started, count, done, shown = time.perf_counter(), 0, len(known), 0
+    finished: dict[int, Continuation] = {}
+    columns = (MofNCompleteColumn(), TextColumn("{task.fields[rate]} tokens/s"))
+    with StopRequest() as stop, progress_bars(*columns) as progress:
+        bar = progress.add_task("prompts", total=len(prompts), completed=done, rate="–")
+
+        def stepped(rows: int) -> bool:
+            nonlocal count
+            count += rows
+            progress.update(bar, rate=f"{count / (time.perf_counter() - started):,.0f}")
+            return stop.name is not None
+
+        left = [prompt for prompt in prompts if prompt.index not in known]
+        for continuation in continue_all(lm, left, *how, stepped=stepped):
+            done += 1
+            progress.update(bar, completed=done)
+            if journal is not None:
+                journal.add(continuation.row())
+                continue
+            finished[continuation.prompt.index] = continuation
+            while shown in finished:  # in the order of the file
+                print(json.dumps(finished.pop(shown).row(), ensure_ascii=False), flush=True)
+                shown += 1
+    for _, continuation in sorted(finished.items()):
+        print(json.dumps(continuation.row(), ensure_ascii=False), flush=True)
+    complete, resumed = done == len(prompts), ""
+    if journal is not None and complete:
+        journal.finish()
+        resumed = f", written to {journal.path}"
+    elif journal is not None:
+        journal.close()
+        resumed = ", the same command resumes"
+    rate = f", {count / (time.perf_counter() - started):,.0f} tokens/s" if count else ""
+    stopped = "" if complete else ", interrupted"
+    say(f"[{done} of {len(prompts)} prompts, {count:,} tokens{rate}{stopped}{resumed}]")
+    return 0 if complete else INTERRUPTED
 
 
 def _prompt(prompt: str | None, file: Path | None, state: Path | None) -> str:

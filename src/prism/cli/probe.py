@@ -16,7 +16,9 @@ from tyro.conf import Positional, arg
 
 from prism import rules as registry
 from prism.cli.compare import run_plan
+from prism.compare.findings import verdict
 from prism.compare.plan import make_plan, parse_rule
+from prism.compare.statistics import Estimate, estimate, paired
 from prism.files import check_target
 from prism.overrides import read_toml_value
 from prism.probes.catalogue import task_class
@@ -139,7 +141,7 @@ def probe(
 def mqar(
     rules: tuple[str, ...] = ("linear", "gated_delta", "prism:steps=2"),
     setting: Literal["easy", "starved", "both"] = "both",
-    seeds: int = 1,
+    seeds: int = 3,
     pairs: int | None = None,
     key_dim: tuple[int, ...] = (),
     layers: int | None = None,
@@ -151,9 +153,10 @@ def mqar(
     """Train small models on multi-query associative recall and show how many pairs a memory of fixed size holds.
 
     Args:
-        rules: rules to compare, with options after a colon: `prism:steps=3,preset=paper`.
+        rules: rules to compare, with options after a colon: `prism:steps=3,preset=paper`. The first is the reference.
         setting: `easy` has room to spare, `starved` twice as many pairs as key dimensions.
-        seeds: number of models for each rule and setting; the picture shows their mean and range.
+        seeds: number of models for each rule and setting. The table shows mean ± standard error, and differences from the
+            first rule, paired by seed; the picture shows mean and range.
         pairs: key-value pairs in a sequence (the length grows to 4 · pairs). None: the setting's value.
         key_dim: key widths to try; the state size is key width · value width · layers. Empty: the setting's width.
         layers: layers of the model. None: the setting's value.
@@ -193,7 +196,9 @@ def mqar(
         write_results(data, results, command=shlex.join(["prism", *sys.argv[1:]]))
 
     run_jobs(train_recall, runs, names, [one.run.steps for one in runs], jobs, keep)
-    Console().print(_table(results))
+    Console().print(_table(results, rules[0]))
+    for sentence in _sentences(results, rules[0]):
+        print(sentence)
     recall_picture(results, output / "recall.png")
     print(f"{len(runs)} models in {time.perf_counter() - started:.0f} s; results in {data}")
     print(f"picture: {(output / 'recall.png').resolve()}")
@@ -224,24 +229,55 @@ def train_recall(one: Recall, report: Callable[[int, float], None] = lambda step
     }
 
 
-def _table(results: list[dict[str, Any]]) -> Table:
-    table = Table(title="Associative recall: accuracy by rule and state size", header_style="bold")
+def _table(results: list[dict[str, Any]], reference: str) -> Table:
+    table = Table(title="Associative recall: accuracy, mean ± standard error", header_style="bold")
     for column in ("setting", "rule"):
         table.add_column(column)
-    for column in ("pairs", "state size", "parameters", "accuracy", "seeds"):
+    for column in ("pairs", "state size", "parameters", "accuracy", f"difference to {reference}", "seeds"):
         table.add_column(column, justify="right")
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for result in results:
-        groups.setdefault((result["setting"], result["name"], result["state_size"]), []).append(result)
+    groups = _groups(results)
     for (setting, name, size), group in groups.items():
-        accuracy = [result["accuracy"] for result in group]
+        difference = _difference(groups, setting, name, size, reference)
         table.add_row(
             setting,
             name,
             str(group[0]["task"]["pairs"]),
-            f"{size:,}",
+            f"{group[0]['state_size']:,}",
             f"{group[0]['parameters']:,}",
-            f"{sum(accuracy) / len(accuracy):.3f}",
-            " ".join(f"{a:.3f}" for a in accuracy),
+            estimate(result["accuracy"] for result in group).text(),
+            "" if difference is None else f"{difference.text(sign=True)}{' *' if difference.significant else ''}",
+            str(len(group)),
         )
     return table
+
+
+def _sentences(results: list[dict[str, Any]], reference: str) -> list[str]:
+    """The differences from the first rule in words."""
+    groups, said = _groups(results), []
+    several = len({size for _, _, size in groups}) > 1
+    for setting, name, size in groups:
+        difference = _difference(groups, setting, name, size, reference)
+        if difference is not None:
+            where = f"{setting}, key width {size}" if several else setting
+            said.append(f"{where}, {name}: {verdict(difference, reference, lower=False)}")
+    return said
+
+
+Groups = dict[tuple[str, str, int], list[dict[str, Any]]]
+"""Results of all seeds, by setting, rule and key width."""
+
+
+def _groups(results: list[dict[str, Any]]) -> Groups:
+    groups: Groups = {}
+    for result in results:
+        groups.setdefault((result["setting"], result["name"], result["key_dim"]), []).append(result)
+    return groups
+
+
+def _difference(groups: Groups, setting: str, name: str, size: int, reference: str) -> Estimate | None:
+    """By how much a rule's accuracy exceeds the reference's at the same setting and key width, paired by seed."""
+    other = groups.get((setting, reference, size))
+    if name == reference or other is None:
+        return None
+    mine = groups[setting, name, size]
+    return paired({r["seed"]: r["accuracy"] for r in mine}, {r["seed"]: r["accuracy"] for r in other})

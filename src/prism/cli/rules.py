@@ -18,10 +18,10 @@ from prism.engine import FORMS, engine_of
 from prism.engine.dispatch import path_taken
 from prism.engine.memories.folded import Folded
 from prism.files import check_target
+from prism.rules.description import HEADS, WIDTH
 from prism.rules.options import options_of
 from prism.rules.rule import Rule, Span
 
-WIDTH, HEADS = 1024, 4
 _SHOWN = ("rule", "objective", "forgetting", "forms", "state_size")
 """The columns that fit a terminal of 80 characters."""
 _WRAPPED = ("objective", "forgetting")
@@ -61,7 +61,8 @@ def rules(
         output.write_text(page(width, heads), encoding="utf-8")
         return
     if name is not None:
-        _print_rule(registry.get(name), width, heads)
+        _build(name, width, heads)
+        print(registry.describe(name, width, heads))
         return
     table = Table(title=f"Rules at width {width} with {heads} heads (defaults)", header_style="bold", box=None)
     for column in _SHOWN:
@@ -77,24 +78,6 @@ def rules(
     print(f"form and backend of a training sequence on {where}:")
     for path, names in paths_taken(width, heads).items():
         print(textwrap.fill(f"{path}: {', '.join(names)}", 80, initial_indent="  ", subsequent_indent="    "))
-
-
-def _print_rule(kind: type[Rule], width: int, heads: int) -> None:
-    """Print one rule, then every option with its type, default and meaning."""
-    row = _row(kind, width, heads)
-    print(f"{kind.name}: {(inspect.getdoc(kind) or '').splitlines()[0]}")
-    if kind.paper is not None:
-        print(f"  {'paper:':<12} {kind.paper.title}, {kind.paper.authors}, {kind.paper.url}")
-    row = row._replace(forms=", ".join(form for form in FORMS if form[0].upper() in row.forms))
-    for column in Row._fields[1:]:
-        print(f"  {_title(column) + ':':<12} {getattr(row, column)}")
-    print("options:")
-    for option in options_of(kind):
-        default = "" if option.default is inspect.Parameter.empty else f" = {option.default!r}"
-        print(f"  {option.name}: {option.type}{default}")
-        print(
-            textwrap.fill(option.meaning or "not documented", 80, initial_indent="      ", subsequent_indent="      ")
-        )
 
 
 def paths_taken(width: int, heads: int) -> dict[str, list[str]]:

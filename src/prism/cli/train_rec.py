@@ -26,6 +26,7 @@ def train(arguments: Sequence[str]) -> int:
         evaluate_rec(
             outcome.model,
             filter_seen=settings.validation.filter_seen,
+            baselines=("popular",),  # costs nothing, and says how much the model learned
             device=settings.device,
             output=outcome.run / "report",
         )

@@ -2,19 +2,22 @@
 
     S_t = (I - β_t k_t k_tᵀ) e^{g_t} S_{t-1} + β_t k_t v_tᵀ        o_t = S_tᵀ q_t K^-½        q, k of length 1
 
-The engine computes it; one cached token on the CPU has a form of its own, because there a few small operations cost more
-than the arithmetic.
+The engine computes it; one cached token on the CPU has a separate form, because there a few small operations cost more
+than the arithmetic. In half precision on a GPU queries, keys and values stay in half precision, as in flash-linear-attention,
+and the norm that follows the memory is one kernel.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from prism.dropin.documents import document_numbers, document_starts
-from prism.engine import Update, memory
+from prism.engine import Update, fused, memory, pieces
 from prism.engine.checks import InvalidValueError
 from prism.engine.compat import have_tangents
 from prism.engine.fused import UNIT_EPS
@@ -55,9 +58,10 @@ def chunk_gated_delta_rule(
         The outputs `[B, T, H, V]` in the dtype of `query`, and the state.
     """
     batch, tokens = query.shape[:2]
-    q, k = _rows(query, key, use_qk_l2norm_in_kernel, scale)
+    half = _half_on_gpu(query)
+    q, k = (_half_rows if half else _rows)(query, key, use_qk_l2norm_in_kernel, scale)
     strength = beta.float()
-    w = value.float() * strength.unsqueeze(-1)
+    w = value * beta.to(value.dtype).unsqueeze(-1) if half else value.float() * strength.unsqueeze(-1)
     reset = document_starts(document_numbers(batch, tokens, seq_idx, cu_seqlens))
     update = decayed(
         q, k.unsqueeze(3), w.unsqueeze(3), g.float(), erase_strength=strength, erase_first=True, reset=reset
@@ -117,6 +121,30 @@ def decayed(q: Tensor, k: Tensor, w: Tensor, log_decay: Tensor, **more: Any) -> 
         poison = torch.where(log_decay.isnan(), log_decay, 0.0)
         finite = log_decay.nan_to_num(nan=0.0, neginf=-1e4).clamp(max=0.0)
         return Update(q, k, w + poison[..., None, None], finite, **more)
+
+
+def gated_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the `forward` of the norm behind the memory, RMSNorm(o) ⊙ silu(gate): one kernel on a GPU."""
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
+        if self.activation == "silu" and pieces.gated_norm_serves(hidden_states, gate, self.weight):
+            return pieces.gated_norm(hidden_states, gate, self.weight, self.variance_epsilon)
+        return original(self, hidden_states, gate)
+
+    return forward
+
+
+def _half_on_gpu(x: Tensor) -> bool:
+    return x.dtype in (torch.bfloat16, torch.float16) and fused.use_kernel(x)
+
+
+def _half_rows(query: Tensor, key: Tensor, normalise: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """`_rows` in the dtype of the queries."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if not normalise:
+        return query * scale, key
+    return fused.l2_normalize(query, scale=scale), fused.l2_normalize(key)
 
 
 def _rows(query: Tensor, key: Tensor, normalise: bool, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,15 @@ FAMILIES = (
             "torch_recurrent_gated_delta_rule": "prism.dropin.delta:recurrent_gated_delta_rule",
             **_CONV,
         },
+        methods={
+            f"{model}.{prefix}RMSNormGated.forward": "prism.dropin.delta:gated_norm"
+            for model, prefix in (
+                ("qwen3_next", "Qwen3Next"),
+                ("qwen3_5", "Qwen3_5"),
+                ("qwen3_5_moe", "Qwen3_5Moe"),
+                ("olmo_hybrid", "OlmoHybrid"),
+            )
+        },
         backbones=("Qwen3NextModel", "Qwen3_5TextModel", "Qwen3_5MoeTextModel", "OlmoHybridModel"),
     ),
     Family(

@@ -7,7 +7,9 @@ checked only where `values_may_be_read` allows it.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,9 +22,23 @@ class InvalidValueError(ValueError):
     """A tensor holds a value the equations have no meaning for (NaN, a positive log-decay)."""
 
 
+_skipped = threading.local()
+
+
+@contextmanager
+def without_value_checks() -> Iterator[None]:
+    """In this thread, check no values: what runs is recorded (engine/tape)."""
+    before = getattr(_skipped, "now", False)
+    _skipped.now = True
+    try:
+        yield
+    finally:
+        _skipped.now = before
+
+
 def values_may_be_read(x: Tensor) -> bool:
     """Whether reading a value of x is possible and cheap: on the CPU in eager mode, on CUDA only with PRISM_CHECK=1."""
-    if torch.compiler.is_compiling() or x.is_meta or transforms_active(x):
+    if torch.compiler.is_compiling() or x.is_meta or transforms_active(x) or getattr(_skipped, "now", False):
         return False
     return x.device.type == "cpu" or os.environ.get("PRISM_CHECK") == "1"
 

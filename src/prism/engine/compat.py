@@ -61,6 +61,11 @@ def in_dispatch_mode() -> bool:
     return True if active is None else active()
 
 
+def dispatch_mode() -> Any:
+    """torch's class `TorchDispatchMode`. Fallback: None, so that nothing is recorded."""
+    return getattr(getattr(torch.utils, "_python_dispatch", None), "TorchDispatchMode", None)
+
+
 def saved_tensor_hooks_active() -> bool:
     """Whether someone's saved-tensor hooks are active (gradient checkpointing, `save_on_cpu`).
 

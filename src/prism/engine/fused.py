@@ -191,15 +191,16 @@ def conv_columns(
     return Columns(*kernel(projected, weight, before, numbers, beta, *later, *options))
 
 
-def l2_normalize(x: Tensor, eps: float = UNIT_EPS) -> Tensor:
-    """x / sqrt(Σx² + eps) over the last dimension, computed in float32 for half precision."""
+def l2_normalize(x: Tensor, eps: float = UNIT_EPS, scale: float = 1.0) -> Tensor:
+    """`scale` x / sqrt(Σx² + eps) over the last dimension, computed in float32 for half precision."""
     width, half = x.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
     # Torch has one kernel for x / sqrt(mean x² + eps). Its weight √1/K is accurate enough in half precision if K is 2^n.
     if x.is_cuda and half and width & (width - 1) == 0:
         with torch.autocast("cuda", enabled=False):  # autocast would save a float32 copy of x
-            return F.rms_norm(x, (width,), x.new_full((width,), width**-0.5), eps / width)
+            return F.rms_norm(x, (width,), x.new_full((width,), scale * width**-0.5), eps / width)
     y = x.float() if half else x
-    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    length = torch.rsqrt(y.square().sum(-1, keepdim=True) + eps)
+    return (y * (length if scale == 1.0 else scale * length)).to(x.dtype)
 
 
 def solved_writes(

@@ -3,6 +3,7 @@
     residual_norm   s = x + delta,   y = RMSNorm(s) in autocast's dtype
     residual_sum    x + delta
     swiglu          down(silu(gate x) ⊙ up x)
+    gated_norm      RMSNorm(o) ⊙ silu(g), per head
     gated_output    out(RMSNorm(o) ⊙ silu(g)), per head
     products        x W₁ᵀ, x W₂ᵀ …: the gradient of x is summed inside the products of the backward pass
 
@@ -60,6 +61,20 @@ def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor
         return y
     (h,), _ = cheap(lambda g, u: ((F.silu(g) * u,), None), gate(x), up(x))
     return down(h)
+
+
+def gated_norm_serves(o: Tensor, g: Tensor, weight: Tensor) -> bool:
+    """Whether `gated_norm` computes these rows: on a GPU, with and without gradients."""
+    plain = type(weight) in (Tensor, nn.Parameter) and o.shape == g.shape and o.shape[-1] <= WIDEST_HEAD
+    if not plain or torch.compiler.is_compiling() or o.numel() == 0 or not use_kernel(o):
+        return False
+    return not compat.in_dispatch_mode() and not compat.transforms_active(o)
+
+
+def gated_norm(o: Tensor, g: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """o, g `[…, V]`, weight `[V]` → RMSNorm(o) ⊙ silu(g) in o's dtype, where `gated_norm_serves`."""
+    y: Tensor = _GatedNorm.apply(o, g, weight, eps)
+    return y
 
 
 def gated_output(
@@ -223,6 +238,28 @@ class _SwiGLU(torch.autograd.Function):
         if wants[1] or wants[2]:
             d_gate, d_up = _weight_gradient(d_gu, x, of_gate).split(ctx.sizes)
         return d_x, d_gate if wants[1] else None, d_up.to(of_up) if wants[2] and d_up is not None else None, d_down
+
+
+class _GatedNorm(torch.autograd.Function):
+    """Keeps o and g."""
+
+    @staticmethod
+    def forward(ctx: Any, o: Tensor, g: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from prism.engine.kernels import pieces as kernel
+
+        rows, gates = _rows(o, o.shape[-1]), _rows(g, g.shape[-1])
+        ctx.save_for_backward(rows, gates, weight)
+        ctx.eps = eps
+        return kernel.gated_norm(rows, gates, weight, eps).view(o.shape)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        from prism.engine.kernels import pieces as kernel
+
+        _refuse_second_derivatives()
+        o, g, weight = ctx.saved_tensors
+        d_o, d_g, _, d_weight = kernel.gated_norm_backward(o, g, weight, _rows(d_y, o.shape[-1]), ctx.eps)
+        return d_o.view(d_y.shape), d_g.view(d_y.shape), d_weight, None
 
 
 class _GatedOutput(torch.autograd.Function):

@@ -15,7 +15,7 @@ Design choices
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 import torch
@@ -31,6 +31,7 @@ from prism.engine.checks import (
     check_shape,
     values_may_be_read,
 )
+from prism.engine.packed import packed_starts
 
 _OPTIONAL = ("log_decay", "erase_key", "erase_strength", "erase_write")
 
@@ -54,6 +55,8 @@ class Update:
         erase_on: whether b reads the `"decayed"` state or the `"undecayed"` one (RWKV-7, linear Titans).
         read: `"after"` reads S_t, `"before"` reads S_{t-1} (RWKV-6).
         reset: `[B, T]` bool, a document starts here: S_{t-1} counts as zero.
+        cu_seqlens: offsets `[n + 1]` of n documents in one packed row `[1, T]`, instead of `reset`, which it sets. The first
+            document continues the state that comes in; the state that comes out is the last one's.
         mask: `[B, T]` bool, False is padding.
         substeps: n, how many erase-and-write steps a token makes (DeltaProduct). The decay and the reset belong to the
             first, the read to the last (`read="before"`: to the first).
@@ -74,8 +77,11 @@ class Update:
     substeps: int = field(default=1, kw_only=True)
     erase_first: bool = field(default=False, kw_only=True)
     erase_write_first: bool = field(default=False, kw_only=True)
+    cu_seqlens: InitVar[Tensor | None] = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, cu_seqlens: Tensor | None) -> None:
+        if cu_seqlens is not None and isinstance(self.q, Tensor) and self.q.ndim == 4:
+            object.__setattr__(self, "reset", packed_starts(cu_seqlens, self.reset, self.q.shape[:2]))
         if self.erase_first and self.erase_write_first:
             raise ValueError("erase_first sets erase_key and erase_write_first sets erase_write: give one of them")
         if self.erase_first and self.erase_write is not None:
@@ -175,7 +181,7 @@ def _check_shapes(u: Update) -> None:
     rows = T * u.substeps
     if T == 0:
         raise ValueError(f"q has no tokens: shape {list(u.q.shape)}, expected T ≥ 1 in [B, T, G, K]")
-    if min(B, K, H, L, V) == 0:
+    if any(size == 0 for size in (B, K, H, L, V)):  # min would fix a traced batch to a range
         raise ValueError(f"q {list(u.q.shape)} and w {list(u.w.shape)} must not have empty dimensions")
 
     if (u.erase_strength is not None or u.erase_write is not None) and u.erase_key is None:

@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from prism.engine.context import Context
-from prism.language.adapt_export import ADAPTER, CONFIG, config_bytes, write_adapter
+from prism.language.adapt_export import write_adapter
 from prism.language.adapt_settings import AdaptSettings
-from prism.language.adapted import Base, open_base
+from prism.language.adapted import Base, attach, open_base
+from prism.language.adapter_files import CONFIG
 from prism.language.corpus import Corpus, Recipe, prepare
 from prism.language.task import TextTask, loss_sum
 from prism.language.tokens import Batch
@@ -70,22 +70,13 @@ class AdaptTask(TextTask):
 
     def _adapted(self) -> tuple[bytes, nn.Module]:
         """The adapter's configuration, and the base with a new adapter. The base's layers are replaced in place."""
-        from peft import get_peft_model
-
         from prism.adapters import PrismAdapterConfig
 
-        chosen = self.settings.adapter
+        chosen, settings = self.settings.adapter, self.settings
         config = PrismAdapterConfig(
             steps=chosen.steps, rank=chosen.rank, layers=list(chosen.layers) if chosen.layers else None
         )
-        torch.manual_seed(self.settings.seed)
-        wrapped = get_peft_model(self.base.lm.model, config, adapter_name=ADAPTER)
-        model: Any = wrapped.get_base_model()
-        if self.settings.base.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-        if not self.base.lm.own:
-            model.register_forward_pre_hook(_without_reset, with_kwargs=True)
-        return config_bytes(wrapped, self.base.source), model
+        return attach(self.base, config, settings.seed, settings.base.gradient_checkpointing)
 
     def build(self) -> nn.Module:
         return self.model
@@ -118,9 +109,3 @@ class AdaptTask(TextTask):
 
     def write_model(self, run: Path, checkpoint: Checkpoint, folder: Path) -> None:
         write_adapter(run, checkpoint, folder)
-
-
-def _without_reset(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Remove an argument that models of transformers do not know. It is None: the settings are checked."""
-    assert given.get("reset") is None
-    return args, {name: value for name, value in given.items() if name != "reset"}

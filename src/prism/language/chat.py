@@ -5,7 +5,7 @@ are those of transformers, in training and in use.
 
 Design choices
 - Special tokens are marks of the template alone. One that is written out in a message, such as `<|end|>`, is encoded as plain
-  characters: nobody can end a turn or open another by writing its mark. (transformers would take it for the mark.)
+  characters: no one can end a turn or open another by writing its mark. (transformers would take it for the mark.)
 - The answers in a text are what the template puts between `{% generation %}` and `{% endgeneration %}`. For a template
   without these marks, an answer is what the text has more with it than without it.
 - The default template needs no tokens that a tokenizer of this library lacks. The end token opens the chat and ends every
@@ -58,6 +58,8 @@ class ChatTokens:
     """int64 `[T]`."""
     answers: np.ndarray
     """bool `[T]`: the tokens that the assistant wrote, its ends of turns included."""
+    answer_bytes: int
+    """Size of the text of the answers in UTF-8, without special tokens."""
 
 
 @dataclass(frozen=True)
@@ -103,21 +105,36 @@ class ChatFormat:
         )
         return self._encode(text, mark)[0]
 
-    def labelled(self, messages: Sequence[Message]) -> ChatTokens:
-        """The tokens of a chat, and which of them are answers."""
+    def labelled(self, messages: Sequence[Message], skip: int = 0) -> ChatTokens:
+        """The tokens of a chat, and which of them are answers.
+
+        Args:
+            skip: number of answers at the start that do not count.
+        """
         mark = self._mark(messages)
         shown = messages if mark is None else _broken(messages, self._special_tokens, mark)
-        tokens, offsets = self._encode(self.render(shown), mark)
+        text, spans = self.render(shown), self.answers(shown)[skip:]
+        tokens, offsets = self._encode(text, mark)
         first, stop = offsets[:, 0], offsets[:, 1]
         answers = np.zeros(len(tokens), dtype=bool)
-        for start, end in self.answers(shown):
+        for start, end in spans:
             answers |= (stop > start) & (first < end)
-        return ChatTokens(tokens, answers)
+        return ChatTokens(tokens, answers, sum(self._size(text[start:end]) for start, end in spans))
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str] | None:
         names = sorted(self.tokenizer.special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names))) if names else None
+
+    def _size(self, text: str) -> int:
+        return len((text if self._special_tokens is None else self._special_tokens.sub("", text)).encode())
+
+    def end_of_answer(self) -> int | None:
+        """The special token that the template puts after an answer; None if it puts none there."""
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        found = self.labelled(chat)
+        special = {int(self.tokenizer.encode_marked(name)[0][0]) for name in self.tokenizer.special_tokens}
+        return next((int(token) for token in found.tokens[found.answers] if int(token) in special), None)
 
     def _mark(self, messages: Sequence[Message]) -> str | None:
         """A character that no message has, to break up the special tokens that messages have; None if they have none."""

@@ -5,20 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from prism.language.cards import metadata, validation_text
 from prism.language.model import Builder, build_model
 from prism.language.settings import Settings, command_line
 from prism.language.tokenizer import load_tokenizer
+from prism.language.tune_export import write_tuned
+from prism.language.tune_settings import BLANK
 from prism.train import export
 from prism.train.checkpoint import Checkpoint
 from prism.train.export import TrainedRun
+from prism.train.run import stored_config
 
-_METADATA = """\
-library_name: transformers
-license: other
-pipeline_tag: text-generation
-tags:
-- prism
-- causal-lm"""
 _USE = """\
 import prism  # registers the architecture
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,15 +30,22 @@ and its output needs checking."""
 
 
 def write_model(run: Path, checkpoint: Checkpoint, folder: Path, build: Builder = build_model) -> None:
-    """Write the model of a run's checkpoint into an empty folder."""
+    """Write the model of a run's checkpoint into an empty folder: of `prism train lm`, or of a run that fine-tunes one."""
+    from prism.models import PrismForCausalLM
+    from prism.models.auto import name_classes
     from prism.models.loading import without_progress_bars
 
+    if (stored_config(run) or {}).get("task") in BLANK:  # fine-tuned: another kind of run, the same kind of model
+        write_tuned(run, checkpoint, folder)
+        return
     trained = TrainedRun.open(run, checkpoint, "lm", Settings())
     tokenizer = load_tokenizer(run / "tokenizer.json", trained.settings.data.end_token)
     model = build(trained.settings.model, trained.config["identity"]["model.vocab_size"], tokenizer.end)
     parameters = trained.load(model)
     with without_progress_bars():
         model.save_pretrained(folder)  # type: ignore[operator]  # transformers models have it
+    if isinstance(model, PrismForCausalLM):
+        name_classes(folder)
     _save_tokenizer(run / "tokenizer.json", tokenizer.end_token, folder)
     data = trained.config["training_data"]
     card = model_card(trained.name, trained.settings, data, checkpoint.state, trained.records, parameters)
@@ -62,7 +66,7 @@ def model_card(
     seen = state["step"] * settings.batch.sequences * data.context
     return export.model_card(
         name,
-        _METADATA,
+        metadata("transformers", "causal-lm"),
         f"A language model of {parameters:,} parameters: {model.num_hidden_layers} layers of `{model.layers}`, width\n"
         f"{model.hidden_size}, {model.num_heads} heads, trained from {model.weights or 'random weights'}.",
         {
@@ -77,18 +81,6 @@ def model_card(
         validation_text(records),
         _USE,
         _LIMITS,
-    )
-
-
-def validation_text(records: list[dict[str, Any]]) -> str:
-    """The last validation in a log, as a sentence."""
-    scores = [record for record in records if "validation_nats" in record]
-    if not scores:
-        return "Not validated."
-    last = scores[-1]
-    return (
-        f"On held-out text after step {last['step']:,}: {last['validation_nats']:.4f} nats per token, perplexity "
-        f"{last['validation_perplexity']:.3f}, **{last['validation_bits_per_byte']:.4f} bits per byte**."
     )
 
 

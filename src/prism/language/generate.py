@@ -25,6 +25,7 @@ from prism.files import read_json, read_state, write_state
 from prism.language.tokenizer import TextStream, Tokenizer, load_tokenizer
 from prism.models import PrismCache, PrismForCausalLM
 from prism.models.language import PrismOutput
+from prism.models.lean import step
 from prism.models.loading import fingerprint, fingerprint_mismatch, open_weights
 from prism.models.replay import cache_for
 
@@ -94,6 +95,14 @@ class Reader:
             logits = self.read(part, keep=1)
         return logits[-1]
 
+    def read_next(self, token: int) -> Tensor:
+        """Read one token; returns the logits `[V]` of the next one."""
+        if token == self.end or not self.cache.states:
+            return self.read_all(torch.tensor([token]))
+        logits = step(self.model, torch.tensor([token], device=self.model.device), self.cache)[0]
+        self.last = token
+        return logits.float()
+
 
 class OtherReader(Reader):
     """A model of transformers and its cache. It reads one prompt, whole, and then token by token; documents are not reset."""
@@ -111,6 +120,9 @@ class OtherReader(Reader):
 
     def read_all(self, tokens: Tensor) -> Tensor:
         return self.read(tokens, keep=1)[-1]
+
+    def read_next(self, token: int) -> Tensor:
+        return self.read_all(torch.tensor([token]))
 
     @property
     def nbytes(self) -> int:
@@ -247,17 +259,28 @@ class Session:
             self.ended = False
         return len(tokens)
 
+    def read_start(self) -> None:
+        """If nothing was read yet, read an end token, after which a new document starts."""
+        if self.logits is None:
+            self.logits = self.reader.read_all(torch.tensor([self.lm.tokenizer.end]))
+
+    def choose(self, sampling: Sampling) -> int | None:
+        """The next token; None if the text has ended."""
+        if self.ended or self.logits is None:
+            return None
+        # The embedding may have more rows than the tokenizer has tokens.
+        token = sampling.choose(self.logits[: self.lm.tokenizer.size], self.random)
+        self.ended = token == self.lm.tokenizer.end
+        return None if self.ended else token
+
     def write(self, tokens: int, sampling: Sampling) -> Iterator[str]:
         """Write up to this many tokens; yields for each the text that it completes, which may be empty."""
-        if self.logits is None:  # a new document starts after an end token
-            self.logits = self.reader.read_all(torch.tensor([self.lm.tokenizer.end]))
-        for _ in range(0 if self.ended else tokens):
-            # The embedding may have more rows than the tokenizer has tokens.
-            token = sampling.choose(self.logits[: self.lm.tokenizer.size], self.random)
-            self.ended = token == self.lm.tokenizer.end
-            if self.ended:
+        self.read_start()
+        for _ in range(tokens):
+            token = self.choose(sampling)
+            if token is None:
                 return
-            self.logits = self.reader.read_all(torch.tensor([token]))
+            self.logits = self.reader.read_next(token)
             yield self.text.push(token)
 
     def save(self, path: Path) -> None:

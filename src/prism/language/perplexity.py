@@ -1,4 +1,4 @@
-"""Measure how well a model predicts files of text: nats per token, perplexity, bits per byte.
+"""Measure how well a model predicts files of text: nats per token, perplexity per token and per word, bits per byte.
 
 The tokens of a file are one stream: an end token, a document, an end token, the next document, …, an end token. Every
 token but the first is predicted and counted, ends of documents included. Documents start where they do in training (see
@@ -32,15 +32,22 @@ from prism.models.cross_entropy import IGNORED
 
 @dataclass(frozen=True)
 class Score:
-    """A mean loss in three units; bits per byte can be compared across tokenizers."""
+    """A mean loss in several units; bits per byte and perplexity per word can be compared across tokenizers."""
 
     nats: float
     """Mean per token."""
     bytes_per_token: float
+    words_per_token: float | None = None
+    """None: not counted."""
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.nats, 700.0))
+
+    @property
+    def perplexity_per_word(self) -> float | None:
+        """Of words between white space, as papers on WikiText report it; None if there are none."""
+        return math.exp(min(self.nats / self.words_per_token, 700.0)) if self.words_per_token else None
 
     @property
     def bits_per_byte(self) -> float:
@@ -77,22 +84,26 @@ class Tally:
     tokens: int = 0
     text_bytes: int = 0
     documents: int = 0
+    words: int = 0
 
     def add(self, other: Tally) -> None:
         self.nats += other.nats
         self.tokens += other.tokens
         self.text_bytes += other.text_bytes
+        self.words += other.words
         self.documents += other.documents
 
     def result(self) -> dict[str, Any]:
         """Means and counts, for tables and JSON."""
-        score = Score(self.nats / self.tokens, self.text_bytes / self.tokens)
+        score = Score(self.nats / self.tokens, self.text_bytes / self.tokens, self.words / self.tokens)
         return {
             "nats_per_token": score.nats,
             "perplexity": score.perplexity,
+            "perplexity_per_word": score.perplexity_per_word,
             "bits_per_byte": score.bits_per_byte,
             "tokens": self.tokens,
             "text_bytes": self.text_bytes,
+            "words": self.words,
             "documents": self.documents,
         }
 
@@ -125,7 +136,7 @@ def score_file(
         tally.nats += nats
         tally.tokens += tokens
         report(tally, stream)
-    tally.text_bytes, tally.documents = stream.text_bytes, stream.documents
+    tally.text_bytes, tally.documents, tally.words = stream.text_bytes, stream.documents, stream.words
     return tally
 
 
@@ -138,6 +149,7 @@ class _Stream:
     documents: int = 0
     text_bytes: int = 0
     tokens: int = field(default=0)
+    words: int = 0
 
     def __iter__(self) -> Iterator[np.ndarray]:
         tokenizer = self.lm.tokenizer
@@ -150,6 +162,7 @@ class _Stream:
                     (tokens,) = tokenizer.encode([piece])
                     self.text_bytes += len(piece.encode())
                     self.tokens += len(tokens)
+                    self.words += len(piece.split())  # pieces end with a line, so none cuts a word
                     empty = False
                     yield tokens
             if not empty:

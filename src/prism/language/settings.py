@@ -48,6 +48,18 @@ class DataSettings(Recipe):
 
 
 @dataclass(frozen=True)
+class SampleSettings:
+    every: int = field(default=0, metadata={"min": 0})
+    """Steps between texts that the model writes, for the terminal and the log. 0: none."""
+    prompt: str = ""
+    """Text that they continue. Empty: the start of a document."""
+    tokens: int = field(default=64, metadata={"min": 1})
+    """Maximum number of tokens of each."""
+    temperature: float = field(default=0.8, metadata={"min": 0})
+    """Sampling temperature. 0: greedy, always the most likely token."""
+
+
+@dataclass(frozen=True)
 class Settings(RunSettings):
     """Train a language model, or resume a run.
 
@@ -69,6 +81,7 @@ class Settings(RunSettings):
     1e-4. 0: none."""
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
+    sample: SampleSettings = field(default_factory=SampleSettings)
 
     def check(self) -> None:
         super().check()

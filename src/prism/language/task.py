@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -15,9 +15,11 @@ from prism.engine.context import Context
 from prism.language.adapt_settings import AdaptSettings
 from prism.language.corpus import Corpus, prepare
 from prism.language.export import write_model
+from prism.language.generate import LanguageModel, Sampling, Session
 from prism.language.model import Builder, build_model, started_from, vocabulary
 from prism.language.perplexity import Score
 from prism.language.settings import Settings
+from prism.language.tokenizer import load_tokenizer
 from prism.language.tokens import Batch, Sequences
 from prism.messages import say
 from prism.models import PrismForCausalLM
@@ -32,7 +34,7 @@ from prism.train.task import ValidationResult
 
 
 def loss_sum(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
-    """Cross-entropy in nats, summed over all tokens of the batch, in float32.
+    """Cross-entropy in nats, summed over all targets of the batch that are predicted, in float32.
 
     In training it includes the balance loss of mixtures of memories.
 
@@ -45,25 +47,45 @@ def loss_sum(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
         given: dict[str, Any] = {"shift_labels": batch.targets, "skip_logits": True, **part}
         given |= {"z_loss": z_loss} if z_loss else {}
         mean: Tensor = model(batch.inputs, reset=batch.reset, use_cache=False, **given).loss
-        return mean * batch.targets.numel()
+        return mean * batch.predicted
     out = model(input_ids=batch.inputs, reset=batch.reset, use_cache=False, **part)
     logits = out.logits.float().flatten(0, 1)
     nats = F.cross_entropy(logits, batch.targets.flatten(), reduction="sum")
     balance = getattr(out, "balance_loss", None)
     if model.training and balance is not None:
-        nats = nats + batch.targets.numel() * balance
+        nats = nats + batch.predicted * balance
     return nats + z_loss * logits.logsumexp(-1).square().sum() if z_loss else nats
 
 
-class Validation:
-    """Samples spread evenly over the held-out text; the processes share them."""
+class Samples(Protocol):
+    """Numbered samples, such as `Sequences`."""
 
-    def __init__(self, corpus: Corpus, context: int, end: int | None, sequences: int) -> None:
+    context: int
+    """Tokens per sample, at most."""
+
+    def __len__(self) -> int: ...
+    def batch(self, numbers: np.ndarray) -> Batch: ...
+
+
+class Validation:
+    """Samples spread evenly over the held-out data; the processes share them."""
+
+    def __init__(self, sequences: Samples, bytes_per_token: float, limit: int) -> None:
+        """
+        Args:
+            bytes_per_token: of what is predicted.
+            limit: number of samples; 0: all.
+        """
+        self.sequences, self.bytes_per_token = sequences, bytes_per_token
+        count = min(limit or len(sequences), len(sequences))
+        self.chosen = np.arange(count) * len(sequences) // count
+
+    @classmethod
+    def of(cls, corpus: Corpus, context: int, end: int | None, limit: int) -> Validation:
+        """On the held-out text of a corpus."""
         stream = corpus.stream("validation")
-        self.sequences = Sequences(stream, min(context, len(stream) - 1), end)
-        self.bytes_per_token = stream.split.text_bytes / stream.split.tokens
-        count = min(sequences or len(self.sequences), len(self.sequences))
-        self.chosen = np.arange(count) * len(self.sequences) // count
+        sequences = Sequences(stream, min(context, len(stream) - 1), end)
+        return cls(sequences, stream.split.text_bytes / stream.split.tokens, limit)
 
     @torch.no_grad()
     def score(self, model: nn.Module, world: World, at_once: int) -> Score:
@@ -79,10 +101,21 @@ class Validation:
             batch = (batch if world.context is None else batch.part(world.context)).to(world.device)
             total = loss_sum(model, batch)
             if len(numbers):
-                nats, tokens = nats + float(total), tokens + batch.targets.numel()
+                nats, tokens = nats + float(total), tokens + int(batch.predicted)
         model.train(training)
         nats, count = world.sum(nats, tokens)
         return Score(nats / count, self.bytes_per_token)
+
+    def result(self, model: nn.Module, world: World, at_once: int) -> ValidationResult:
+        """The score for the loop: what is logged, shown, and decides about early stopping."""
+        score = self.score(model, world, at_once)
+        record = {
+            "validation_nats": score.nats,
+            "validation_perplexity": score.perplexity,
+            "validation_bits_per_byte": score.bits_per_byte,
+        }
+        text = f"{score.nats:.4f} nats, perplexity {score.perplexity:.3f}, {score.bits_per_byte:.4f} bits per byte"
+        return ValidationResult(score, -score.nats, record, text)
 
 
 def train_lm(settings: Settings, build: Builder = build_model, report: Report | None = None) -> RunResult:
@@ -111,7 +144,7 @@ class TextTask:
         self.settings, self.corpus = settings, corpus
         end = corpus.manifest.end if settings.data.separate_documents else None
         self.sequences = Sequences(corpus.stream("train"), settings.data.context, end)
-        self.validation = Validation(corpus, settings.data.context, end, settings.validation.sequences)
+        self.validation = Validation.of(corpus, settings.data.context, end, settings.validation.sequences)
         self.context: Context | None = None
 
     def config(self) -> dict[str, Any]:
@@ -130,14 +163,7 @@ class TextTask:
         return {"tokens": step * self.settings.batch.sequences * self.settings.data.context}
 
     def validate(self, model: nn.Module, world: World, at_once: int) -> ValidationResult:
-        score = self.validation.score(model, world, at_once)
-        record = {
-            "validation_nats": score.nats,
-            "validation_perplexity": score.perplexity,
-            "validation_bits_per_byte": score.bits_per_byte,
-        }
-        text = f"{score.nats:.4f} nats, perplexity {score.perplexity:.3f}, {score.bits_per_byte:.4f} bits per byte"
-        return ValidationResult(score, -score.nats, record, text)
+        return self.validation.result(model, world, at_once)
 
 
 class LanguageTask(TextTask):
@@ -187,6 +213,24 @@ class LanguageTask(TextTask):
 
     def loss(self, model: nn.Module, samples: Batch) -> Tensor:
         return loss_sum(model, samples, self.settings.z_loss)
+
+    @property
+    def sample_every(self) -> int:
+        return self.settings.sample.every
+
+    def sample(self, model: nn.Module) -> str:
+        """The prompt and what the model writes after it, always with the same random numbers, which are its own."""
+        wanted = self.settings.sample
+        lm = LanguageModel(
+            model, load_tokenizer(self.corpus.tokenizer_file, self.corpus.manifest.end_token), "training"
+        )
+        training = model.training
+        model.eval()
+        session = Session(lm, self.settings.seed)
+        session.read(wanted.prompt)
+        pieces = [*session.write(wanted.tokens, Sampling(wanted.temperature)), session.text.flush()]
+        model.train(training)
+        return wanted.prompt + "".join(pieces)
 
     def write_model(self, run: Path, checkpoint: Checkpoint, folder: Path) -> None:
         write_model(run, checkpoint, folder, self.builder)

@@ -123,6 +123,11 @@ class _TextFile:
 
 def _jsonl(path: Path, field: str) -> Iterator[str]:
     """The texts of a jsonl file."""
+    return (_text_of(row, field, where) for where, row in json_rows(path))
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a jsonl file, each with the words that name it in errors. Empty lines are skipped."""
     with open_bytes(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -131,7 +136,7 @@ def _jsonl(path: Path, field: str) -> Iterator[str]:
                 row = json.loads(line)
             except ValueError as error:  # covers text that is not UTF-8
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-            yield _text_of(row, field, f"{path}, line {number}")
+            yield f"{path}, line {number}", row
 
 
 def _parquet(path: Path, field: str) -> Iterator[str]:

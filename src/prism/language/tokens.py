@@ -24,6 +24,7 @@ from torch import Tensor
 from prism.documents import document_starts, needed_starts
 from prism.engine.context import Context
 from prism.files import read_json, sha256, write_json
+from prism.models.cross_entropy import IGNORED
 from prism.train.order import sequence_of
 
 FORMAT = 1
@@ -177,12 +178,19 @@ class Batch:
 
     inputs and targets (the next tokens) are int64 `[B, T]`; reset is bool `[B, T]`, True where a document starts, or None.
     context: the processes that share the samples, of which this batch holds one part; None: they are whole.
+    some: whether only some targets are predicted; the others are `IGNORED`.
     """
 
     inputs: Tensor
     targets: Tensor
     reset: Tensor | None
     context: Context | None = None
+    some: bool = False
+
+    @property
+    def predicted(self) -> Tensor | int:
+        """Number of targets that are predicted."""
+        return (self.targets != IGNORED).sum() if self.some else self.targets.numel()
 
     def part(self, context: Context) -> Batch:
         """This process's part of the samples' tokens. Targets were shifted before, so each part has the one after it."""
@@ -205,7 +213,7 @@ class Batch:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         reset = None if self.reset is None else function(self.reset)
-        return Batch(function(self.inputs), function(self.targets), reset, self.context)
+        return replace(self, inputs=function(self.inputs), targets=function(self.targets), reset=reset)
 
 
 class Sequences:

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from prism.models.cache import PrismCache
     from prism.models.convert import convert_model
     from prism.models.language import PrismForCausalLM, PrismModel
+    from prism.models.lean import LeanCache
     from prism.models.recommender import PrismForRecommendation
     from prism.models.replay import ReplayedCache
 
 _LAZY = {
+    "LeanCache": "prism.models.lean",
     "PrismCache": "prism.models.cache",
     "PrismModel": "prism.models.language",
     "PrismForCausalLM": "prism.models.language",
@@ -36,6 +38,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "LeanCache",
     "PrismCache",
     "PrismConfig",
     "PrismForCausalLM",

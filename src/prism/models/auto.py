@@ -2,15 +2,28 @@
 
 Configurations are registered at once. Models are heavier to import: they are registered when the first configuration of
 their kind is created, which is before an Auto class looks for them.
+
+A program that does not import prism finds none of this. For it an exported folder names its classes in config.json, as models
+with code do (`auto_map`): transformers then asks for `trust_remote_code=True`, not for an upgrade.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers.models.auto.configuration_auto import AutoConfig
 
+from prism.files import read_json, write_json
 from prism.models.config import PrismConfig, PrismRecConfig
 
 _registered: set[type[PrismConfig]] = set()
+_CODE = "modeling_prism"
+_SOURCE = '''"""The classes of this model, which are in the package prism: pip install prism-sequence."""
+
+from prism.models import PrismConfig, PrismForCausalLM, PrismModel
+
+__all__ = ["PrismConfig", "PrismForCausalLM", "PrismModel"]
+'''
 
 
 def register_models(config: PrismConfig) -> None:
@@ -30,6 +43,14 @@ def register_models(config: PrismConfig) -> None:
         AutoModel.register(PrismConfig, PrismModel, exist_ok=True)
         AutoModelForCausalLM.register(PrismConfig, PrismForCausalLM, exist_ok=True)
     _registered.add(kind)
+
+
+def name_classes(folder: Path) -> None:
+    """Name the classes of the language model in a folder, for programs that do not import prism."""
+    classes = {"AutoConfig": "PrismConfig", "AutoModel": "PrismModel", "AutoModelForCausalLM": "PrismForCausalLM"}
+    named = {auto: f"{_CODE}.{name}" for auto, name in classes.items()}
+    write_json(folder / "config.json", {**read_json(folder / "config.json"), "auto_map": named})
+    (folder / f"{_CODE}.py").write_text(_SOURCE, encoding="utf-8")
 
 
 AutoConfig.register("prism", PrismConfig, exist_ok=True)

@@ -4,7 +4,7 @@ Design choices
 - A layer is a `Block` around a `Mixer`; which rule it runs is configuration. There is no modelling file per mechanism.
 - Positions belong to the rules that use them, so `position_ids` only say where packed documents start (at 0).
 - The cache holds the mixers' states. They are not written in place: a forward pass creates new ones. (The exception is
-  `ReplayedCache`, which `generate` uses on a GPU.)
+  `ReplayedCache` and `LeanCache`, which `generate` uses on a GPU and on a CPU.)
 - Initialisation draws every parameter in full, on the CPU, in one order, independent of the model's device and sharding: the
   same seed gives the same model. Gates and other weights that a rule sets itself are initialised by the rule.
 - Weights are safetensors. Pickles are never opened, because they can run code.
@@ -33,6 +33,7 @@ from prism.models.compat import is_loaded, require_marks, tokens_to_record, warn
 from prism.models.config import PrismConfig
 from prism.models.cross_entropy import next_token_loss
 from prism.models.flags import document_starts_of, padding_mask
+from prism.models.lean import LeanCache as LeanCache  # which adds itself to what `cache_for` chooses from
 from prism.models.replay import ReplayedCache, cache_for
 from prism.models.rollback import Inputs
 from prism.nn.block import Block, place_options

@@ -34,6 +34,7 @@ _IRRELEVANT = (
     "_name_or_path",
     "transformers_version",
     "architectures",
+    "auto_map",
     "dtype",
     "use_cache",
     "dropout",

@@ -315,8 +315,15 @@ class ReplayedCache(PrismCache):
         return {**self.__dict__, "_step": None, "_kind": None}
 
 
+FASTEST: list[tuple[Callable[[CachedModel], bool], type[PrismCache]]] = []
+"""Caches for models that are not on a GPU, each with the condition under which it serves (lean.py adds its own)."""
+
+
 def cache_for(model: CachedModel, state_dtype: torch.dtype = torch.float32) -> PrismCache:
-    """The fastest cache for this model: a `ReplayedCache` if all of it is on one GPU and its states have a fixed size."""
+    """The fastest cache for this model: a `ReplayedCache` if all of it is on one GPU and its states have a fixed size, a
+    `LeanCache` if it is on the CPU."""
     kinds, devices = {type(p.data) for p in model.parameters()}, {p.device for p in model.parameters()}
     on_one_gpu = kinds == {Tensor} and len(devices) == 1 and next(iter(devices)).type == "cuda"
-    return (ReplayedCache if on_one_gpu and model.config.constant_state else PrismCache)(state_dtype)
+    if on_one_gpu:
+        return (ReplayedCache if model.config.constant_state else PrismCache)(state_dtype)
+    return next((kind for serves, kind in FASTEST if serves(model)), PrismCache)(state_dtype)

@@ -14,6 +14,7 @@ from prism.engine import engine_of, memory, memory_, using
 from prism.engine.checks import check_flags
 from prism.engine.context import Context
 from prism.engine.dispatch import cut_refuses, in_place_equivalent
+from prism.engine.packed import packed_starts
 from prism.nn.parameters import full_precision, gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.parts import fewest_tokens
@@ -68,6 +69,7 @@ class Mixer(nn.Module):
         backend: str = "auto",
         shared: dict[str, Tensor] | None = None,
         context: Context | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """x `[B, T, width]` → `[B, T, width]` and the state after the last real token.
 
@@ -82,8 +84,12 @@ class Mixer(nn.Module):
                 layers above (RWKV-7 its first value).
             context: the processes over which a sequence is cut (`prism.engine.context`). x is then this process's part of it,
                 `state` the one before the first part, and the new state the one after this part. Padding is refused.
+            cu_seqlens: offsets `[n + 1]` of n documents packed into one row, x `[1, T, width]`, instead of `reset`. The first
+                document continues `state`; the new state is the last document's.
         """
         state = State() if state is None else state
+        if cu_seqlens is not None and x.ndim == 3:
+            reset = packed_starts(cu_seqlens, reset, x.shape[:2])
         self._check(x, state, mask, reset)
         if context is not None and mask is not None:
             raise ValueError(

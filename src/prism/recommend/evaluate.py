@@ -26,8 +26,9 @@ from torch import Tensor
 from prism.models import PrismForRecommendation
 from prism.recommend.events.histories import Histories, contexts
 from prism.recommend.events.split import Split, Targets
-from prism.recommend.ranking import CUTOFFS, EVENTS_AT_ONCE, SCORES_AT_ONCE, Ranking, candidates, count, ranks
-from prism.recommend.results import top_k
+from prism.recommend.lists import TopKCounts, serendipity
+from prism.recommend.ranking import EVENTS_AT_ONCE, SCORES_AT_ONCE, Ranking, candidates, count, ranks
+from prism.recommend.scorer import ModelScorer, Scorer
 
 Progress = Callable[[int, int], None]
 """Called with (targets done, targets in total)."""
@@ -51,28 +52,9 @@ class Sampled:
             raise ValueError(f"sampled_by must be 'uniform' or 'popularity', got {self.by!r}")
 
 
-class TopKCounts:
-    """Count the items in the top-k lists: int64 `[N + 1]` for every cutoff."""
-
-    def __init__(self, num_items: int, cutoffs: tuple[int, ...] = CUTOFFS) -> None:
-        self.cutoffs = tuple(k for k in cutoffs if k <= num_items) or (num_items,)
-        self.counts = {k: np.zeros(num_items + 1, dtype=np.int64) for k in self.cutoffs}
-
-    def add(self, scores: Tensor, candidate_mask: Tensor) -> None:
-        """Count the lists of a batch; scores and candidate_mask `[B, N + 1]`."""
-        lists = top_k(scores, candidate_mask, self.cutoffs[-1]).cpu().numpy()
-        for k, counts in self.counts.items():
-            counts += np.bincount(lists[:, :k].ravel(), minlength=len(counts))
-            counts[0] = 0
-
-    def coverage(self) -> dict[str, float]:
-        """Fraction of all items that are in at least one list, for every cutoff."""
-        return {f"coverage@{k}": float((counts[1:] > 0).mean()) for k, counts in self.counts.items()}
-
-
 @torch.no_grad()
 def rank_targets(
-    model: PrismForRecommendation,
+    model: PrismForRecommendation | Scorer,
     targets: Targets,
     histories: Histories,
     *,
@@ -87,6 +69,7 @@ def rank_targets(
     """Rank each target, in the order of `targets`.
 
     Args:
+        model: a model, or a baseline.
         batch: targets at once; fewer if histories are very long or items very many. It does not change the result.
         popularity: `[N + 1]`, for `sampled` by popularity.
         recommended: counts the top-k lists of all items.
@@ -94,25 +77,25 @@ def rank_targets(
     for name, value in (("max_length", max_length), ("batch", batch), ("the number of targets", len(targets))):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    num_items = model.config.num_items
+    training = isinstance(model, PrismForRecommendation) and model.training
+    scorer = ModelScorer(model.eval()) if isinstance(model, PrismForRecommendation) else model
+    num_items = scorer.num_items
     found = np.empty((2, len(targets)), dtype=np.int64)
     others = None if sampled is None else sampler(sampled, num_items, popularity)
     order = np.argsort(targets.ends, kind="stable")  # similar lengths together: little padding
     batch = min(batch, max(1, SCORES_AT_ONCE // (num_items + 1)))
-    training = model.training
-    model.eval()
     done = 0
     while done < len(targets):
         rows = order[done : done + batch]
         longest = min(int(targets.ends[rows[-1]]), max_length)
         rows = rows[: max(1, EVENTS_AT_ONCE // longest)]
         part = targets.take(rows)
-        scores = _scores(model, part, histories, max_length)
+        scores = scorer.scores(part, histories, max_length)
         wanted = torch.from_numpy(part.items).to(scores.device)
         seen = _seen(part, histories).to(scores.device) if filter_seen else None
         candidate_mask = candidates(num_items, wanted, seen)
         if recommended is not None:
-            recommended.add(scores, candidate_mask)
+            recommended.add(scores, candidate_mask, rows)
         if others is not None:
             candidate_mask = others(candidate_mask, wanted, rows)
         found[0, rows] = ranks(scores, wanted, candidate_mask=candidate_mask).cpu().numpy()
@@ -120,12 +103,20 @@ def rank_targets(
         done += len(rows)
         if progress is not None:
             progress(done, len(targets))
-    model.train(training)
+    if isinstance(model, PrismForRecommendation):
+        model.train(training)
     return Ranking(found[0], found[1])
 
 
 def evaluate_ranking(
-    model: PrismForRecommendation,
+    model: PrismForRecommendation | Scorer, targets: Targets, histories: Histories, **how: Any
+) -> dict[str, Any]:
+    """The results of `measure`."""
+    return measure(model, targets, histories, **how)[1]
+
+
+def measure(
+    model: PrismForRecommendation | Scorer,
     targets: Targets,
     histories: Histories,
     *,
@@ -133,17 +124,18 @@ def evaluate_ranking(
     filter_seen: bool = True,
     batch: int = BATCH,
     sampled: Sampled | None = None,
-    popularity: np.ndarray | None = None,
+    train: Histories | None = None,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """All metrics with standard errors, in total, by history length and by the target's popularity; and the popularity bias.
+) -> tuple[Ranking, dict[str, Any]]:
+    """The ranking, and all metrics with standard errors: in total, by history length, by the target's popularity, of lists.
 
     Args:
-        popularity: how often each item occurs in the training events, int64 `[N + 1]`. None: in all of `histories`.
+        train: the events of training: how popular items are, and which are alike. None: all of `histories`.
     """
-    num_items = model.config.num_items
-    popularity = histories.counts(num_items) if popularity is None else popularity
-    recommended = TopKCounts(num_items)
+    num_items = model.config.num_items if isinstance(model, PrismForRecommendation) else model.num_items
+    train = histories if train is None else train
+    popularity = train.counts(num_items)
+    recommended = TopKCounts(num_items, targets=len(targets))
     ranking = rank_targets(
         model,
         targets,
@@ -171,7 +163,7 @@ def evaluate_ranking(
     ranked = (
         f"all {num_items:,} items" if sampled is None else f"target and {sampled.count:,} sampled items ({sampled.by})"
     )
-    return {
+    results = {
         "protocol": {
             "ranked": ranked,
             "label": label,
@@ -183,23 +175,33 @@ def evaluate_ranking(
         },
         **metrics_of(ranking),
         "coverage": recommended.coverage(),
+        "novelty": recommended.novelty(popularity),
+        "diversity": recommended.diversity(train, num_items),
+        "serendipity": serendipity(ranking, targets.items, popularity),
         "by_history_length": grouped(history_lengths(targets.ends)),
         "by_popularity": grouped(item_popularity(targets.items, popularity)),
         "popularity_bias": popularity_bias(popularity, recommended.counts),
     }
+    return ranking, results
 
 
 def evaluate_split(
-    model: PrismForRecommendation, split: Split, part: Literal["test", "validation"] = "test", **how: Any
+    model: PrismForRecommendation | Scorer, split: Split, part: Literal["test", "validation"] = "test", **how: Any
 ) -> dict[str, Any]:
     """`evaluate_ranking` on one part of a split; popularity is that of the training events."""
+    return measure_split(model, split, part, **how)[1]
+
+
+def measure_split(
+    model: PrismForRecommendation | Scorer, split: Split, part: Literal["test", "validation"] = "test", **how: Any
+) -> tuple[Ranking, dict[str, Any]]:
+    """`measure` on one part of a split."""
     if part not in ("test", "validation"):
         raise ValueError(f"part must be 'test' or 'validation', got {part!r}")
     targets = split.test if part == "test" else split.validation
-    popularity = split.train.counts(model.config.num_items)
-    results = evaluate_ranking(model, targets, split.histories, popularity=popularity, **how)
+    ranking, results = measure(model, targets, split.histories, train=split.train, **how)
     results["protocol"] |= {"split": split.name, "cuts": split.cuts, "part": part}
-    return {**results, "split": split.counts}
+    return ranking, {**results, "split": split.counts}
 
 
 def protocol_line(protocol: Mapping[str, Any]) -> str:
@@ -273,19 +275,6 @@ def popularity_bias(popularity: np.ndarray, recommended: dict[int, np.ndarray]) 
         "share_of_events": shares(popularity),
         "share_of_recommendations": {f"@{k}": shares(counts) for k, counts in recommended.items()},
     }
-
-
-def _scores(model: PrismForRecommendation, part: Targets, histories: Histories, max_length: int) -> Tensor:
-    """Scores of all items after each context, `[B, N + 1]`."""
-    events = contexts(histories, part.users, part.ends, max_length)
-    device = model.item_counts.device
-    gaps = None
-    if model.config.time_gaps:
-        if events.gaps is None:
-            raise ValueError("the model was trained with time gaps: the events need times")
-        gaps = torch.from_numpy(events.gaps).to(device)
-    lengths = torch.from_numpy(events.mask.sum(1)).to(device)
-    return model.scores(model.last_hidden(torch.from_numpy(events.items).to(device), lengths, gaps))
 
 
 def _seen(part: Targets, histories: Histories) -> Tensor:

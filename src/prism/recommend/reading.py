@@ -7,7 +7,7 @@ catalogue. They are read in batches that bound the memory and hold only users th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,7 +20,9 @@ from prism.models import PrismCache, PrismForRecommendation
 from prism.models.loading import fingerprint
 from prism.recommend.events import Catalogue, Histories
 from prism.recommend.events.histories import contexts
+from prism.recommend.events.ids import as_list
 from prism.recommend.ranking import EVENTS_AT_ONCE
+from prism.recommend.seen import SeenItems
 from prism.recommend.states import UserStates
 
 Unknown = Literal["skip", "error"]
@@ -55,20 +57,6 @@ def as_histories(
     kept = np.concatenate([[0], np.cumsum(known)])
     offsets = kept[np.concatenate([[0], np.cumsum(lengths)])]
     return Histories(offsets, found[known], None if event_times is None else event_times[known])
-
-
-def is_list(events: Any) -> bool:
-    """Whether this is a list, array, tensor, series … of ids, and not one id."""
-    return isinstance(events, Iterable) and not isinstance(events, str) and getattr(events, "ndim", 1) > 0
-
-
-def as_list(events: Any) -> Sequence[Any]:
-    """Ids as a list: several, one, or none (None)."""
-    if events is None:
-        return ()
-    if not is_list(events):
-        return (events.item() if isinstance(events, (np.ndarray, Tensor)) else events,)
-    return events.tolist() if isinstance(events, (np.ndarray, Tensor)) else list(events)
 
 
 def _times_array(times: Sequence[Any], lengths: np.ndarray) -> np.ndarray:
@@ -126,7 +114,8 @@ def without_events(model: PrismForRecommendation, users: int) -> Tensor:
 
 def advance(model: PrismForRecommendation, states: UserStates, histories: Histories) -> UserStates:
     """Advance the states by the events of their users."""
-    lengths = histories.lengths
+    lengths, seen = histories.lengths, states.seen.add(histories)
+    states = replace(states, seen=SeenItems.none(len(states)))  # added once at the end, not copied with every batch
     read = np.zeros_like(lengths)
     most = EVENTS_AT_ONCE
     if not model.config.constant_state:
@@ -143,7 +132,7 @@ def advance(model: PrismForRecommendation, states: UserStates, histories: Histor
         )
         states = moved if everyone else _put(states, users, moved)
         read = ends
-    return _trimmed(model, states)
+    return replace(_trimmed(model, states), seen=seen)
 
 
 def _advance_batch(

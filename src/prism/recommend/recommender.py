@@ -2,17 +2,19 @@
 
 Design choices
 - A user is a history and nothing else: a user who was not in training is a sequence like any other.
-- A user without events gets the most popular items. Items that the model does not know are dropped, with a warning.
+- A user without events, or one that is not known, gets the most popular items, and the result says so. Items that the model
+  does not know are dropped. Both with a warning.
 - A state is a value: `observe` returns a new one and does not change the old one, so a service can keep, copy and retry.
-- A stream has read every event since its start. It recommends the same items as reading the whole history again.
+- A stream has read every event since its start. It recommends the same items as reading the whole history again, and leaves
+  out the same ones: states know which items their users had.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prism.files import MANIFEST, seal_weights, whole_folder, write_json
+from prism.files import seal_weights, whole_folder, write_json
 from prism.models import PrismForRecommendation
 from prism.models.loading import fingerprint_mismatch, open_weights, without_progress_bars
+from prism.recommend.arguments import check_count, check_list, check_share, one_of
 from prism.recommend.events import Catalogue, Dataset, EventRecipe, Histories, Users, prepare_dataset
 from prism.recommend.events.columns import AUTO, Columns
 from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, reindex_items
-from prism.recommend.reading import Unknown, advance, as_histories, as_list, encode, initial_state, is_list
-from prism.recommend.results import Recommendations, best_items
-from prism.recommend.saved import Training, model_folder, training_of
+from prism.recommend.events.ids import as_list
+from prism.recommend.filters import Excluded, allowed_items, unwanted_items
+from prism.recommend.frames import Source, free_name
+from prism.recommend.reading import Unknown, advance, as_histories, encode, initial_state
+from prism.recommend.rerank import diverse_items
+from prism.recommend.results import Recommendations
+from prism.recommend.saved import Training, check_replaceable, model_folder, training_of
 from prism.recommend.states import UserStates
+from prism.recommend.top_items import similar_rows
 
 
 class Recommender:
@@ -40,6 +48,7 @@ class Recommender:
         catalogue: the items' ids.
         users, histories: the users that `recommend(users=…)` knows, and their events.
         training: how the model was trained; saved with it, so that it can be evaluated.
+        source: how DataFrames of results look. None: as the events of training.
     """
 
     def __init__(
@@ -49,6 +58,7 @@ class Recommender:
         users: Users | None = None,
         histories: Histories | None = None,
         training: Training | None = None,
+        source: Source | None = None,
     ) -> None:
         if len(catalogue) != model.config.num_items:
             raise ValueError(f"the catalogue has {len(catalogue)} items, but the model {model.config.num_items}")
@@ -56,6 +66,7 @@ class Recommender:
             raise ValueError(f"users and histories must have the same length, got {len(users)} and {len(histories)}")
         self.model, self.catalogue, self.users, self.histories = model.eval(), catalogue, users, histories
         self._training = training
+        self.source = source or Source.of({} if training is None else training.facts.get("origin", {}))
 
     @property
     def device(self) -> torch.device:
@@ -122,7 +133,8 @@ class Recommender:
             dataset = prepare_dataset(EventRecipe(source=str(data)))
         if list(dataset.catalogue.items) != list(catalogue.items):
             dataset = reindex_items(dataset, catalogue)
-        return cls(model, catalogue, dataset.users, dataset.histories, training)
+        source = Source.of(dataset.manifest["origin"]) if "origin" in dataset.manifest else None
+        return cls(model, catalogue, dataset.users, dataset.histories, training, source)
 
     def save(self, folder: Path | str, histories: bool = True) -> None:
         """Write a folder that `load` opens; it may replace a saved recommender.
@@ -131,7 +143,7 @@ class Recommender:
             histories: save the users' events too.
         """
         folder = Path(folder).resolve()
-        _check_replaceable(folder)
+        check_replaceable(folder)
         if histories:
             self._open_histories()
         with whole_folder(folder, "the recommender") as partial:
@@ -157,6 +169,9 @@ class Recommender:
         sequences: Sequence[Sequence[Any]] | None = None,
         states: UserStates | None = None,
         exclude: Sequence[Sequence[Any]] | None = None,
+        allowed: Iterable[Any] | None = None,
+        where: Mapping[str, Any] | None = None,
+        diversify: float = 0.0,
         times: Sequence[Sequence[float]] | None = None,
         max_length: int | None = None,
         unknown: Unknown = "skip",
@@ -165,41 +180,68 @@ class Recommender:
 
         Args:
             of: states, sequences (a list of lists) or users (a list of ids); or give one of them by name:
-            users: ids of known users.
+            users: ids of users. One who is not known gets the most popular items, and `fallback` says so.
             sequences: histories as lists of item ids. An empty history gets the most popular items.
             states: states from `start` or `observe`.
-            filter_seen: leave out items of the history. A state does not remember items: use `exclude` with states.
+            filter_seen: leave out items of the history.
             exclude: for each row, ids of items to leave out (a list, or one id).
+            allowed: ids of the only items to choose from, for all rows.
+            where: features that an item must have, such as `{"genre": "Drama", "year": [1994, 1995]}`: one of the values of
+                every feature. Features are the columns named in training.
+            diversify: from 0 (best scores) to 1 (items as unlike each other as possible); see rerank.py.
             times: times of the sequences' events, for models with time gaps. Events stay in the order given; an event that
                 is earlier than the previous one counts as simultaneous.
             max_length: number of last events to read. None: as many as in training. 0: all, as a stream does.
-            unknown: drop items that the model does not know, with a warning ("skip"), or refuse them ("error").
+            unknown: with items and users that the model does not know, warn ("skip") or refuse them ("error").
         """
-        if sum(given is not None for given in (of, users, sequences, states)) != 1:
-            raise ValueError("give exactly one of users, sequences and states")
-        if isinstance(of, UserStates):
-            states = of
-        elif of is not None and is_list(of) and len(of) and all(is_list(one) for one in of):
-            sequences = of
-        elif of is not None:
-            users = of
-        for name, value in (("users", users), ("sequences", sequences)):
-            _check_list(name, value)
-        if sequences is not None:
-            _check_lists(sequences)
-        _check_count("k", k)
+        users, sequences, states = one_of(of, users, sequences, states)
+        check_count("k", k)
+        check_share("diversify", diversify)
+        names: Sequence[Any] | None = None
         if states is not None:
             self._check(states)
-            return self._best(states.hidden, states.events, self._excluded(len(states), None, exclude), k)
-        if users is not None:
-            histories = self._histories(users)
+            hidden, events, seen = states.hidden, states.events, states.seen.excluded()
+            if filter_seen and exclude is None and not bool(states.knows_seen.all()):
+                warnings.warn(
+                    "some states do not know all items that were seen, because an older version saved them: name those "
+                    "items in exclude",
+                    stacklevel=3,
+                )
         else:
-            assert sequences is not None
-            histories = as_histories(sequences, times, self.catalogue, unknown)
-        seen = histories if filter_seen else None
-        hidden = self.encode(histories, max_length)
-        events = torch.from_numpy(histories.lengths).to(self.device)
-        return self._best(hidden, events, self._excluded(len(histories), seen, exclude), k)
+            if users is not None:
+                names, histories = self._histories(users, unknown)
+            else:
+                assert sequences is not None
+                histories = as_histories(sequences, times, self.catalogue, unknown)
+            hidden, events = self.encode(histories, max_length), torch.from_numpy(histories.lengths).to(self.device)
+            seen = Excluded(len(histories), np.repeat(np.arange(len(histories)), histories.lengths), histories.items)
+        excluded = unwanted_items(self.catalogue, len(hidden), exclude)
+        excluded = excluded | seen if filter_seen else excluded
+        choice = allowed_items(self.catalogue, allowed, where)
+        rows, scores = diverse_items(self.model, hidden, events, excluded, k, choice, diversify)
+        return Recommendations(rows, scores, self.catalogue, names, (events == 0).cpu().numpy(), self.source)
+
+    @torch.no_grad()
+    def similar_items(
+        self,
+        items: Any,
+        k: int = 10,
+        *,
+        allowed: Iterable[Any] | None = None,
+        where: Mapping[str, Any] | None = None,
+    ) -> Recommendations:
+        """The k most similar items to an item, or to each of several, by the cosine of the items' vectors.
+
+        Args:
+            items: an id, or a list of ids; an unknown one is refused.
+            allowed, where: as in `recommend`.
+        """
+        check_count("k", k)
+        asked = self.catalogue.index(as_list(items))
+        rows, scores = similar_rows(self.model, asked, k, allowed_items(self.catalogue, allowed, where))
+        columns = (self.source.item, free_name("similar", (self.source.item,)))
+        names = self.source.items(self.catalogue.names(asked))
+        return Recommendations(rows, scores, self.catalogue, names, None, self.source, columns)
 
     @torch.no_grad()
     def encode(self, histories: Histories, max_length: int | None = None) -> Tensor:
@@ -211,9 +253,17 @@ class Recommender:
         return encode(self.model, histories, max_length)
 
     def start(self, users: int) -> UserStates:
-        """States of new users, before their first event."""
-        _check_count("users", users)
+        """States of new users, before their first event. `resume` gives those of known users."""
+        check_count("users", users)
         return self._blank.index_select([0] * users)
+
+    @torch.no_grad()
+    def resume(self, users: Sequence[Any]) -> UserStates:
+        """States of known users after all their events; an unknown one is refused."""
+        check_list("users", users)
+        _, histories = self._histories(users, "error")
+        check_count("the number of users", len(histories))
+        return advance(self.model, self.start(len(histories)), histories)
 
     @torch.no_grad()
     def observe(
@@ -231,35 +281,39 @@ class Recommender:
             unknown: as in `recommend`.
         """
         self._check(states)
-        _check_list("items", items)
+        check_list("items", items)
         if len(items) != len(states):
             raise ValueError(f"items must have one entry for each of the {len(states)} users, got {len(items)}")
         return advance(self.model, states, as_histories(items, times, self.catalogue, unknown))
+
+    def known_users(self) -> Sequence[Any]:
+        """The ids of all users that `recommend(users=…)` knows, as in the events."""
+        self._open_histories()
+        return () if self.users is None else self.source.users(self.users.ids)
 
     @cached_property
     def _blank(self) -> UserStates:
         return initial_state(self.model)
 
-    def _best(self, hidden: Tensor, events: Tensor, excluded: list[np.ndarray], k: int) -> Recommendations:
-        return best_items(self.model, self.catalogue, hidden, events, excluded, k)
-
-    def _excluded(
-        self, users: int, seen: Histories | None, exclude: Sequence[Sequence[Any]] | None
-    ) -> list[np.ndarray]:
-        """For each user the rows of items to leave out."""
-        rows = [np.zeros(0, dtype=np.int64) if seen is None else seen.user(user)[0] for user in range(users)]
-        if exclude is None:
-            return rows
-        if len(exclude) != users:
-            raise ValueError(f"exclude must have one list of items for each of the {users} rows, got {len(exclude)}")
-        unwanted = [self.catalogue.index(as_list(items), unknown="skip") for items in exclude]
-        return [np.concatenate(pair) for pair in zip(rows, unwanted, strict=True)]
-
-    def _histories(self, users: Sequence[Any]) -> Histories:
+    def _histories(self, users: Sequence[Any], unknown: Unknown) -> tuple[Sequence[Any], Histories]:
+        """The users' ids, as in the events, and their histories; empty ones for unknown users."""
         self._open_histories()
         if self.histories is None or self.users is None:
             raise ValueError("the model has no histories: give sequences, or load it with data (events of the users)")
-        return self.histories.take(self.users.index(users))
+        asked = as_list(users)
+        rows = self.users.rows(asked)
+        if unknown == "error":
+            self.users.index(asked)
+        elif strangers := [name for name, row in zip(asked, rows, strict=True) if row < 0]:
+            shown = ", ".join(map(repr, strangers[:5])) + (" …" if len(strangers) > 5 else "")
+            warnings.warn(
+                f"{len(strangers)} of {len(asked)} users are unknown and get the most popular items: {shown}"
+                f"{self.users.if_unknown}",
+                stacklevel=4,
+            )
+        known = self.histories.take(np.maximum(rows, 0))
+        names = [self.users.ids[row] if row >= 0 else name for name, row in zip(asked, rows, strict=True)]
+        return self.source.users(names), known.head(np.where(rows < 0, 0, known.lengths))
 
     def _open_histories(self) -> None:
         """Open the events of training, if no histories were saved with the model."""
@@ -281,33 +335,3 @@ class Recommender:
     def __repr__(self) -> str:
         known = "" if self.users is None else f", {len(self.users):,} users"
         return f"Recommender({len(self.catalogue):,} items{known}, layers={self.model.config.layers!r}, {self.device})"
-
-
-def _check_count(name: str, given: Any) -> None:
-    if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {given!r}")
-
-
-def _check_list(name: str, given: Any) -> None:
-    if given is not None and not is_list(given):
-        raise ValueError(f"{name} must be a list, got {given!r}")
-
-
-def _check_lists(sequences: Sequence[Any]) -> None:
-    """Refuse a flat list of items: it would be taken as one-item histories of many users."""
-    for one in sequences:
-        if one is not None and not is_list(one):
-            raise ValueError(
-                f"sequences must be a list of histories, each a list of items, got the item {one!r}: "
-                "write sequences=[[…]] for one history"
-            )
-
-
-def _check_replaceable(folder: Path) -> None:
-    """Refuse to replace anything but a saved recommender: other files in the folder would be lost."""
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file: give a folder")
-    ours = {"config.json", "README.md", TRAINING, ITEMS, USERS, EVENTS, MANIFEST}
-    others = [path.name for path in folder.glob("*") if path.name not in ours and not path.match("model*.safetensors*")]
-    if others:
-        raise ValueError(f"{folder} holds {min(others)}, which is no part of a recommender: give a new folder")

@@ -98,10 +98,13 @@ def report(
         table(*metric_table(results)),
         paragraph(
             f"{line}. ± is the standard error over targets. HR: fraction of targets in the list; NDCG and MRR: more if "
-            "further up; AUC: fraction of the other candidates placed below the target; coverage: fraction of all items in "
-            "at least one list. Ties in scores count against the target.",
+            "further up; AUC: fraction of the other candidates placed below the target. Ties in scores count against the "
+            "target. Of the lists: coverage: fraction of all items in at least one list; novelty: mean of -log2 of the items' "
+            "share of the training events; serendipity: fraction of targets in the list that are not among the most popular "
+            "items; diversity: 1 - mean cosine of two items of a list, by the users who had them.",
             quiet=True,
         ),
+        *_baselines(results, line),
         *_by_history(results["by_history_length"], names, line),
         *_by_popularity(results["by_popularity"], names, line),
         heading("Popularity bias"),
@@ -139,6 +142,51 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if width in results["coverage"]:
         shown.append((width, f"{results['coverage'][width]:.1%}", f"of {results['protocol']['items']:,} items"))
     return shown
+
+
+def _baselines(results: Mapping[str, Any], line: str) -> list[str]:
+    """The model and the baselines in one table and one chart."""
+    rivals = results.get("baselines")
+    if not rivals:
+        return []
+    label = results["protocol"]["label"]
+    everyone = [("model", results["metrics"]), *((one["name"].partition("(")[0], one["metrics"]) for one in rivals)]
+    series = [
+        (f"{label}{name}@{SHOWN_AT}", [metrics[f"{label}{name}@{SHOWN_AT}"] for _, metrics in everyone])
+        for name in ("HR", "NDCG")
+    ]
+    chart = bar_chart("Model and baselines", [name for name, _ in everyone], series, x="", y="mean over targets")
+    note = (
+        f"{line}. Baselines are fitted on the same training events and read all events before a target. Minus the model: mean "
+        "difference over the targets ± its standard error."
+    )
+    return [
+        heading("Compared with baselines"),
+        table(*baseline_table(results)),
+        figure([chart], note, [name for name, _ in series]),
+    ]
+
+
+def baseline_table(results: Mapping[str, Any], short: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the model and the baselines, one row each; `short`: without the measures of the lists."""
+    label = results["protocol"]["label"]
+    metrics = [f"{label}{name}@{SHOWN_AT}" for name in ("HR", "NDCG", "MRR")]
+    lists = () if short else ("coverage", "novelty", "diversity", "serendipity")
+    rows = []
+    for one in (results, *results["baselines"]):
+        minus = one.get("minus_model", {}).get(metrics[1])
+        of_lists = [one[kind].get(f"{kind}@{SHOWN_AT}") for kind in lists]
+        rows.append(
+            [
+                one.get("name", "model"),
+                *(f"{one['metrics'][name]:.4f}" for name in metrics),
+                "" if minus is None else f"{minus[0]:+.4f} ± {minus[1]:.4f}",
+                *("" if value is None else f"{value:.3f}" for value in of_lists),
+                f"{one['fit_seconds']:.1f}" if "fit_seconds" in one else "",
+            ]
+        )
+    columns = [f"{kind}@{SHOWN_AT}" for kind in lists]
+    return ["", *metrics, f"{metrics[1].partition('@')[0]} minus model", *columns, "fit, s"], rows
 
 
 def _by_history(groups: Sequence[Mapping[str, Any]], names: Sequence[str], line: str) -> list[str]:
@@ -181,6 +229,11 @@ def metric_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[
 
     rows = [[label + name, *(cell(f"{label}{name}@{k}") for k in CUTOFFS)] for name in ("HR", "NDCG", "MRR")]
     rows.append(["coverage", *(f"{value:.4f}" for value in coverage.values())])
+    rows.append(["novelty", *(f"{value:.2f}" for value in results["novelty"].values())])
+    rows.append(["serendipity", *(f"{value:.4f}" for value in results["serendipity"].values())])
+    diversity = [results["diversity"].get(f"diversity@{k}") for k in CUTOFFS]
+    if any(value is not None for value in diversity):
+        rows.append(["diversity", *("" if value is None else f"{value:.4f}" for value in diversity)])
     rows.append([f"{label}AUC", cell(f"{label}AUC")])
     width = 1 + len(CUTOFFS)  # lists end where the catalogue does
     return ["at", *map(str, CUTOFFS)], [[*row, *[""] * (width - len(row))] for row in rows]

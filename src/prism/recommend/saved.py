@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prism.files import read_json
+from prism.files import MANIFEST, read_json
 from prism.models.loading import is_run
 from prism.overrides import override
 from prism.recommend.events import Catalogue, Dataset, Histories, Users, open_dataset, prepare_dataset
@@ -101,3 +101,13 @@ def training_of(folder: Path) -> Training:
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no {TRAINING}, which says what the model was trained on")
     return Training(read_json(path), Catalogue.load(folder / ITEMS), folder)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuse to replace anything but a saved recommender: other files in the folder would be lost."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give a folder")
+    ours = {"config.json", "README.md", TRAINING, ITEMS, USERS, EVENTS, MANIFEST}
+    others = [path.name for path in folder.glob("*") if path.name not in ours and not path.match("model*.safetensors*")]
+    if others:
+        raise ValueError(f"{folder} holds {min(others)}, which is no part of a recommender: give a new folder")

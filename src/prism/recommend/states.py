@@ -1,12 +1,13 @@
-"""UserStates: the memory of users between their events.
+"""UserStates: the memory of users between their events, and the items they had.
 
-For rules with a memory of fixed size, a state has the same number of bytes after any number of events.
+For rules with a memory of fixed size, the memory has the same number of bytes after any number of events. The items that a
+user had take 4 bytes each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from prism.files import read_state, write_state
 from prism.nn.state import State, concatenate
+from prism.recommend.seen import SeenItems
 
 FORMAT = "prism user states 1"
 
@@ -35,6 +37,12 @@ class UserStates:
     """float64 `[n]`, time of the last event, for models with `time_gaps`; NaN before the first event and for other models."""
     model: dict[str, str]
     """Identity of the model that the states belong to."""
+    seen: SeenItems = field(default=None)  # type: ignore[assignment]  # set by __post_init__
+    """The items of each user; states made without them, or by an older version, know of none."""
+
+    def __post_init__(self) -> None:
+        if self.seen is None:
+            object.__setattr__(self, "seen", SeenItems.none(len(self.events)))
 
     def __len__(self) -> int:
         return len(self.events)
@@ -44,18 +52,25 @@ class UserStates:
         return self.hidden.device
 
     @property
+    def knows_seen(self) -> Tensor:
+        """bool `[n]`: whether the items of all events of a user were recorded."""
+        return torch.from_numpy(self.seen.events).to(self.device) >= self.events
+
+    @property
     def nbytes(self) -> int:
+        """Bytes of the memory; `seen.nbytes` are those of the items."""
         return sum(x.nbytes for x in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by their flat names."""
+        """All tensors of the memory by their flat names."""
         layers = {f"layers.{i}.{name}": x for i, state in enumerate(self.layers) for name, x in state.tensors().items()}
         return {**layers, "hidden": self.hidden, "events": self.events, "last_time": self.last_time}
 
     def index_select(self, rows: Tensor | Sequence[int]) -> UserStates:
         """The states of these users, in this order."""
         picked = torch.as_tensor(rows, dtype=torch.int64, device=self.device)
-        return self._map(lambda x: x.index_select(0, picked))
+        selected = self._map(lambda x: x.index_select(0, picked))
+        return replace(selected, seen=self.seen.index_select(picked.cpu().numpy()))
 
     def to(self, device: torch.device | str) -> UserStates:
         return self._map(lambda x: x.to(device))
@@ -73,11 +88,12 @@ class UserStates:
             torch.cat([part.events for part in states]),
             torch.cat([part.last_time for part in states]),
             states[0].model,
+            SeenItems.concatenate([part.seen for part in states]),
         )
 
     def save(self, path: Path | str) -> None:
         """Write one safetensors file, atomically."""
-        write_state(Path(path), FORMAT, self.tensors(), self.model)
+        write_state(Path(path), FORMAT, {**self.tensors(), **self.seen.tensors()}, self.model)
 
     @classmethod
     def load(cls, path: Path | str, device: torch.device | str = "cpu") -> UserStates:
@@ -94,7 +110,8 @@ class UserStates:
                 _, layer, name = key.split(".", 2)
                 layers.setdefault(int(layer), {})[name] = x
         states = tuple(State.load(layers[i]) for i in sorted(layers))
-        return cls(states, tensors["hidden"], tensors["events"], tensors["last_time"], model)
+        seen = SeenItems.load(tensors, len(tensors["events"]))
+        return cls(states, tensors["hidden"], tensors["events"], tensors["last_time"], model, seen)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> UserStates:
         return replace(
@@ -106,4 +123,10 @@ class UserStates:
         )
 
     def __repr__(self) -> str:
-        return f"UserStates(users={len(self):,}, events={int(self.events.sum()):,}, nbytes={self.nbytes:,})"
+        counts = {
+            "users": len(self),
+            "events": int(self.events.sum()),
+            "nbytes": self.nbytes,
+            "seen": len(self.seen.items),
+        }
+        return f"UserStates({', '.join(f'{name}={count:,}' for name, count in counts.items())})"

@@ -157,6 +157,7 @@ class RecTask:
             "cuts": self.split.cuts,
             **self.split.counts,
             "samples": len(self.table),
+            "origin": self.dataset.manifest.get("origin", {}),
         }
         return {"settings": to_plain(self.given), "training_data": seen}
 

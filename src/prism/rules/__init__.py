@@ -9,7 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 
 from prism.messages import did_you_mean
-from prism.rules.options import Option, options_of
+from prism.rules.description import HEADS, WIDTH, Description, description_of
+from prism.rules.options import Option
 from prism.rules.rule import Rule, set_rule_lookup
 
 _RULES = {
@@ -104,13 +105,23 @@ def get(name: str | type[Rule]) -> type[Rule]:
     return rule
 
 
-def describe(name: str | type[Rule]) -> tuple[Option, ...]:
-    """Every option of a rule: name, type, default and meaning.
+def describe(name: str | type[Rule], width: int = WIDTH, heads: int = HEADS) -> Description:
+    """Everything to know about a rule: equation, paper, state size, forms, and every option with its meaning.
 
-    >>> [option.name for option in describe("gla")]
+    The result prints as text. It is also the tuple of the rule's options: name, type, default and meaning.
+
+    Args:
+        name: one of `names()`, or a subclass of `Rule`.
+        width: width of the layer for which the state size is given.
+        heads: number of its heads.
+
+    >>> rule = describe("gla")
+    >>> rule.equation.splitlines()[0], rule.state_size
+    ('S_t = Diag(α_t) S_{t-1} + k_t v_tᵀ', 131072)
+    >>> [option.name for option in rule]
     ['key_dim', 'value_dim', 'gate_rank', 'conv_size']
     """
-    return options_of(get(name))
+    return description_of(get(name), width, heads)
 
 
 def _check_class(rule: type) -> type[Rule]:
@@ -125,4 +136,4 @@ def _check_class(rule: type) -> type[Rule]:
 
 set_rule_lookup(get)
 
-__all__ = ["Option", "Rule", "describe", "get", "names", "register"]
+__all__ = ["Description", "Option", "Rule", "describe", "get", "names", "register"]

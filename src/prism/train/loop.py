@@ -12,13 +12,14 @@ Design choices
   after it has queued step s+1. Log line, skip count, the end after `max_skips` and a stop by a signal therefore come one
   step later. Before a validation, a checkpoint and the end of the run every step is settled, so all of them hold the same
   facts as on the CPU, where each step is read and settled before the next.
-- After a step, in this order: log, validate, checkpoint, obey a signal. A checkpoint of step s is therefore written after
-  everything that the log says about steps ≤ s.
+- After a step, in this order: log, validate, show a sample, checkpoint, obey a signal. A checkpoint of step s is therefore
+  written after everything that the log says about steps ≤ s.
 """
 
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -44,7 +45,7 @@ from prism.train.readback import HostCopy, decides_on_device
 from prism.train.run import Log, open_run, store_settings
 from prism.train.settings import ScheduleSettings
 from prism.train.step import Step, Stepper
-from prism.train.task import Task
+from prism.train.task import ShowsSamples, Task
 
 
 @dataclass
@@ -203,7 +204,7 @@ class _Run:
         return Bar(self.step, self.settings.steps, self.bar_shown, self.task.unit)
 
     def open_log(self) -> Log | nullcontext[None]:
-        return Log(self.folder, self.step, self.settings.log.tensorboard) if self.world.main else nullcontext()
+        return Log(self.folder, self.step, self.settings.log.all_trackers) if self.world.main else nullcontext()
 
     def resume(self, bar: Bar) -> None:
         checkpoint = self.checkpoints.newest_good(bar.say)
@@ -239,9 +240,13 @@ class _Run:
         self.pending = queued
         validates = self.step == self.settings.steps or _is_due(self.step, self.settings.validation.every)
         saves = _is_due(self.step, self.settings.checkpoint.every)
-        if not self.on_device or stopping or validates or saves:
+        task = self.task
+        samples = isinstance(task, ShowsSamples) and _is_due(self.step, task.sample_every)
+        if not self.on_device or stopping or validates or saves or samples:
             stopping |= self.settle(log, bar)
         improved = self.validate(log, bar) if validates else False
+        if samples and isinstance(task, ShowsSamples):
+            self.show_sample(task, log, bar)
         if self.ended or improved or stopping or saves:
             self.save()
         return stopping and not self.ended
@@ -309,6 +314,13 @@ class _Run:
             log.write(self.step, **found.record)
         bar.say(f"step {self.step}: validation {found.text}")
         return improved
+
+    def show_sample(self, task: ShowsSamples, log: Log | None, bar: Bar) -> None:
+        with self.stepper.autocast():
+            text = task.sample(self.model)
+        if log is not None:
+            log.write(self.step, sample=text)
+        bar.say(f"step {self.step}: sample\n{textwrap.indent(text, '  ')}")
 
     def save(self) -> None:
         state = {

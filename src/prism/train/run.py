@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +25,10 @@ from prism.overrides import command_of, override
 from prism.train.distributed import World
 from prism.train.settings import RunSettings
 from prism.train.task import Task
+from prism.train.trackers import Trackers
 
 CONFIG = "config.json"
-HASHES = ("tokenizer", "tokens", "events", "base")
+HASHES = ("tokenizer", "tokens", "events", "base", "chat_template")
 """Entries of an identity that are hashes."""
 _PATHS = (
     ("data", "sources"),
@@ -36,8 +37,10 @@ _PATHS = (
     ("data", "cache"),
     ("model", "weights"),
     ("base", "folder"),
+    (None, "init"),
+    (None, "chat_template"),
 )
-"""Settings that hold paths, as section and name."""
+"""Settings that hold paths, as section and name; without a section they stand at the top."""
 S = TypeVar("S", bound=RunSettings)
 
 
@@ -74,12 +77,12 @@ def resumed_settings(folder: Path, task: str, blank: S) -> S | None:
     start = stored.get("started_in")
     if settings is None or start is None:
         return settings
-    changes: dict[str, dict[str, Any]] = {}
+    changes: dict[str, Any] = {}
     for section, name in _PATHS:
-        value = stored["settings"].get(section, {}).get(name)
+        value = (stored["settings"] if section is None else stored["settings"].get(section, {})).get(name)
         if isinstance(value, (str, list)):
             moved = [_relocated(each, start) for each in value] if isinstance(value, list) else _relocated(value, start)
-            changes.setdefault(section, {})[name] = moved
+            (changes if section is None else changes.setdefault(section, {}))[name] = moved
     return override(settings, changes, str(folder / CONFIG))
 
 
@@ -153,19 +156,23 @@ def _check_identity(before: dict[str, Any], now: dict[str, Any], folder: Path) -
 
 
 class Log:
-    """The log of a run's metrics: one JSON object per line, and optionally TensorBoard events.
+    """The log of a run's metrics: one JSON object per line, and optionally trackers.
 
     It is opened at a step: 0, or the checkpoint that the run resumes from.
 
     Records after that step are dropped, so that the log reads as if the run had never been interrupted.
+
+    Args:
+        trackers: names of trackers, see trackers.py.
     """
 
-    def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, step: int, trackers: Sequence[str] = ()) -> None:
         self.path = folder / "log.jsonl"
         kept = [record for record in read_log(self.path) if record["step"] <= step]
         write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self.path.open("a", encoding="utf-8")
-        self._board = _tensorboard(folder / "tensorboard", step) if tensorboard else None
+        stored = stored_config(folder) if trackers else None
+        self._trackers = Trackers(trackers, folder, step, None if stored is None else stored["settings"])
 
     def write(self, step: int, **values: Any) -> None:
         """Append a record."""
@@ -176,10 +183,7 @@ class Log:
             raise OSError(
                 f"the log {self.path} could not be written ({error.strerror}): the checkpoints are unchanged"
             ) from error
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(name, value, step)
+        self._trackers.log(step, values)
 
     def __enter__(self) -> Log:
         return self
@@ -192,8 +196,8 @@ class Log:
         except OSError:  # a full disk, already reported by `write`
             if error is None:
                 raise
-        if self._board is not None:
-            self._board.close()
+        finally:
+            self._trackers.close(failed=error is not None)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -209,11 +213,3 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
-
-
-def _tensorboard(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError("log.tensorboard needs the package tensorboard: pip install tensorboard") from error
-    return SummaryWriter(str(folder), purge_step=step + 1)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from prism.train.trackers import check_trackers
+
 
 @dataclass(frozen=True)
 class StackSettings:
@@ -141,7 +143,14 @@ class LogSettings:
     every: int = field(default=10, metadata={"min": 1})
     """Steps between lines of log.jsonl."""
     tensorboard: bool = False
-    """Also write TensorBoard event files."""
+    """Also write TensorBoard event files; the same as --log.trackers tensorboard."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Where metrics are sent besides log.jsonl: tensorboard, wandb (Weights & Biases) and mlflow, any number of them. Their
+    usual environment variables apply, such as WANDB_MODE=offline and MLFLOW_TRACKING_URI."""
+
+    @property
+    def all_trackers(self) -> tuple[str, ...]:
+        return (*self.trackers, *(("tensorboard",) if self.tensorboard else ()))
 
 
 @dataclass(frozen=True)
@@ -203,6 +212,7 @@ class RunSettings:
             )
         for text in optimizer.groups:
             parse_group(text)
+        check_trackers(self.log.all_trackers)
         if optimizer.clip is not None and not 0 < optimizer.clip < math.inf:
             raise ValueError(f"optimizer.clip must be above 0 (None: no clipping), got {optimizer.clip}")
 

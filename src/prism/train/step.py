@@ -10,9 +10,11 @@ What makes steps fast is here or is chosen here: bfloat16 products, kernels and 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from prism.nn.block import Block
 from prism.train.distributed import World, accumulating, layers_of, parallel_forward, whole
 from prism.train.graph import GraphedPasses
 from prism.train.optimizer import Optimizers
+from prism.train.settings import RunSettings
 from prism.train.task import Samples, Task
 
 
@@ -36,6 +39,12 @@ class Step:
     started: float
 
 
+def autocast(settings: RunSettings, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The context in which a run with these settings computes losses."""
+    bf16 = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
+    return partial(torch.autocast, device.type, torch.bfloat16) if bf16 else nullcontext
+
+
 class Stepper:
     """A task's model and optimizers in this process, and how a step is computed with them."""
 
@@ -46,8 +55,7 @@ class Stepper:
         self.at_once = min(settings.batch.micro or self.share, self.share)
         self.optimizers = Optimizers(model, settings.optimizer)
         on_gpu = world.device.type == "cuda"
-        bf16 = settings.precision == "bf16" or (settings.precision == "auto" and on_gpu)
-        self.autocast = partial(torch.autocast, world.device.type, torch.bfloat16) if bf16 else nullcontext
+        self.autocast = autocast(settings, world.device)
         self.recompute = settings.recompute == "cheap" or (settings.recompute == "auto" and on_gpu)
         self.forward = model
         self.graphed: GraphedPasses | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -96,3 +96,15 @@ class Task(Protocol):
 
     def write_model(self, run: Path, checkpoint: Checkpoint, folder: Path) -> None:
         """Write the model of a checkpoint into an empty folder."""
+
+
+@runtime_checkable
+class ShowsSamples(Protocol):
+    """A task that shows now and then what its model does, without changing what is trained."""
+
+    @property
+    def sample_every(self) -> int:
+        """Steps between samples; 0: none."""
+
+    def sample(self, model: nn.Module) -> str:
+        """A sample of the model in its current state, for the terminal and the log. Called on all processes."""

@@ -346,7 +346,7 @@ def _check(u: Diagonal) -> None:
                     f"{name} must be a tensor, or a tuple of tensors, of shape [B, T, …], got {describe(x)}"
                 )
     shape = u.shape
-    if min(shape) == 0:
+    if any(size == 0 for size in shape):
         raise ValueError(f"write must not have empty dimensions: shape {list(shape)}")
     for name in _FACTORED[1:]:
         for x in factors(getattr(u, name)):

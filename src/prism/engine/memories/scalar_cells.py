@@ -37,7 +37,7 @@ class ScalarCells:
     mask: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.inputs.ndim != 5 or self.inputs.shape[2] != 4 or min(self.inputs.shape) == 0:
+        if self.inputs.ndim != 5 or self.inputs.shape[2] != 4 or any(size == 0 for size in self.inputs.shape):
             raise ValueError(f"inputs must be [B, T, 4, H, V], got shape {list(self.inputs.shape)}")
         H, V = self.inputs.shape[3:]
         check_shape("recurrent", self.recurrent, (4, H, V, V), "[4, H, V, V]")

@@ -16,6 +16,20 @@ from prism.files import read_json, write_atomically
 Id: TypeAlias = str | int
 
 
+def is_list(ids: Any) -> bool:
+    """Whether this is a list, array, tensor, series … of ids, and not one id."""
+    return isinstance(ids, Iterable) and not isinstance(ids, str) and getattr(ids, "ndim", 1) > 0
+
+
+def as_list(ids: Any) -> Sequence[Any]:
+    """Ids as a list: several, one, or none (None). Arrays and tensors become numbers of Python."""
+    if ids is None:
+        return ()
+    if not is_list(ids):
+        return (ids.item() if hasattr(ids, "item") else ids,)
+    return ids.tolist() if hasattr(ids, "tolist") else list(ids)
+
+
 class Ids:
     """Distinct ids, all text or all integers; the first one is row `first`."""
 
@@ -30,6 +44,12 @@ class Ids:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        """The ids as an array: int64, or objects that are text."""
+        integers = all(isinstance(name, int) for name in self.ids)
+        return np.array(list(self.ids), dtype=np.int64 if integers else object)
 
     def index(self, ids: Iterable[Any], unknown: Literal["error", "skip"] = "error") -> np.ndarray:
         """Rows of the ids, int64. A number may be given as text and vice versa.
@@ -90,7 +110,7 @@ class Users(Ids):
 
     first: ClassVar[int] = 0
     kind: ClassVar[str] = "user"
-    if_unknown: ClassVar[str] = "; for a user who is not in the events, give the history (sequences, --sequence)"
+    if_unknown: ClassVar[str] = "; for a user who is not in the events, give the history (sequences, --sequences)"
 
     @property
     def ids(self) -> Sequence[Id]:

@@ -131,15 +131,19 @@ def make_dataset(recipe: EventRecipe, source: Any) -> Dataset:
     Args:
         source: a file, a polars or pandas DataFrame, or None for synthetic events.
     """
+    came_from: dict[str, Any] = {}
     if source is None:
         made = synthetic_dataset(**asdict(recipe.synthetic))
     else:
         from prism.recommend.events.event_table import k_core, read_events  # imports polars
+        from prism.recommend.events.origin import origin
 
         columns = Columns(recipe.user, recipe.item, recipe.time, recipe.features)
         table = read_events(source, columns, format=recipe.format, duplicates=recipe.duplicates)
         made = k_core(table, users=recipe.min_user, items=recipe.min_item).to_dataset()
-    return Dataset(made.histories, made.catalogue, made.users, {**made.manifest, "recipe": asdict(recipe)})
+        came_from = {"origin": origin(source, columns, {"user": made.users, "item": made.catalogue})}
+    manifest = {**made.manifest, **came_from, "recipe": asdict(recipe)}
+    return Dataset(made.histories, made.catalogue, made.users, manifest)
 
 
 def _key(recipe: EventRecipe, source: Path | None) -> str:

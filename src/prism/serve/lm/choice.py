@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from prism.language.generate import Sampling
@@ -84,18 +85,29 @@ def _certain(tokens: Tensor, logits: Tensor, drawn: Tensor, sampling: Sampling, 
         scores = scores.masked_fill(scores < last, -math.inf)
     race = scores - drawn.log()
     if sampling.top_p is not None and sampling.top_p < 1:
-        ordered, places = scores.softmax(-1).sort()
-        at_most = ordered.cumsum(-1)  # probability of a token and all less likely ones: kept above 1 - top_p
-        best = (
-            scores >= scores.max(-1, keepdim=True).values - change
-        )  # the most likely token is always kept: one of these
-        kept = torch.empty_like(best).scatter_(1, places, at_most > 1 - sampling.top_p + change)
-        certain &= (kept | (best & (best.sum(-1, keepdim=True) == 1))).gather(1, tokens)
-        perhaps = torch.empty_like(best).scatter_(1, places, at_most > 1 - sampling.top_p - change)
-        race = race.masked_fill(~(perhaps | best), -math.inf)
+        surely, perhaps = _kept(scores, 1 - sampling.top_p, change)
+        certain &= surely.gather(1, tokens)
+        race = race.masked_fill(~perhaps, -math.inf)
     others = race.scatter(1, tokens, -math.inf).max(-1, keepdim=True).values
     certain &= race.gather(1, tokens) - others > change
     return certain[:, 0]
+
+
+def _kept(scores: Tensor, dropped: float, change: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B, V]`: which tokens top-p keeps surely, and which perhaps.
+
+    It keeps a token if it and all less likely ones have a probability above `dropped`, and the most likely one in any case.
+    Tokens whose scores are closer than `change` may be in either order.
+    """
+    ordered, places = scores.sort()
+    probabilities = ordered.softmax(-1)
+    below = F.pad(probabilities.cumsum(-1), (1, 0))  # [B, V + 1], the probability of the i least likely tokens
+    least = below.gather(1, torch.searchsorted(ordered, ordered - change)) + probabilities
+    most = below.gather(1, torch.searchsorted(ordered, ordered + change, right=True))
+    best = ordered >= ordered[:, -1:] - change
+    surely = (least > dropped + change) | (best & (best.sum(-1, keepdim=True) == 1))
+    perhaps = (most > dropped - change) | best
+    return torch.empty_like(best).scatter_(1, places, surely), torch.empty_like(best).scatter_(1, places, perhaps)
 
 
 def _two_best(scores: Tensor) -> tuple[Tensor, Tensor]:

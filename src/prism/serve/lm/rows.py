@@ -16,22 +16,17 @@ from torch import Tensor
 
 from prism import rules
 from prism.models import PrismCache
+from prism.models.lean import step
 from prism.models.replay import cache_for
 from prism.nn.state import State, concatenate
 
 Step = Callable[[Tensor, PrismCache], Tensor]
-"""One more token per row: tokens `[B, 1]` and the cache, which is advanced → logits `[B, V]` of the next."""
+"""One more token per row: tokens `[B]` and the cache, which is advanced → logits `[B, V]` of the next."""
 
 
 def model_step(model: Any) -> Step:
-    """The step by the model's forward pass."""
-
-    @torch.no_grad()
-    def step(tokens: Tensor, cache: PrismCache) -> Tensor:
-        logits: Tensor = model(tokens.to(model.device), past_key_values=cache, use_cache=True).logits[:, -1]
-        return logits
-
-    return step
+    """The step by the model, recorded or captured if the cache can."""
+    return lambda tokens, cache: step(model, tokens.to(model.device), cache)
 
 
 class Rows:
@@ -77,7 +72,7 @@ class Rows:
             groups = [cache.states for cache in (self._cache, *self._joining) if cache.states]
             self._cache.states = [concatenate(list(layer)) for layer in zip(*groups, strict=True)]
             self._joining = []
-        return self.step_function(torch.tensor(tokens)[:, None], self._cache).float().cpu()
+        return self.step_function(torch.tensor(tokens), self._cache).float().cpu()
 
 
 class FixedRows:
@@ -101,7 +96,7 @@ class FixedRows:
     def __len__(self) -> int:
         return len(self.texts)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def join(self, text: Any, cache: PrismCache) -> None:
         if None not in self._slots:
             self._resize(len(self._slots) + 1, cache)
@@ -121,7 +116,7 @@ class FixedRows:
         self._cache.states = [state.index_select(index) for state in old]
         self._slots = [self._slots[slot] for slot in used] + [None] * (size - len(used))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def leave(self, texts: Sequence[Any]) -> None:
         gone = set(map(id, texts))
         self._slots = [None if id(text) in gone else text for text in self._slots]
@@ -131,21 +126,21 @@ class FixedRows:
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         used = [slot for slot, text in enumerate(self._slots) if text is not None]
-        batch = torch.zeros(len(self._slots), 1, dtype=torch.long)
-        batch[used, 0] = torch.tensor(tokens)
+        batch = torch.zeros(len(self._slots), dtype=torch.long)
+        batch[used] = torch.tensor(tokens)
         return self.step_function(batch, self._cache).float().cpu()[used]
 
 
-def rows_for(model: Any, capacity: int, step: Step | None = None) -> Rows | FixedRows:
+def rows_for(model: Any, capacity: int, by: Step | None = None) -> Rows | FixedRows:
     """Rows for up to this many texts, of the kind that fits the model.
 
     On a GPU there is one number of rows, because a step costs about the same for any, and a captured graph much memory.
     """
-    step = model_step(model) if step is None else step
+    by = model_step(model) if by is None else by
     if not model.config.constant_state:
-        return Rows(step, [not rules.get(layer.rule).constant_state for layer in model.config.layer_plan])
+        return Rows(by, [not rules.get(layer.rule).constant_state for layer in model.config.layer_plan])
     sizes = [capacity] if model.device.type == "cuda" else [*(n for n in (4, 8, 16, 32) if n < capacity), capacity]
-    return FixedRows(model, sizes, step)
+    return FixedRows(model, sizes, by)
 
 
 def _trimmed(state: State) -> State:

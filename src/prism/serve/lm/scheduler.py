@@ -39,6 +39,9 @@ LEAST = 2.0**-18
 """Smallest difference allowed for, relative to the spread of the logits."""
 
 
+Send = Callable[[Piece | Exception | None], None]
+
+
 class Full(Exception):
     """Too many requests wait."""
 
@@ -50,14 +53,12 @@ class Job:
         text: what to read; its last tokens are not read yet.
         orders: one for each text to write; none only reads.
         send: called in the scheduler's thread with every `Piece`, then once with `None`, or with the error that ended the job.
-        store: whether the text is kept after the first writer's last token.
+        store: whether `text` is to be the text after the first writer's last token in the end.
+        first: number of the first text to write, if a request has several jobs.
     """
 
-    def __init__(
-        self, text: Text, orders: Sequence[Order], send: Callable[[Piece | Exception | None], None], store: bool = False
-    ) -> None:
-        self.text, self.orders, self.store = text, orders, store
-        self.send = send
+    def __init__(self, text: Text, orders: Sequence[Order], send: Send, store: bool = False, first: int = 0) -> None:
+        self.text, self.orders, self.send, self.store, self.first = text, orders, send, store, first
         self.writers: list[Writer] = []
         self.reading: Reading | None = None
         self.cancelled = False
@@ -173,7 +174,7 @@ class Scheduler:
                 if len(self._jobs) + len(job.orders) > self.settings.rows:
                     return
                 self._waiting.popleft()
-                job.writers = [Writer(self.lm, order, i, job.send) for i, order in enumerate(job.orders)]
+                job.writers = [Writer(self.lm, order, i, job.send) for i, order in enumerate(job.orders, job.first)]
                 self._jobs |= dict.fromkeys(job.writers, job)
                 self._reading.append(job)
 
@@ -296,7 +297,7 @@ class Scheduler:
         if self._alone is not None:
             writer = self._alone
             assert writer.row.place is not None
-            self._choose(writer, self.solo.read(writer.row.place, [writer.last]))
+            self._choose(writer, self.solo.read_next(writer.row.place, writer.last))
             if writer.finish is not None:
                 self._written(writer)
             return
@@ -337,7 +338,7 @@ class Scheduler:
         assert row.place is not None and row.logits is not None
         now, row.since = row.since[:CATCH_UP], row.since[CATCH_UP:]
         for token in now:
-            logits = self.solo.read(row.place, [token])
+            logits = self.solo.read_next(row.place, token)
         if row.since:
             self._behind.rotate(-1)
             return
@@ -369,5 +370,5 @@ def rounding(solo: Solo, rows: Rows | FixedRows, texts: int = 3, tokens: int = 8
     for _ in range(tokens):
         given = torch.randint(size, (texts,), generator=random).tolist()
         together = rows.step(given)[0, :size]
-        largest = max(largest, difference(together, solo.read(places[0], given[:1])[:size].float().cpu()))
+        largest = max(largest, difference(together, solo.read_next(places[0], given[0])[:size].float().cpu()))
     return largest

@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,11 +51,6 @@ class Text:
     def __len__(self) -> int:
         return self.start + len(self.tail)
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory and of the tokens after it."""
-        return (0 if self.cache is None else self.cache.nbytes) + 8 * len(self.tail)
-
     def followed_by(self, tokens: Sequence[int]) -> Text:
         """The text with more tokens, which are not read yet."""
         return replace(self, tail=(*self.tail, *tokens))
@@ -74,7 +70,18 @@ class Solo:
         self._open: Place | None = None
 
     def read(self, place: Place, tokens: Sequence[int]) -> Tensor:
-        """Read tokens at a place, in segments; returns the logits `[V]` of the next token. The place is then after them."""
+        """Read tokens of a prompt, in segments; returns the logits `[V]` of the next token. The place is then after them."""
+        with self._at(place) as reader:
+            return reader.read_all(torch.tensor(tokens))
+
+    def read_next(self, place: Place, token: int) -> Tensor:
+        """Read a token that was written; returns the logits `[V]` of the next one."""
+        with self._at(place) as reader:
+            return reader.read_next(token)
+
+    @contextmanager
+    def _at(self, place: Place) -> Iterator[Reader]:
+        """The reader at this place."""
         if self._open is not place:
             self.close()
             self._reader.cache.reset()
@@ -84,7 +91,7 @@ class Solo:
             self._open = place
         self._reader.documents = place.documents
         try:
-            return self._reader.read_all(torch.tensor(tokens))
+            yield self._reader
         except BaseException:  # the place is lost, not half read
             self._open = None
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from prism.language.tokenizer import TextStream
 from prism.models import PrismCache
 from prism.serve.lm.stops import StopStrings
 from prism.serve.lm.text import Place
+
+Finish = Literal["stop", "length"]
+"""Why a text has ended: its end token or a stop string, or the most tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,13 @@ class Piece:
 
     Args:
         choice: which of the request's texts.
-        finish: why the text ends with this piece: "stop" or "length"; None while it continues.
+        finish: why the text ends with this piece; None while it continues.
     """
 
     choice: int
     text: str
     tokens: tuple[TokenProbability, ...] = ()
-    finish: str | None = None
+    finish: Finish | None = None
 
 
 @dataclass
@@ -86,7 +90,7 @@ class Writer:
         self.random = torch.Generator().manual_seed(order.seed)
         self.tokens: list[int] = []
         self.row = Row()
-        self.finish: str | None = None
+        self.finish: Finish | None = None
         self._text, self._stops = TextStream(lm.tokenizer), StopStrings(order.stop)
         self._unsent: list[TokenProbability] = []
 
@@ -121,7 +125,7 @@ class Writer:
         if self.order.max_tokens == 0:
             self._end("length")
 
-    def _end(self, why: str, text: str = "") -> None:
+    def _end(self, why: Finish, text: str = "") -> None:
         self.finish = why
         if not self._stops.found:
             text += self._stops.push(self._text.flush())

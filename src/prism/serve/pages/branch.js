@@ -63,7 +63,7 @@ export class Branch {
     this.write();
   }
 
-  /** Another branch that has read and written the same, with a state of its own. */
+  /** Another branch that has read and written the same, and stands at `state`. */
   copyTo(other, state) {
     other.turns = this.turns.map((turn) => ({ ...turn }));
     other.pending = [...this.pending];
@@ -82,10 +82,10 @@ export class Branch {
     this.abort?.abort();
   }
 
-  /** Send a text, and write down what comes back. Without a text the model goes ahead from where it is. */
+  /** Send a text, and write down what comes back. Without a text the model writes more. */
   async send(text) {
-    if (this.abort || (text === "" && this.empty)) return;
     const { chat } = this.page.model();
+    if (this.abort || (text === "" && (this.empty || chat))) return;
     this.abort = new AbortController();
     if (text !== "") this.add("you", text);
     const answer = this.add("model", "");
@@ -192,7 +192,7 @@ export class Branch {
 
   show() {
     const writing = this.abort !== null;
-    const { chat, state_bytes: size } = this.page.model();
+    const { chat, state_bytes: size, constant_state: constant = true } = this.page.model();
     this.paper.classList.toggle("writing", writing);
     const focused = document.activeElement === (writing ? this.sendButton : this.stopButton);
     this.sendButton.hidden = writing;
@@ -201,6 +201,6 @@ export class Branch {
     this.forkButton.disabled = writing || this.empty;
     this.sendButton.textContent = this.box.value === "" && !this.empty && !chat ? "Continue" : "Send";
     this.box.placeholder = this.empty ? (chat ? "Write a message" : "Write the beginning of a text") : "Write more";
-    this.size.textContent = this.tokens > 0 ? `${plural(this.tokens, "token")} in ${bytes(size)}` : "";
+    this.size.textContent = this.tokens > 0 ? `${plural(this.tokens, "token")}${constant ? ` in ${bytes(size)}` : ""}` : "";
   }
 }

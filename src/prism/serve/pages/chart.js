@@ -38,7 +38,7 @@ export class Chart {
     this.x = [];
     this.values = series.map(() => []);
     this.pointer = null;
-    this.picture = svg("svg", { role: "img", class: "chart" });
+    this.picture = svg("svg", { role: "img", class: "chart", "aria-label": label });
     this.tip = el("p", { class: "tip", hidden: true, "aria-hidden": "true" });
     host.replaceChildren(
       el(

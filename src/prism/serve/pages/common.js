@@ -25,7 +25,7 @@ export const $ = (id) => document.getElementById(id);
 // Numbers
 
 const whole = new Intl.NumberFormat("en");
-const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 /** 1,234 or 1.2M. */
 export const count = (value) => (Math.abs(value) < 100000 ? whole : short).format(value);

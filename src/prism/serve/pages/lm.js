@@ -24,7 +24,7 @@ const page = {
   },
   changed(branch) {
     branch.show();
-    if (branch === active) showMemory(branch.tokens, model);
+    if (branch === active) showActive();
   },
   async stored(branch) {
     if (branch.state !== null && branch.pending.length === 0) {
@@ -90,7 +90,12 @@ function activate(branch) {
   active = branch;
   branches.forEach((one) => one.node.classList.toggle("active", one === branch));
   showSwitch();
-  showMemory(branch.tokens, model);
+  showActive();
+}
+
+function showActive() {
+  const stored = states.data.find((state) => state.id === active.state);
+  showMemory(active.tokens, model, stored?.bytes);
 }
 
 /** On a phone one branch is shown at a time. */
@@ -101,7 +106,12 @@ function showSwitch() {
       el("button", { class: "small", type: "button", "aria-pressed": String(branch === active), onclick: () => activate(branch) }, `Branch ${branch.letter}`),
     ),
   );
-  branches.forEach((branch) => (branch.closeButton.hidden = branches.length < 2 && branch.empty));
+  const alone = branches.length < 2;
+  for (const branch of branches) {
+    branch.closeButton.hidden = alone && branch.empty;
+    branch.closeButton.textContent = alone ? "New" : "Close";
+    branch.closeButton.setAttribute("aria-label", alone ? "Start over" : `Close branch ${branch.letter}`);
+  }
 }
 
 // States
@@ -169,7 +179,7 @@ async function showServer(chart) {
     await refresh();
   }
   branches.forEach((branch) => branch.show());
-  showMemory(active.tokens, model);
+  showActive();
 }
 
 // Start
@@ -177,7 +187,7 @@ async function showServer(chart) {
 themeButton();
 activate(open());
 $("tidy").addEventListener("click", () => attempt(tidy));
-new ResizeObserver(() => showMemory(active.tokens, model)).observe($("memory"));
+new ResizeObserver(() => showActive()).observe($("memory"));
 const chart = new Chart($("tokens"), {
   label: "Tokens per second",
   series: [{ name: "tokens a second", color: "blue", fill: true }],

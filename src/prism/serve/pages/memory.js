@@ -9,7 +9,8 @@ const PAD = { left: 58, right: 14, top: 12, bottom: 24 };
 const size = (name, value, color) => el("div", { class: color }, el("dt", {}, name), el("dd", {}, value));
 
 /** One sentence that compares both. */
-export function verdict(tokens, state, perToken) {
+export function verdict(tokens, state, perToken, constant = true) {
+  if (!constant) return "Some layers of this model keep every token, as a KV cache does: its state grows too.";
   const even = Math.ceil(state / perToken);
   if (tokens === 0) return `The state never grows. From ${plural(even, "token")} on, a KV cache takes more.`;
   const ratio = (tokens * perToken) / state;
@@ -17,21 +18,27 @@ export function verdict(tokens, state, perToken) {
   return `A KV cache takes ${ratio >= 10 ? count(Math.round(ratio)) : ratio.toFixed(1)} times as much here, and grows. The state stays.`;
 }
 
-/** Show how much memory a text of so many tokens takes, of a model with these facts. */
-export function showMemory(tokens, { state_bytes: state, kv_bytes_per_token: perToken }) {
+/** Show how much memory a text of so many tokens takes, of a model with these facts; `stored`: bytes of its last state. */
+export function showMemory(tokens, { state_bytes: state, kv_bytes_per_token: perToken, constant_state: constant = true }, stored = null) {
   $("sizes").replaceChildren(
-    size("this state, any length", bytes(state), "blue"),
-    size("KV cache, same length", bytes(tokens * perToken), "orange"),
+    constant ? size("state, any length", bytes(state), "blue") : size("state, so far", bytes(stored ?? state), "blue"),
+    size("KV cache, so far", bytes(tokens * perToken), "orange"),
   );
-  $("verdict").textContent = verdict(tokens, state, perToken);
-  draw($("memory"), tokens, state, perToken);
+  $("verdict").textContent = verdict(tokens, state, perToken, constant);
+  draw($("memory"), tokens, state, perToken, constant);
 }
 
-function draw(host, tokens, state, perToken) {
+/** The smallest round number of bytes, KB, MB … that is not below a value. */
+function roundBytes(value) {
+  const unit = 1024 ** Math.floor(Math.log(value) / Math.log(1024));
+  return nice(value / unit) * unit;
+}
+
+function draw(host, tokens, state, perToken, constant) {
   const width = host.clientWidth;
   if (width < 80) return;
   const end = nice(Math.max(128, tokens * 1.2, (state / perToken) * 1.6));
-  const top = Math.max(end * perToken, state * 1.5);
+  const top = roundBytes(Math.max(end * perToken, state * 1.5));
   const toX = (x) => PAD.left + (x / end) * (width - PAD.left - PAD.right);
   const toY = (y) => HEIGHT - PAD.bottom - (y / top) * (HEIGHT - PAD.top - PAD.bottom);
   const [left, right, low] = [toX(0), toX(end), toY(0)];
@@ -46,14 +53,18 @@ function draw(host, tokens, state, perToken) {
   }
   parts.push(
     line("curve orange ahead", now, cache, right, toY(end * perToken)),
-    line("curve blue ahead", now, flat, right, flat),
     svg("path", { class: "area orange", d: `M${left} ${low}L${now} ${cache}L${now} ${low}Z` }),
-    svg("path", { class: "area blue", d: `M${left} ${low}V${flat}H${now}V${low}Z` }),
     line("curve orange", left, low, now, cache),
-    line("curve blue", left, flat, now, flat),
     svg("circle", { class: "dot orange", cx: now, cy: cache, r: 4 }),
-    svg("circle", { class: "dot blue", cx: now, cy: flat, r: 4 }),
   );
+  if (constant) {
+    parts.push(
+      line("curve blue ahead", now, flat, right, flat),
+      svg("path", { class: "area blue", d: `M${left} ${low}V${flat}H${now}V${low}Z` }),
+      line("curve blue", left, flat, now, flat),
+      svg("circle", { class: "dot blue", cx: now, cy: flat, r: 4 }),
+    );
+  }
   let picture = host.firstElementChild;
   if (!picture) {
     picture = svg("svg", { class: "chart", role: "img" });
@@ -61,6 +72,6 @@ function draw(host, tokens, state, perToken) {
   }
   picture.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
   picture.setAttribute("height", HEIGHT);
-  picture.setAttribute("aria-label", `Memory by tokens. ${verdict(tokens, state, perToken)}`);
+  picture.setAttribute("aria-label", `Memory by tokens. ${verdict(tokens, state, perToken, constant)}`);
   picture.replaceChildren(...parts);
 }

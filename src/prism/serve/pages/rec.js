@@ -173,7 +173,8 @@ function movement(item, place) {
 }
 
 /** The events that an item is close to; the second only if it is nearly as close as the first. */
-function nearest(because) {
+function nearest(entry) {
+  const because = (entry.Because ?? []).filter((event) => event.ItemId !== entry.ItemId);
   const enough = Math.max(0, (because[0]?.Similarity ?? 0) * NEARLY);
   return because.slice(0, WHY).filter((event) => event.Similarity > enough).map((event) => event.ItemId);
 }
@@ -201,7 +202,7 @@ function showRecommendation(entry, i, best) {
   const share = Number.isFinite(entry.Score) ? Math.exp(Math.min(0, entry.Score - best)) : 0;
   const fillBar = el("i");
   fillBar.style.width = `${Math.max(2, 100 * share)}%`;
-  const near = nearest(entry.Because ?? []);
+  const near = nearest(entry);
   const button = el(
     "button",
     {

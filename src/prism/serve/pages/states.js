@@ -1,6 +1,6 @@
 // The list of states that the server keeps, as a tree: which text came from which.
 
-import { $, bytes, count, el, plural } from "./common.js";
+import { $, bytes, el, plural } from "./common.js";
 
 const DEEPEST = 3;
 
@@ -13,14 +13,16 @@ export function asTree(states) {
     children.set(parent, [...(children.get(parent) ?? []), state]);
   }
   const rows = [];
+  const grown = (state) => (child) => child.tokens > state.tokens;
   const lines = [...(children.get(null) ?? [])].reverse().map((state) => [state, 0]);
   while (lines.length > 0) {
     const [state, depth] = lines.pop();
     rows.push({ ...state, depth });
-    // The first child continues the line of its parent. Others branch off, and stand before it.
-    const [first, ...others] = children.get(state.id) ?? [];
+    // The first child that has read more continues the line. Forks and others branch off, and stand before it.
+    const next = children.get(state.id) ?? [];
+    const first = next.find(grown(state)) ?? next[0];
     if (first) lines.push([first, depth]);
-    for (const other of others.reverse()) lines.push([other, depth + 1]);
+    for (const other of next.filter((child) => child !== first).reverse()) lines.push([other, depth + 1]);
   }
   return rows;
 }
@@ -31,7 +33,7 @@ export function asTree(states) {
  */
 export function showStates(answer, labels, open, act) {
   const rows = asTree(answer.data);
-  $("total").textContent = rows.length ? `${count(rows.length)}, ${bytes(answer.bytes)} in all` : "";
+  $("total").textContent = rows.length ? `${plural(rows.length, "state")} · ${bytes(answer.bytes)}` : "";
   $("tidy").hidden = rows.every((state) => open.has(state.id));
   const list = $("states");
   const place = [...list.children].findIndex((row) => row.contains(document.activeElement));

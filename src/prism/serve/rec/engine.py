@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from prism.recommend.results import best_items, item_scores
+from prism.recommend.filters import Excluded
+from prism.recommend.top_items import best_items, item_scores
 from prism.serve.rec.memory import Present, UserMemory
 
 log = logging.getLogger("prism.serve")
@@ -179,14 +180,14 @@ class Engine:
         return [answers[place] for place in range(len(questions))]
 
     def _recommend(self, questions: Sequence[Question], present: Present, n: int) -> list[Answer]:
-        recommender, hidden_items = self.memory.recommender, list(self.excluded())
+        hidden_items = list(self.excluded())
         excluded = [
             np.concatenate([seen if one.exclude_seen else seen[:0], np.array([*one.exclude, *hidden_items], np.int64)])
             for one, seen in zip(questions, present.seen, strict=True)
         ]
-        best = best_items(recommender.model, recommender.catalogue, present.hidden, present.events, excluded, n)
+        best = best_items(self.memory.recommender.model, present.hidden, present.events, Excluded.rows(excluded), n)
         answers = []
-        for one, seen, rows, scores in zip(questions, present.seen, best.rows, best.scores, strict=True):
+        for one, seen, rows, scores in zip(questions, present.seen, *best, strict=True):
             found = rows > 0
             answer = Answer(rows[found].tolist(), scores[found].tolist())
             if one.explain:

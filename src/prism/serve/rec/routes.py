@@ -118,12 +118,21 @@ def recommend_routes(service: RecService) -> APIRouter:
 
     @router.post("/api/session/recommend", response_model=list[Score])
     async def session_recommend(
-        events: Session, n: Count = 10, offset: Offset = 0, exclude_seen: ExcludeSeen = True
+        events: Session,
+        n: Count = 10,
+        offset: Offset = 0,
+        exclude_seen: ExcludeSeen = True,
+        detail: WithReasons = False,
     ) -> JSONResponse:
         """The best next items after an anonymous history. Nothing of it is stored."""
-        asked = Question(history=_history(events), n=n + offset, exclude_seen=exclude_seen)
-        ids, scores = items(await service.engine.ask(asked), offset)
-        return JSONResponse([{"Id": item, "Score": score} for item, score in zip(ids, scores, strict=True)])
+        asked = Question(history=_history(events), n=n + offset, exclude_seen=exclude_seen, explain=detail)
+        answer = await service.engine.ask(asked)
+        ids, scores = items(answer, offset)
+        found: list[dict[str, Any]] = [{"Id": item, "Score": score} for item, score in zip(ids, scores, strict=True)]
+        if detail:
+            for one, more in zip(found, _details(ids, scores, answer.reasons[offset:], names), strict=True):
+                one["Because"] = more["Because"]
+        return JSONResponse(found)
 
     @router.post("/rank", response_model=RankResponse)
     async def rank(request: RankRequest) -> JSONResponse:

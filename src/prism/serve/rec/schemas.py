@@ -88,6 +88,7 @@ class Score(BaseModel):
 
     Id: str
     Score: float
+    Because: list[Reason] | None = Field(None, description="With `detail`: the nearest items of the history.")
 
 
 class Candidate(BaseModel):

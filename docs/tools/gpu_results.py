@@ -1,0 +1,112 @@
+"""Tables of GPU benchmarks, from the results of single runs in experiments/results.
+
+`gpu_memories.json` is the output of `benchmarks/gpu.py`, `gpu_models*.json` that of `benchmarks/throughput.py` and
+`gpu_dropin.json` that of `benchmarks/dropin_gpu.py`, each with its command and
+machine. All times of a file are from one process.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from wording import table
+
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+PEER = "fla Gated DeltaNet"
+CHANNEL_RULES = ("KDA", "Gated DeltaNet-2", "GLA", "RWKV-7")
+MODELS = {
+    "prism-2": "**PRISM, rank 2**",
+    "transformer": "Transformer",
+    "gated_delta-fla": "Gated DeltaNet, our model on fla's kernel",
+}
+
+
+def read(name: str) -> Any:
+    """The results in a file."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"]
+
+
+def ratio(ours: float, theirs: float) -> str:
+    return f"{ours / theirs:.2f}×"
+
+
+def _memories(pairs: list[tuple[str, str, str]]) -> str:
+    """Milliseconds of forward / both passes, and their ratios to a peer: rows of (label, what was timed, its peer)."""
+    times = {(tuple(row["shape"]), row["what"]): row for row in read("gpu_memories")["speed"]}
+    shapes = list(dict.fromkeys(shape for shape, _ in times))
+
+    def cell(shape: tuple[int, ...], what: str, peer: str) -> str:
+        row, other = times[shape, what], times[shape, peer]
+        milliseconds = f"{row['forward']:.2f} / {row['both']:.2f}"
+        if what == peer:
+            return milliseconds
+        return f"{milliseconds}, {ratio(row['forward'], other['forward'])} / {ratio(row['both'], other['both'])}"
+
+    header = ["memory", *["(" + ", ".join(map(str, shape)) + ")" for shape in shapes]]
+    return table(header, [[label, *[cell(shape, what, peer) for shape in shapes]] for label, what, peer in pairs])
+
+
+def ranks() -> str:
+    ours = [(f"ours, rank {L}", f"PRISM L={L}", PEER) for L in (1, 2, 4)]
+    return _memories([*ours, ("peer, rank 1", PEER, PEER)])
+
+
+def channels() -> str:
+    return _memories(
+        [
+            pair
+            for rule in CHANNEL_RULES
+            for pair in ((rule, rule, f"fla {rule}"), (f"fla, {rule}", *[f"fla {rule}"] * 2))
+        ]
+    )
+
+
+def channel_span() -> tuple[float, float]:
+    """The smallest and the largest ratio of both passes to the peer's, over rules with a decay per channel and shapes."""
+    times = {(tuple(row["shape"]), row["what"]): row["both"] for row in read("gpu_memories")["speed"]}
+    shares = [both / times[shape, f"fla {what}"] for (shape, what), both in times.items() if what in CHANNEL_RULES]
+    return min(shares), max(shares)
+
+
+def models() -> str:
+    rows = {row["model"]: row for row in read("gpu_models")["training"]}
+    first = rows["prism-2"]["tokens_per_second"]
+    cells = [
+        [label, f"{speed / 1e3:.0f}", f"{first / speed:.2f}", f"{rows[name]['peak_bytes'] / 2**30:.0f} GiB"]
+        for name, label in MODELS.items()
+        if (speed := rows[name]["tokens_per_second"])
+    ]
+    return table(["model", "thousand tokens/s at 2K", "rank 2 makes", "peak memory"], cells)
+
+
+def long_context() -> str:
+    """How much of its speed rank 2 keeps from 2K to 128K tokens."""
+    short, long = (row["tokens_per_second"] for row in read("gpu_models_128k")["training"])
+    speeds = f"{short / 1e3:.0f} thousand tokens/s at 2K and {long / 1e3:.0f} at 128K"
+    return f"In one run, rank 2 makes {speeds}: {long / short:.3f}."
+
+
+def dropin() -> str:
+    """Layers of transformers with and without `prism.accelerate`."""
+    rows = {(row["heads"], row["batch"], row["tokens"], row["pass"]): row for row in read("gpu_dropin")}
+    cells = []
+    for heads, batch, tokens in dict.fromkeys(key[:3] for key in rows):
+        forward, both = (rows[heads, batch, tokens, name] for name in ("forward", "forward and backward"))
+        times = [f"{each['prism']:.2f} / {each['transformers']:.2f}" for each in (forward, both)]
+        shares = [f"{each['ratio']:.2f}" for each in (forward, both)]
+        cells.append([heads, f"{batch} × {tokens:,}", times[0], shares[0], times[1], shares[1]])
+    header = ["heads (keys/values)", "tokens", "forward ms, ours / theirs", "ratio", "both passes", "ratio"]
+    return table(header, cells)
+
+
+def blocks() -> dict[str, Any]:
+    """What writes each block."""
+    return {
+        "gpu-ranks": ranks,
+        "gpu-channels": channels,
+        "gpu-models": models,
+        "gpu-long-context": long_context,
+        "gpu-dropin": dropin,
+    }

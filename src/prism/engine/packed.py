@@ -1,0 +1,48 @@
+"""Read where packed documents start from their offsets, as flash-linear-attention and varlen attention take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prism.engine.checks import describe, values_may_be_read
+
+
+def packed_starts(cu_seqlens: Any, reset: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """`reset`, or from offsets `[n + 1]` of n documents in one row `[1, T]`: bool `[1, T]`, True where one starts.
+
+    The first document continues a state that comes in, so that its start is not among them. Offsets are 0 first and T last
+    and do not decrease; equal ones are an empty document.
+
+    >>> packed_starts(torch.tensor([0, 2, 5]), None, (1, 5))
+    tensor([[False, False,  True, False, False]])
+    """
+    if cu_seqlens is None:
+        return reset
+    if reset is not None:
+        raise ValueError("reset and cu_seqlens both say where documents start: give one of them")
+    batch, tokens = shape[0], shape[1]
+    integers = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in (torch.int32, torch.int64)
+    if not integers or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens must be an integer tensor of n + 1 offsets, got {describe(cu_seqlens)}")
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens packs documents into one row [1, T], got {batch} rows: flatten them, or use reset"
+        )
+    if values_may_be_read(cu_seqlens):
+        _check_values(cu_seqlens, tokens)
+    starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)  # an empty document may start at T
+    starts[cu_seqlens[1:-1].long()] = True
+    starts = starts[:tokens] & (torch.arange(tokens, device=starts.device) > 0)  # the first document may be empty
+    return starts.unsqueeze(0)
+
+
+def _check_values(offsets: Tensor, tokens: int) -> None:
+    found = offsets.tolist()
+    if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in pairwise(found)):
+        shown = str(found if len(found) <= 8 else [*found[:4], "…", *found[-3:]]).replace("'", "")
+        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {tokens}, got {shown}")
