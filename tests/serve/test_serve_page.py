@@ -20,12 +20,12 @@ BLOCK = re.compile(r"^```sh\n(.*?)^```$(?:\n\n```json\n(.*?)^```$)?", re.DOTALL 
 
 def commands() -> list[tuple[str, str]]:
     """(curl command, the answer that the page shows or "")."""
-    found = []
-    for block, shown in BLOCK.findall(PAGE):
-        for command in re.split(r"^(?=curl )", block, flags=re.MULTILINE):
-            if command.startswith("curl "):
-                found.append((command.strip(), shown.strip()))
-    return found
+    return [
+        (command.strip(), shown.strip())
+        for block, shown in BLOCK.findall(PAGE)
+        for command in re.split(r"^(?=curl )", block, flags=re.MULTILINE)
+        if command.startswith("curl ")
+    ]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
