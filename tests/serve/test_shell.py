@@ -40,7 +40,7 @@ def client() -> Iterator[httpx.Client]:
             raise ApiError(409, "it is taken", "how", "taken")
         raise RuntimeError("a secret detail")
 
-    with in_thread(app, SETTINGS) as url, httpx.Client(base_url=url, headers={"X-API-Key": KEY}) as opened:
+    with in_thread(app, SETTINGS) as url, httpx.Client(base_url=url, headers={"X-API-Key": KEY}, timeout=60) as opened:
         yield opened
 
 
@@ -52,7 +52,7 @@ def reason(answer: httpx.Response, status: int) -> str:
 
 
 def test_a_key_is_asked_for(client: httpx.Client) -> None:
-    bare = httpx.Client(base_url=client.base_url)
+    bare = httpx.Client(base_url=client.base_url, timeout=60)
     assert "needs an API key" in reason(bare.get("/metrics"), 401)
     for headers in ({"X-API-Key": KEY + "x"}, {"Authorization": f"Bearer {KEY}x"}, {"X-API-Key": "ü".encode()}):
         assert "wrong" in reason(bare.post("/api/count", json=[1], headers=headers), 401)

@@ -60,20 +60,16 @@ def feedback_routes(service: RecService) -> APIRouter:
     router = APIRouter(tags=["events"])
 
     async def store(events: Sequence[Feedback], key: str | None, overwrite: bool) -> RowAffected:
-        rows = [
-            Event(one.FeedbackType, one.UserId, one.ItemId, microseconds(one.Timestamp), one.Value) for one in events
-        ]
+        rows = sorted_events(events)
         digest = "" if key is None else hashlib.sha256(repr(rows).encode()).hexdigest()
-        rows.sort(key=lambda row: math.inf if row.time is None else row.time)  # stable: equal times stay in order
         if not rows:
             return RowAffected(RowAffected=0)
         try:
-            count = await service.writer.append(Submission(rows, key, digest, overwrite))
+            count = await service.append(Submission(rows, key, digest, overwrite))
         except KeyReused as error:
             raise ApiError(
                 409, "this Idempotency-Key was used with other events: make a new key", "Idempotency-Key", "key_reused"
             ) from error
-        service.metrics.add(count)
         return RowAffected(RowAffected=count)
 
     @router.post("/api/feedback")
@@ -235,6 +231,14 @@ def data_routes(service: RecService) -> APIRouter:
         )
 
     return router
+
+
+def sorted_events(events: Sequence[Feedback]) -> list[Event]:
+    """The events of a request in the order of their times; equal times stay in the order given."""
+    rows = [Event(one.FeedbackType, one.UserId, one.ItemId, microseconds(one.Timestamp), one.Value) for one in events]
+    if len(rows) > 1:
+        rows.sort(key=lambda row: math.inf if row.time is None else row.time)
+    return rows
 
 
 def _describe(service: RecService, items: Sequence[ItemDescription]) -> ItemsStored:

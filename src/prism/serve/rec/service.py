@@ -20,7 +20,7 @@ from prism.serve.rec.memory import UserMemory
 from prism.serve.rec.rebuild import FACT, Rebuild
 from prism.serve.rec.settings import RecSettings
 from prism.serve.rec.shelf import RedisCache, Shelf
-from prism.serve.rec.store import Store, StoreError
+from prism.serve.rec.store import Store, StoreError, Submission
 from prism.serve.rec.writer import Writer
 
 HIDDEN_SECONDS = 5.0
@@ -88,6 +88,12 @@ class RecService:
         for part in (self.writer, self.engine, self.shelf):
             part.stop()
         self.store.close()
+
+    async def append(self, submission: Submission) -> int:
+        """Store the events of a request; returns the number of rows when they are durable."""
+        count = await self.writer.append(submission)
+        self.metrics.add(count)
+        return count
 
     def knows(self, item: str) -> bool:
         """Whether the model knows an item; counts it if not."""
