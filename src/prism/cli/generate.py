@@ -152,7 +152,7 @@ def _continue_prompts(lm: LanguageModel, prompts: list[Prompt], how: tuple[Any, 
             return stop.name is not None
 
         left = [prompt for prompt in prompts if prompt.index not in known]
-        for continuation in continue_all(lm, left, *how, stepped=stepped):
+        for continuation in continue_all(lm, left, *how, stepped):
             done += 1
             progress.update(bar, completed=done)
             if journal is not None:

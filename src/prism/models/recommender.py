@@ -188,9 +188,13 @@ class PrismForRecommendation(PrismPreTrainedModel):
         for column, embedding in enumerate(self.feature_embeddings):
             vectors = vectors + embedding(of(self.feature_codes[:, column]))
         for place, embedding in enumerate(self.list_embeddings):
-            vectors = vectors + _mean_embedding(embedding.weight, of(self.get_buffer(f"list_codes_{place}")))
+            vectors = vectors + _mean_embedding(
+                embedding.get_parameter("weight"), of(self.get_buffer(f"list_codes_{place}"))
+            )
         for place, linear in enumerate(self.vector_maps):
-            vectors = vectors + linear(of(self.get_buffer(f"given_vectors_{place}")).to(linear.weight.dtype))
+            vectors = vectors + linear(
+                of(self.get_buffer(f"given_vectors_{place}")).to(linear.get_parameter("weight").dtype)
+            )
         return vectors
 
     def _profile(self, profiles: Tensor | None, items: Tensor) -> Tensor:
@@ -201,7 +205,10 @@ class PrismForRecommendation(PrismPreTrainedModel):
         if tuple(profiles.shape) != (len(items), sum(widths)):
             raise ValueError(f"profiles must be [B, {sum(widths)}] codes of users, got {list(profiles.shape)}")
         parts = zip(self.user_embeddings, profiles.split(widths, 1), strict=True)
-        return sum((_mean_embedding(embedding.weight, codes) for embedding, codes in parts), start=torch.zeros(()))
+        return sum(
+            (_mean_embedding(embedding.get_parameter("weight"), codes) for embedding, codes in parts),
+            start=torch.zeros(()),
+        )
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Scores of all items as the next one: hidden `[…, D]` → `[…, N + 1]`; item 0 is -inf.

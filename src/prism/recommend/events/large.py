@@ -313,7 +313,9 @@ class _Firsts:
                 self.known[name] = np.union1d(self.known[name], parts[-1]["row"].to_numpy())
 
     def encoded(self, total: int, separator: str | None, of: str) -> Any:
-        columns, vectors, notes = {}, {}, []
+        columns: dict[str, Any] = {}
+        vectors: dict[str, Any] = {}
+        notes: list[str] = []
         for name, parts in self.parts.items():
             whole = (
                 pl.concat(parts)
