@@ -100,8 +100,8 @@ def generate(
         settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         settings |= {"state_dtype": state_dtype, "adapter": None if adapter is None else str(adapter)}
         journal = None if output is None else Journal(output, settings)
-        how = (max_new_tokens, sampling, seed or 0, batch, dtype or torch.float32)
-        return _continue_prompts(lm, given, how, journal)
+        how = {"limit": max_new_tokens, "sampling": sampling, "seed": seed or 0, "batch": batch}
+        return _continue_prompts(lm, given, {**how, "state_dtype": dtype or torch.float32}, journal)
     fresh = (seed or 0, dtype or torch.float32)
     session = Session(lm, *fresh) if state is None else Session.load(state, lm, seed, dtype)
     session.read(text)
@@ -134,7 +134,7 @@ def _refuse_with_prompts(**others: object) -> None:
         raise ValueError(f"--prompts and {flag} were both given: {flag} is for a single text")
 
 
-def _continue_prompts(lm: LanguageModel, prompts: list[Prompt], how: tuple[Any, ...], journal: Journal | None) -> int:
+def _continue_prompts(lm: LanguageModel, prompts: list[Prompt], how: dict[str, Any], journal: Journal | None) -> int:
     """Continue prompts, with a progress bar; returns the exit code."""
     known = set() if journal is None else set(journal.rows)
     if known:
@@ -152,7 +152,7 @@ def _continue_prompts(lm: LanguageModel, prompts: list[Prompt], how: tuple[Any, 
             return stop.name is not None
 
         left = [prompt for prompt in prompts if prompt.index not in known]
-        for continuation in continue_all(lm, left, *how, stepped):
+        for continuation in continue_all(lm, left, **how, stepped=stepped):
             done += 1
             progress.update(bar, completed=done)
             if journal is not None:

@@ -32,7 +32,7 @@ def grow_model(model: PrismForRecommendation, **sizes: Any) -> PrismForRecommend
     stored.pop("vocab_size", None)
     config = PrismRecConfig(**stored)
     grown = PrismForRecommendation(config)
-    grown = grown.to(device=model.item_counts.device, dtype=model.dtype)
+    torch.nn.Module.to(grown, device=model.item_counts.device, dtype=model.dtype)
     old = model.state_dict()
     grown.load_state_dict({name: grow(name, old[name], new, config) for name, new in grown.state_dict().items()})
     return grown.eval()
