@@ -31,7 +31,8 @@ def grow_model(model: PrismForRecommendation, **sizes: Any) -> PrismForRecommend
     stored = {**model.config.to_dict(), **sizes, "grown_from": config_sha256(model)}
     stored.pop("vocab_size", None)
     config = PrismRecConfig(**stored)
-    grown = PrismForRecommendation(config).to(model.item_counts.device, model.dtype)
+    grown = PrismForRecommendation(config)
+    grown.to(device=model.item_counts.device, dtype=model.dtype)  # type: ignore[call-arg]  # transformers wraps `to`
     old = model.state_dict()
     grown.load_state_dict({name: grow(name, old[name], new, config) for name, new in grown.state_dict().items()})
     return grown.eval()

@@ -188,9 +188,9 @@ class PrismForRecommendation(PrismPreTrainedModel):
         for column, embedding in enumerate(self.feature_embeddings):
             vectors = vectors + embedding(of(self.feature_codes[:, column]))
         for place, embedding in enumerate(self.list_embeddings):
-            vectors = vectors + _mean_embedding(embedding.weight, of(self.get_buffer(f"list_codes_{place}")))
+            vectors = vectors + _mean_embedding(embedding, of(self.get_buffer(f"list_codes_{place}")))
         for place, linear in enumerate(self.vector_maps):
-            vectors = vectors + linear(of(self.get_buffer(f"given_vectors_{place}")).to(linear.weight.dtype))
+            vectors = vectors + linear(of(self.get_buffer(f"given_vectors_{place}")).to(vectors.dtype))
         return vectors
 
     def _profile(self, profiles: Tensor | None, items: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class PrismForRecommendation(PrismPreTrainedModel):
         if tuple(profiles.shape) != (len(items), sum(widths)):
             raise ValueError(f"profiles must be [B, {sum(widths)}] codes of users, got {list(profiles.shape)}")
         parts = zip(self.user_embeddings, profiles.split(widths, 1), strict=True)
-        return sum((_mean_embedding(embedding.weight, codes) for embedding, codes in parts), start=torch.zeros(()))
+        return sum((_mean_embedding(embedding, codes) for embedding, codes in parts), start=torch.zeros(()))
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Scores of all items as the next one: hidden `[…, D]` → `[…, N + 1]`; item 0 is -inf.
@@ -229,9 +229,10 @@ class PrismForRecommendation(PrismPreTrainedModel):
         return x + self.gap_embedding(gap_bucket(gaps))
 
 
-def _mean_embedding(weight: Tensor, codes: Tensor) -> Tensor:
-    """The mean embedding of the codes that are not 0, zeros where there is none: weight `[C, D]`, codes `[…, W]` → `[…, D]`."""
-    flat = F.embedding_bag(codes.reshape(-1, codes.shape[-1]), weight, mode="mean", padding_idx=0)
+def _mean_embedding(embedding: nn.Module, codes: Tensor) -> Tensor:
+    """The mean embedding of the codes that are not 0, zeros where there is none: codes `[…, W]` → `[…, D]`."""
+    assert isinstance(embedding, nn.Embedding)
+    flat = F.embedding_bag(codes.reshape(-1, codes.shape[-1]), embedding.weight, mode="mean", padding_idx=0)
     return flat.reshape(*codes.shape[:-1], -1)
 
 

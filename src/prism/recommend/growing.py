@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from prism.models import PrismForRecommendation
 from prism.recommend.events import Catalogue, Dataset, Histories, Users
@@ -40,7 +40,9 @@ class Growing:
         separator = None if self._training is None else self._training.data.list_separator
         model, catalogue = add_items(self.model, self.catalogue, items, item, separator)
         training = None if self._training is None else replace(self._training, catalogue=catalogue)
-        return type(self)(model, catalogue, self.users, self.histories, training)
+        kind: Any = type(self)
+        grown: R = kind(model, catalogue, self.users, self.histories, training)
+        return grown
 
     def update(
         self: R,
@@ -69,15 +71,16 @@ class Growing:
         tables = {"items": items, "users": users, "item_vectors": item_vectors}
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "run" if out is None else Path(out)
-            base = self._folder
+            base, this = self._folder, cast(Any, self)
             if base is None or not base.exists():
                 base = folder / ".base"  # a hidden name: the folder still counts as empty
                 if not base.exists():
-                    self.save(base)
+                    this.save(base)
             known = None
             if self.histories is not None and self.users is not None:
                 known = Dataset(self.histories, self.catalogue, self.users)
-            return type(self).load(*fit_update(base, events, folder, settings, tables, known))
+            updated: R = this.load(*fit_update(base, events, folder, settings, tables, known))
+            return updated
 
     def _stored(self, training: Training, histories: bool) -> dict[str, Any]:
         """What training.json says; of a recommender with added items also the digest of the events saved with them."""
