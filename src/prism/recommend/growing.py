@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from prism.models import PrismForRecommendation
 from prism.recommend.events import Catalogue, Dataset, Histories, Users
@@ -74,7 +74,7 @@ class Growing:
         tables = {"items": items, "users": users, "item_vectors": item_vectors}
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "run" if out is None else Path(out)
-            base = self._folder
+            base, this = self._folder, cast(Any, self)
             if base is None or not base.exists():
                 base = folder / ".base"  # a hidden name: the folder still counts as empty
                 if not base.exists():
