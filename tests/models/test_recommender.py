@@ -130,6 +130,60 @@ def test_features_keep_their_codes_whatever_their_names_and_order(tmp_path: Path
     assert torch.equal(again.item_vectors(), recommender.item_vectors())
 
 
+def test_lists_vectors_and_users_add_what_they_say(tmp_path: Path) -> None:
+    """Against sums over single items: the mean of a list's embeddings, a map of vectors, users as a first event."""
+    sizes: dict[str, Any] = {
+        "item_lists": {"tags": (4, 2)},
+        "item_vectors": {"text": 3},
+        "user_features": {"land": (3, 1)},
+    }
+    recommender, items = model(**sizes), histories()
+    codes = torch.randint(0, 4, (ITEMS + 1, 2))
+    codes[1], codes[2] = torch.tensor([0, 0]), torch.tensor([3, 0])
+    given = {"tags": codes, "text": torch.randn(ITEMS + 1, 3)}
+    recommender.describe_items(features=given)
+    vectors = recommender.item_vectors()
+    for item in range(1, ITEMS + 1):
+        tags = [recommender.list_embeddings[0].weight[code] for code in codes[item].tolist() if code]
+        expected = recommender.model.embed_tokens.weight[item] + recommender.vector_maps[0](given["text"][item])
+        expected = expected + (sum(tags) / len(tags) if tags else 0.0)
+        torch.testing.assert_close(vectors[item], expected)
+    torch.testing.assert_close(recommender.item_vectors(items), vectors[items])
+
+    land = torch.tensor([[2], [1], [0]])
+    known = recommender(items, profiles=land).hidden
+    assert known.shape == (3, 7, 16) and not torch.equal(known[:2], recommender(items).hidden[:2])
+    torch.testing.assert_close(known[2], recommender(items).hidden[2])
+    start = recommender(items[:, :3], profiles=land, use_cache=True)
+    after = recommender(items[:, 3:], past_key_values=start.past_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat([start.hidden, after.hidden], 1), known, atol=1e-5, rtol=1e-4)
+    recommender.save_pretrained(tmp_path)
+    again = PrismForRecommendation.from_pretrained(tmp_path)
+    assert torch.equal(again.item_vectors(), vectors)
+    for features, message in (
+        ({"tags": codes}, "lacks 'text'"),
+        ({**given, "tags": codes[:, :1]}, "longest list"),
+        ({**given, "text": given["text"] * torch.nan}, "finite numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recommender.describe_items(features=features)
+    with pytest.raises(ValueError, match="profiles must be"):
+        recommender(items, profiles=land[:, :0])
+
+
+def test_items_without_an_id_have_their_features_only() -> None:
+    recommender = model(item_features={"brand": 3}, id_dropout=0.5)
+    recommender.describe_items(features={"brand": torch.arange(ITEMS + 1) % 3})
+    whole, brands = recommender.item_vectors(), recommender.feature_embeddings[0].weight[torch.arange(ITEMS + 1) % 3]
+    recommender.train()
+    torch.manual_seed(0)
+    recommender(histories())
+    now = recommender.item_vectors()
+    alone = (now == brands).all(1)
+    assert 0 < int(alone.sum()) < ITEMS + 1 and torch.equal(now[~alone], whole[~alone])
+    assert torch.equal(recommender.eval().item_vectors(), whole)
+
+
 def test_dropout_is_for_training_only() -> None:
     recommender, items = model(dropout=0.5), histories()
     exact = model()

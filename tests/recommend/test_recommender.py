@@ -246,13 +246,13 @@ def test_bad_input_is_named() -> None:
         (lambda: UserStates.concatenate([]), "must not be empty"),
         (lambda: Recommender.fit("events.csv", data={"source": "other.csv"}), "leave it out"),
         (
-            lambda: Recommender.fit("events.csv", users="name"),
-            r"no argument users \(did you mean user\?\): name columns",
+            lambda: Recommender.fit("events.csv", feature="name"),
+            r"no argument feature \(did you mean features\?\): name columns",
         ),
         (lambda: Recommender.fit("events.csv", epoch=3), r"no argument epoch \(did you mean epochs\?\)"),
         (
             lambda: Recommender.fit("events.csv", column="name"),
-            "name columns with user, item, time, features; all else",
+            "name columns with user, item, time, features, user_features; all else",
         ),
     ):
         with pytest.raises(ValueError, match=words):

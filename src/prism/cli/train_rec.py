@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from prism.cli.evaluate_rec import evaluate_rec
 from prism.cli.flags import parse_settings
+from prism.files import not_there
 from prism.messages import INTERRUPTED
 from prism.recommend.settings import RecSettings, preset
 from prism.recommend.task import train_rec
+from prism.recommend.update import update_settings
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -34,4 +39,13 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> RecSettings:
-    return parse_settings(arguments, "rec", RecSettings(), preset)
+    """Settings from the words after `prism train rec`; with --update, those of the run to update are the defaults."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--update", type=Path)
+    base: Path | None = early.parse_known_args(arguments)[0].update
+    if base is None or base.name == "None":
+        return parse_settings(arguments, "rec", RecSettings(), preset)
+    if not base.is_dir():
+        raise FileNotFoundError(not_there(str(base)))
+    settings = parse_settings(arguments, "rec", RecSettings(), lambda name: update_settings(base))
+    return replace(settings, update=base.resolve())

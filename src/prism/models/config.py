@@ -134,6 +134,15 @@ class PrismRecConfig(PrismConfig):
         item_features: `{name: number of codes}` of categorical features of items (a category, a brand); each item has one
             code 0 … number - 1. Their embeddings are added to the items' vectors, in input and output. Sorted by name, as in
             config.json.
+        item_lists: `{name: [number of codes, longest list]}` of features with several values per item (genres, tags); code
+            0 is none. The mean of the embeddings is added.
+        item_vectors: `{name: size}` of vectors that are given for every item (of a text, of an image). A learned linear map
+            of each is added.
+        user_features: `{name: [number of codes, longest list]}` of features of users; code 0 is none. The sum of their
+            (mean) embeddings is read before a user's first event, as if it were an event.
+        id_dropout: probability, in training, that an item has only its features and no embedding as itself. New items,
+            which have none, are then scored by what the features have learned.
+        grown_from: hash of the configuration before items were added; see grow.py.
         max_length: number of events per history in training. Not a limit; evaluation uses it as a default.
         embedding_scale: factor of the items' vectors in the input (not the output); √hidden_size in SASRec.
         kwargs: further arguments of `PrismConfig`: `rule_options`, `intermediate_size`, `dropout` (here also of the input),
@@ -152,22 +161,40 @@ class PrismRecConfig(PrismConfig):
         *,
         time_gaps: bool = False,
         item_features: dict[str, int] | None = None,
+        item_lists: dict[str, Sequence[int]] | None = None,
+        item_vectors: dict[str, int] | None = None,
+        user_features: dict[str, Sequence[int]] | None = None,
+        id_dropout: float = 0.0,
+        grown_from: str | None = None,
         max_length: int = 200,
         embedding_scale: float = 1.0,
         **kwargs: Any,
     ) -> None:
-        features = {} if item_features is None else item_features
-        sizes = {"num_items": num_items, "max_length": max_length}
-        for name, value in {**sizes, **{f"item_features[{name!r}]": count for name, count in features.items()}}.items():
+        sizes: dict[str, Any] = {"num_items": num_items, "max_length": max_length}
+        for kind, single in {"item_features": item_features, "item_vectors": item_vectors}.items():
+            sizes |= {f"{kind}[{name!r}]": count for name, count in (single or {}).items()}
+        for kind, several in {"item_lists": item_lists, "user_features": user_features}.items():
+            for name, pair in (several or {}).items():
+                if len(pair) != 2:
+                    raise ValueError(f"{kind}[{name!r}] must be [number of codes, longest list], got {pair!r}")
+                sizes |= {f"{kind}[{name!r}][{place}]": value for place, value in enumerate(pair)}
+        for name, value in sizes.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
+        if not 0 <= id_dropout < 1:
+            raise ValueError(f"id_dropout must be at least 0 and less than 1, got {id_dropout!r}")
         if kwargs.pop("vocab_size", num_items + 1) != num_items + 1:
             raise ValueError("vocab_size of a recommender is num_items + 1: leave it out")
         if not kwargs.pop("tie_word_embeddings", True):
             raise ValueError("tie_word_embeddings must be True: an item has one vector, in and out")
         self.num_items = num_items
         self.time_gaps = time_gaps
-        self.item_features = dict(sorted(features.items()))
+        self.item_features = dict(sorted((item_features or {}).items()))
+        self.item_lists = {name: list(pair) for name, pair in sorted((item_lists or {}).items())}
+        self.item_vectors = dict(sorted((item_vectors or {}).items()))
+        self.user_features = {name: list(pair) for name, pair in sorted((user_features or {}).items())}
+        self.id_dropout = id_dropout
+        self.grown_from = grown_from
         self.max_length = max_length
         self.embedding_scale = embedding_scale
         kwargs.setdefault("pad_token_id", 0)

@@ -38,15 +38,23 @@ _IRRELEVANT = (
     "dtype",
     "use_cache",
     "dropout",
+    "id_dropout",
     "form",
     "backend",
 )
 """Entries of a configuration that do not affect what a model computes."""
+_LATER = ("item_lists", "item_vectors", "user_features", "grown_from")
+"""Entries that came later: without a value they are not hashed, so that states of earlier versions stay valid."""
 
 
 def config_sha256(model: PreTrainedModel) -> str:
-    """Hash of the configuration: equal for models that compute the same function, given the same weights."""
-    contents = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT}
+    """Hash of the configuration: equal for models that compute the same function, given the same weights.
+
+    A model that has got new items (grow.py) keeps its hash: the states of users stay valid.
+    """
+    contents = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT and (v or k not in _LATER)}
+    if "grown_from" in contents:
+        return str(contents["grown_from"])
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 

@@ -284,8 +284,16 @@ def _seen(part: Targets, histories: Histories) -> Tensor:
 
 def _repeats(targets: Targets, histories: Histories) -> np.ndarray:
     """Which targets' items already are in their contexts, bool `[M]`."""
-    stride = int(histories.items.max(initial=0)) + 1
-    pairs = np.repeat(np.arange(len(histories)), histories.lengths) * stride + histories.items
-    _, first, each = np.unique(pairs, return_index=True, return_inverse=True)
-    places = histories.offsets[targets.users] + targets.ends
-    return first[each[places]] < places  # the pair of user and item occurred earlier
+    repeats = np.zeros(len(targets), dtype=bool)
+    order = np.argsort(targets.users, kind="stable")
+    of_user = targets.users[order]
+    for first, last in histories.blocks():
+        rows = order[np.searchsorted(of_user, first) : np.searchsorted(of_user, last)]
+        start = histories.offsets[first]
+        items = histories.items[start : histories.offsets[last]]
+        stride = int(items.max(initial=0)) + 1
+        pairs = np.repeat(np.arange(last - first), histories.lengths[first:last]) * stride + items
+        _, first_seen, each = np.unique(pairs, return_index=True, return_inverse=True)
+        places = histories.offsets[targets.users[rows]] + targets.ends[rows] - start
+        repeats[rows] = first_seen[each[places]] < places  # the pair of user and item occurred earlier
+    return repeats

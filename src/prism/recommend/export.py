@@ -13,7 +13,7 @@ from prism.files import json_bytes
 from prism.models.loading import without_progress_bars
 from prism.models.losses import full_softmax
 from prism.overrides import train_command
-from prism.recommend.events import Catalogue
+from prism.recommend.events import Catalogue, Users
 from prism.recommend.events.dataset import ITEMS, TRAINING, USERS
 from prism.recommend.learner import Learner, build_recommender
 from prism.recommend.settings import RecSettings, preset
@@ -40,7 +40,7 @@ def write_model(run: Path, checkpoint: Checkpoint, folder: Path) -> None:
     """Write the model of a run's checkpoint into an empty folder."""
     trained = TrainedRun.open(run, checkpoint, "rec", RecSettings())
     settings, state = trained.settings, checkpoint.state
-    learner = Learner(build_recommender(settings, Catalogue.load(run / ITEMS)), full_softmax)
+    learner = Learner(build_recommender(settings, Catalogue.load(run / ITEMS), Users.load(run / USERS)), full_softmax)
     parameters = trained.load(learner)
     with without_progress_bars():
         learner.recommender.save_pretrained(folder)

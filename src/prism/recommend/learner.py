@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from prism.models.config import PrismRecConfig
 from prism.models.losses import ItemLoss, item_loss
 from prism.models.recommender import PrismForRecommendation
-from prism.recommend.events import Catalogue, RecBatch
+from prism.recommend.events import Catalogue, RecBatch, Users
 from prism.recommend.settings import LossSettings, RecSettings
 from prism.train.model import initialize, rule_options
 
 
-def build_recommender(settings: RecSettings, catalogue: Catalogue) -> PrismForRecommendation:
-    """Build the model for the items of a catalogue."""
-    chosen = settings.model
+def build_recommender(settings: RecSettings, catalogue: Catalogue, users: Users) -> PrismForRecommendation:
+    """Build the model for the items of a catalogue and the features of users."""
+    chosen, features = settings.model, catalogue.features
     config = PrismRecConfig(
         num_items=len(catalogue),
         hidden_size=chosen.hidden_size,
@@ -28,7 +28,13 @@ def build_recommender(settings: RecSettings, catalogue: Catalogue) -> PrismForRe
         time_gaps=chosen.time_gaps,
         embedding_scale=chosen.embedding_scale,
         initializer_range=chosen.initializer_range,
-        item_features={name: len(feature.values) for name, feature in catalogue.features.items()},
+        item_features={name: len(feature.values) for name, feature in features.items() if not feature.is_list},
+        item_lists={
+            name: (len(feature.values), feature.width) for name, feature in features.items() if feature.is_list
+        },
+        item_vectors=catalogue.vector_sizes,
+        user_features={name: (len(feature.values), feature.width) for name, feature in users.features.items()},
+        id_dropout=chosen.id_dropout,
         max_length=settings.data.length,
     )
     model = PrismForRecommendation(config)
@@ -49,7 +55,7 @@ class Learner(nn.Module):
         """The loss summed over the real targets. No mask is needed: padding comes last, where no event can see it."""
         model = self.recommender
         gaps = batch.gaps if model.config.time_gaps else None
-        out = model(batch.inputs, gaps=gaps)
+        out = model(batch.inputs, gaps=gaps, profiles=batch.profiles)
         loss = self.item_loss(out.hidden, model.item_vectors(), batch.targets)
         if self.training and out.balance_loss is not None:
             loss = loss + (batch.targets > 0).sum() * out.balance_loss
@@ -58,8 +64,12 @@ class Learner(nn.Module):
     def start(self, seed: int, weights: dict[str, Tensor] | None, counts: np.ndarray, catalogue: Catalogue) -> None:
         """Set the initial weights, the item counts and the item features."""
         initialize(self.recommender, seed, weights)
-        codes = {name: feature.of_item for name, feature in catalogue.features.items()}
-        self.recommender.describe_items(counts, codes)
+        self.recommender.describe_items(counts, described(catalogue))
+
+
+def described(catalogue: Catalogue) -> dict[str, np.ndarray]:
+    """Codes and vectors of a catalogue's items, as `describe_items` takes them."""
+    return {name: feature.of_item for name, feature in catalogue.features.items()} | catalogue.vectors
 
 
 def make_loss(settings: LossSettings, num_items: int, counts: np.ndarray) -> ItemLoss:

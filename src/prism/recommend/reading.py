@@ -91,19 +91,28 @@ def encode(model: PrismForRecommendation, histories: Histories, max_length: int 
         events = contexts(histories, rows, histories.lengths[rows], limit)
         gaps = torch.from_numpy(_require_times(events.gaps)).to(device) if model.config.time_gaps else None
         lengths = torch.from_numpy(read[rows]).to(device)
-        last = model.last_hidden(torch.from_numpy(events.items).to(device), lengths, gaps)
+        profiles = None if events.profiles is None else torch.from_numpy(events.profiles).to(device)
+        last = model.last_hidden(torch.from_numpy(events.items).to(device), lengths, gaps, profiles)
         hidden[torch.from_numpy(rows).to(device)] = last.to(hidden.dtype)
     return hidden
 
 
-def initial_state(model: PrismForRecommendation) -> UserStates:
-    """The state of one user before the first event: what the model returns for padding alone."""
-    zero = torch.zeros(1, 1, dtype=torch.int64, device=model.item_counts.device)
+def initial_state(model: PrismForRecommendation, profiles: np.ndarray | None = None) -> UserStates:
+    """The state of one user before the first event: what the model returns for padding alone.
+
+    Args:
+        profiles: `[n, W]`, codes of the features of n users, whose states are returned instead.
+    """
+    users = 1 if profiles is None else len(profiles)
+    zero = torch.zeros(users, 1, dtype=torch.int64, device=model.item_counts.device)
+    known = None if profiles is None else torch.from_numpy(profiles).to(zero.device)
     with torch.no_grad():
-        out = model(zero, zero.bool(), zero.float() if model.config.time_gaps else None, use_cache=True)
+        gaps = zero.float() if model.config.time_gaps else None
+        out = model(zero, zero.bool(), gaps, use_cache=True, profiles=known)
     assert out.past_key_values is not None
-    never = torch.full((1,), torch.nan, dtype=torch.float64, device=zero.device)
-    return UserStates(tuple(out.past_key_values.states), without_events(model, 1), zero[0], never, fingerprint(model))
+    never = torch.full((users,), torch.nan, dtype=torch.float64, device=zero.device)
+    layers, hidden = tuple(out.past_key_values.states), without_events(model, users)
+    return UserStates(layers, hidden, zero[:, 0], never, fingerprint(model))
 
 
 def without_events(model: PrismForRecommendation, users: int) -> Tensor:

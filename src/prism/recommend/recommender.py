@@ -14,6 +14,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, reind
 from prism.recommend.events.ids import as_list
 from prism.recommend.filters import Excluded, allowed_items, unwanted_items
 from prism.recommend.frames import Source, free_name
+from prism.recommend.growing import Growing
 from prism.recommend.reading import Unknown, advance, as_histories, encode, initial_state
 from prism.recommend.rerank import diverse_items
 from prism.recommend.results import Recommendations
@@ -40,7 +42,7 @@ from prism.recommend.states import UserStates
 from prism.recommend.top_items import similar_rows
 
 
-class Recommender:
+class Recommender(Growing):
     """A model, its items, and optionally users with their histories.
 
     Args:
@@ -64,9 +66,12 @@ class Recommender:
             raise ValueError(f"the catalogue has {len(catalogue)} items, but the model {model.config.num_items}")
         if users is not None and histories is not None and len(users) != len(histories):
             raise ValueError(f"users and histories must have the same length, got {len(users)} and {len(histories)}")
+        if users is not None and histories is not None and histories.profiles is None:
+            histories = replace(histories, profiles=users.profiles)
         self.model, self.catalogue, self.users, self.histories = model.eval(), catalogue, users, histories
         self._training = training
         self.source = source or Source.of({} if training is None else training.facts.get("origin", {}))
+        self._folder: Path | None = None
 
     @property
     def device(self) -> torch.device:
@@ -84,6 +89,10 @@ class Recommender:
         item: str = AUTO,
         time: str | None = AUTO,
         features: Sequence[str] = (),
+        user_features: Sequence[str] = (),
+        items: Any = None,
+        users: Any = None,
+        item_vectors: Any = None,
         **settings: Any,
     ) -> Recommender:
         """Train a recommender on events: `Recommender.fit(df, user="customer", item="product", time="when", epochs=20)`.
@@ -95,17 +104,22 @@ class Recommender:
             preset: "prism", "sasrec" or "hstu".
             user, item, time: names of the columns; "auto" finds the usual names. `time=None`: the events are already in
                 order. The same as `data={"user": …}`, and `--data.user` on the command line.
-            features: names of columns that describe the item, such as a category.
+            features: names of columns that describe the item: a category, a list of genres, a vector.
+            user_features: names of columns that describe the user.
+            items, users: tables with one row per item or user (a frame or a file), for features that the events lack.
+            item_vectors: vectors of the items, such as those of texts or images: a mapping from ids, a frame with the id and
+                the vector, or an array (or .npy or .safetensors file) with one row for each row of `items`.
             settings: the settings of `prism train rec`, with sections as dicts:
                 `epochs=10, model={"layers": "prism*2"}, data={"length": 100}`.
         """
         from prism.recommend.task import fit  # the trainer is imported only for training
 
-        columns = Columns(user, item, time, tuple(features))
+        columns = Columns(user, item, time, tuple(features), tuple(user_features))
+        tables = {"items": items, "users": users, "item_vectors": item_vectors}
         if out is not None:
-            return cls.load(*fit(events, Path(out), preset, columns, settings))
+            return cls.load(*fit(events, Path(out), preset, columns, settings, tables))
         with tempfile.TemporaryDirectory() as folder:
-            return cls.load(*fit(events, Path(folder) / "run", preset, columns, settings))
+            return cls.load(*fit(events, Path(folder) / "run", preset, columns, settings, tables))
 
     @classmethod
     def load(cls, folder: Path | str, data: Dataset | Path | str | None = None, device: str = "auto") -> Recommender:
@@ -124,7 +138,7 @@ class Recommender:
             histories = Histories.load(opened / EVENTS) if (opened / EVENTS).is_file() else None
             training = training_of(opened) if (opened / TRAINING).is_file() else None
         if data is None:
-            return cls(model, catalogue, users, histories, training)
+            return cls(model, catalogue, users, histories, training)._from(folder)
         if isinstance(data, Dataset):
             dataset = data
         elif training is not None:
@@ -134,7 +148,12 @@ class Recommender:
         if list(dataset.catalogue.items) != list(catalogue.items):
             dataset = reindex_items(dataset, catalogue)
         source = Source.of(dataset.manifest["origin"]) if "origin" in dataset.manifest else None
-        return cls(model, catalogue, dataset.users, dataset.histories, training, source)
+        return cls(model, catalogue, dataset.users, dataset.histories, training, source)._from(folder)
+
+    def _from(self, folder: Path | str) -> Recommender:
+        """Note the folder that this was loaded from: an update continues the state of its optimizer."""
+        self._folder = Path(folder).resolve()
+        return self
 
     def save(self, folder: Path | str, histories: bool = True) -> None:
         """Write a folder that `load` opens; it may replace a saved recommender.
@@ -155,7 +174,7 @@ class Recommender:
             if self.histories is not None and histories:
                 self.histories.save(partial / EVENTS)
             if self._training is not None:
-                write_json(partial / TRAINING, self._training.stored)
+                write_json(partial / TRAINING, self._stored(self._training, histories))
             seal_weights(partial)
 
     @torch.no_grad()
@@ -175,6 +194,7 @@ class Recommender:
         times: Sequence[Sequence[float]] | None = None,
         max_length: int | None = None,
         unknown: Unknown = "skip",
+        user_features: Mapping[str, Sequence[Any]] | None = None,
     ) -> Recommendations:
         """The k best next items for users, for sequences of items, or for states.
 
@@ -193,6 +213,8 @@ class Recommender:
                 is earlier than the previous one counts as simultaneous.
             max_length: number of last events to read. None: as many as in training. 0: all, as a stream does.
             unknown: with items and users that the model does not know, warn ("skip") or refuse them ("error").
+            user_features: with sequences, what is known of their users, `{"country": ["fr", None]}`: an entry for each
+                sequence. Known users have the features of training, states those they were started with.
         """
         users, sequences, states = one_of(of, users, sequences, states)
         check_count("k", k)
@@ -213,6 +235,8 @@ class Recommender:
             else:
                 assert sequences is not None
                 histories = as_histories(sequences, times, self.catalogue, unknown)
+                if user_features is not None:
+                    histories = replace(histories, profiles=self._profiles(user_features, len(histories)))
             hidden, events = self.encode(histories, max_length), torch.from_numpy(histories.lengths).to(self.device)
             seen = Excluded(len(histories), np.repeat(np.arange(len(histories)), histories.lengths), histories.items)
         excluded = unwanted_items(self.catalogue, len(hidden), exclude)
@@ -252,10 +276,21 @@ class Recommender:
         """
         return encode(self.model, histories, max_length)
 
-    def start(self, users: int) -> UserStates:
-        """States of new users, before their first event. `resume` gives those of known users."""
+    def start(self, users: int, user_features: Mapping[str, Sequence[Any]] | None = None) -> UserStates:
+        """States of new users, before their first event. `resume` gives those of known users.
+
+        Args:
+            user_features: as in `recommend`.
+        """
         check_count("users", users)
-        return self._blank.index_select([0] * users)
+        if user_features is None:
+            return self._blank.index_select([0] * users)
+        return initial_state(self.model, self._profiles(user_features, users))
+
+    def _profiles(self, user_features: Mapping[str, Sequence[Any]], users: int) -> np.ndarray:
+        if self.users is None or not self.users.features:
+            raise ValueError("user_features was given, but the model was trained without features of users")
+        return self.users.codes(user_features, users)
 
     @torch.no_grad()
     def resume(self, users: Sequence[Any]) -> UserStates:
@@ -263,7 +298,9 @@ class Recommender:
         check_list("users", users)
         _, histories = self._histories(users, "error")
         check_count("the number of users", len(histories))
-        return advance(self.model, self.start(len(histories)), histories)
+        profiles = histories.profiles
+        states = self.start(len(histories)) if profiles is None else initial_state(self.model, profiles)
+        return advance(self.model, states, histories)
 
     @torch.no_grad()
     def observe(

@@ -60,7 +60,7 @@ class Training:
         """The events of training: saved with the model, from the cache, or read again. They must not have changed."""
         if (self.folder / EVENTS).is_file():
             saved = Dataset(Histories.load(self.folder / EVENTS), self.catalogue, Users.load(self.folder / USERS))
-            if saved.digest == self.facts["digest"]:
+            if saved.digest in (self.facts["digest"], self.facts.get("grown_digest")):
                 return saved
         prepared = self.facts.get("folder")
         if prepared is None:
@@ -88,7 +88,7 @@ class Training:
         Args:
             everyone: keep users and items with few events, which training would have dropped.
         """
-        recipe = replace(self.data.recipe(), source=source, features=())
+        recipe = replace(self.data.recipe(), source=source, features=(), items=None, item_vectors=None)
         if everyone:
             recipe = replace(recipe, min_user=1, min_item=1)
         other = prepare_dataset(recipe, self.data.cache, report=report)

@@ -48,5 +48,6 @@ class ModelScorer:
                 raise ValueError("the model was trained with time gaps: the events need times")
             gaps = torch.from_numpy(events.gaps).to(device)
         lengths = torch.from_numpy(events.mask.sum(1)).to(device)
-        hidden = self.model.last_hidden(torch.from_numpy(events.items).to(device), lengths, gaps)
+        profiles = None if events.profiles is None else torch.from_numpy(events.profiles).to(device)
+        hidden = self.model.last_hidden(torch.from_numpy(events.items).to(device), lengths, gaps, profiles)
         return F.linear(hidden.to(self.vectors.dtype), self.vectors)

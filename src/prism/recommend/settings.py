@@ -33,6 +33,9 @@ class RecModelSettings(StackSettings):
     """Width of the feed-forward layers. 0: none. None: 8/3 of hidden_size, rounded up to a multiple of 64."""
     dropout: float = 0.2
     """Dropout rate on the input and on every residual branch."""
+    id_dropout: float = 0.0
+    """Probability that an item has only its features in a training step, and no embedding as itself. About 0.1 lets new
+    items, which have no embedding, be scored by their features."""
     time_gaps: bool = False
     """Give the model the time since the previous event; the events must have times."""
     embedding_scale: float = 1.0
@@ -99,6 +102,11 @@ class RecSettings(RunSettings):
     model: RecModelSettings = field(default_factory=RecModelSettings)
     data: RecDataSettings = field(default_factory=RecDataSettings)
     loss: LossSettings = field(default_factory=LossSettings)
+    update: Path | None = None
+    """Run or saved recommender to continue with the events of data.source: new users and items are added, and its settings
+    are the defaults. None: a new model."""
+    replay: float = field(default=1.0, metadata={"min": 0})
+    """update: old samples to repeat for each new one, so that what was learned from them is not lost."""
     report: bool = True
     """After training, rank the test events once and write a report to the run folder."""
 

@@ -20,20 +20,21 @@ from prism.engine.context import Context
 from prism.messages import did_you_mean, say
 from prism.overrides import override, to_plain
 from prism.recommend.evaluate import rank_targets
-from prism.recommend.events import Dataset, RecBatch, Samples, Split, prepare_dataset
+from prism.recommend.events import Dataset, RecBatch, Samples, Split, open_dataset, prepare_dataset
 from prism.recommend.events.columns import Columns
 from prism.recommend.events.dataset import ITEMS, USERS
-from prism.recommend.events.recipe import make_dataset
+from prism.recommend.events.recipe import RecDataSettings, make_dataset
 from prism.recommend.export import write_model
 from prism.recommend.learner import Learner, build_recommender, make_loss
 from prism.recommend.ranking import CUTOFFS, Ranking
 from prism.recommend.settings import RecSettings, RecValidationSettings, preset
+from prism.recommend.update import LOG, prepare_update, read_new_events, start_update, update_order, update_settings
 from prism.train import tensors
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World, whole
 from prism.train.loop import Report, RunResult, train
 from prism.train.model import check_stack, read_weights
-from prism.train.order import Order
+from prism.train.order import Order, ReplayOrder
 from prism.train.run import check_folder
 from prism.train.task import ValidationResult
 
@@ -41,33 +42,55 @@ LOGGED = ("HR@10", "NDCG@10", "MRR@10")
 METRICS = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "AUC")
 SAMPLE_BYTES = 2 << 30
 """Largest table of samples that is kept; with more, each batch is made when it is needed."""
+SAMPLES_AT_ONCE = 1 << 15
+"""Samples made at once for that table."""
 
 
-def train_rec(settings: RecSettings, dataset: Dataset | None = None, report: Report | None = None) -> RunResult:
+def train_rec(
+    settings: RecSettings,
+    dataset: Dataset | None = None,
+    report: Report | None = None,
+    known: Dataset | None = None,
+) -> RunResult:
     """Train a recommender, or resume a run. All bad input is refused before anything is written.
 
     Args:
-        dataset: events to train on, instead of those that `settings.data` names.
+        dataset: events to train on (with `update`: the new events), instead of those that `settings.data` names.
         report: called with (step, loss) after every step; replaces the progress bar.
+        known: with `update`, events that may be those of the old training; used if they are.
     """
     settings.check()
     check_folder(settings.out, settings.resume)
     check_stack(settings.model)
     weights = None if settings.model.weights is None else read_weights(settings.model.weights)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if dataset is None:
-        data = settings.data
-        dataset = prepare_dataset(data.recipe(), data.cache, data.verify and first, say)
-    task = RecTask(settings, dataset, weights)
+    if settings.update is not None:
+        update = prepare_update(settings, settings.update, dataset, known)
+        task = RecTask(settings, update.dataset, learned=update.learned)
+        if first:
+            start_update(task, update)
+    else:
+        if dataset is None:
+            data = settings.data
+            dataset = prepare_dataset(data.recipe(), data.cache, data.verify and first, say)
+        task = RecTask(settings, dataset, weights)
     if first:
-        say("\n".join(dataset.summary()))
+        say("\n".join(task.dataset.summary()))
     return train(task, report)
 
 
 def fit(
-    events: Any, out: Path, preset_name: str | None, columns: Columns, settings: dict[str, Any]
+    events: Any,
+    out: Path,
+    preset_name: str | None,
+    columns: Columns,
+    settings: dict[str, Any],
+    tables: dict[str, Any] | None = None,
 ) -> tuple[Path, Dataset, str]:
     """Train on a file or a DataFrame; see `Recommender.fit` for the arguments.
+
+    Args:
+        tables: items, users and item_vectors; None for those that are not given.
 
     Returns:
         The model's folder, the dataset and the device.
@@ -76,21 +99,67 @@ def fit(
     data = settings.get("data", {})
     if "source" in data:
         raise ValueError("data.source is the first argument of fit: leave it out of data")
-    named_columns = {name: value for name, value in asdict(columns).items() if value != getattr(Columns, name)}
-    for name in named_columns.keys() & data.keys():
-        raise ValueError(
-            f"fit got both {name}={named_columns[name]!r} and data[{name!r}]={data[name]!r}: give one of them"
-        )
+    tables = {name: table for name, table in (tables or {}).items() if table is not None}
+    named = {name: value for name, value in asdict(columns).items() if value != getattr(Columns, name)}
+    for name in (named.keys() | tables.keys()) & data.keys():
+        value = named.get(name, "…")
+        raise ValueError(f"fit got both {name}={value!r} and data[{name!r}]={data[name]!r}: give one of them")
     is_path = isinstance(events, (str, Path))
-    data = {**data, **named_columns, **({"source": str(events)} if is_path else {})}
+    named |= {name: str(table) for name, table in tables.items() if isinstance(table, (str, Path))}
+    in_memory = {name: table for name, table in tables.items() if name not in named}
+    data = {**data, **named, **({"source": str(events)} if is_path else {})}
     chosen = override(preset(preset_name), {**settings, "data": data, "out": str(out)}, "fit")
     check_folder(chosen.out, chosen.resume)
-    recipe = chosen.data.recipe()
-    dataset = prepare_dataset(recipe, chosen.data.cache) if is_path else make_dataset(recipe, events)
-    outcome = train_rec(chosen, dataset)
+    outcome = train_rec(chosen, dataset := read_dataset(chosen.data, events, in_memory))
     if outcome.model is None:
         raise ValueError(f"training was stopped after step {outcome.step}, before a model was written")
     return outcome.model, dataset, chosen.device
+
+
+def fit_update(
+    base: Path,
+    events: Any,
+    out: Path,
+    settings: dict[str, Any],
+    tables: dict[str, Any],
+    known: Dataset | None = None,
+) -> tuple[Path, Dataset, str]:
+    """Continue a recommender with a file or a DataFrame of new events; see `Recommender.update` for the arguments.
+
+    Args:
+        base: a run or a saved recommender.
+        known: events that may be those of its training; used if they are.
+
+    Returns:
+        The model's folder, the dataset of all events and the device.
+    """
+    _check_arguments(settings)
+    data, is_path = settings.get("data", {}), isinstance(events, (str, Path))
+    tables = {name: table for name, table in tables.items() if table is not None}
+    files = {name: str(table) for name, table in tables.items() if isinstance(table, (str, Path))}
+    data = {**data, **files, **({"source": str(events)} if is_path else {})}
+    changes = {**settings, "data": data, "out": str(out), "update": str(base)}
+    chosen = override(update_settings(base), changes, "update")
+    check_folder(chosen.out, chosen.resume)
+    new = None
+    if not (out / LOG).is_dir():
+        in_memory = {name: table for name, table in tables.items() if name not in files}
+        new = read_new_events(chosen, events, in_memory)
+    outcome = train_rec(chosen, new, known=known)
+    if outcome.model is None:
+        raise ValueError(f"training was stopped after step {outcome.step}, before a model was written")
+    return outcome.model, open_dataset(out / LOG), chosen.device
+
+
+def read_dataset(data: RecDataSettings, events: Any, in_memory: dict[str, Any]) -> Dataset:
+    """The dataset of a file or a DataFrame and of tables, which is cached if all of them are files."""
+    if isinstance(events, (str, Path)) and not in_memory:
+        return prepare_dataset(data.recipe(), data.cache)
+    if isinstance(events, (str, Path)) and Path(events).expanduser().is_dir():
+        raise ValueError(f"{events} is a folder: give {min(in_memory)} as a file, not in memory")
+    from prism.recommend.events.features import Tables  # imports polars
+
+    return make_dataset(data.recipe(), events, Tables(**in_memory))
 
 
 def _check_arguments(settings: dict[str, Any]) -> None:
@@ -111,7 +180,18 @@ class RecTask:
     name = "rec"
     unit = "events"
 
-    def __init__(self, given: RecSettings, dataset: Dataset, weights: dict[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        given: RecSettings,
+        dataset: Dataset,
+        weights: dict[str, Tensor] | None = None,
+        learned: np.ndarray | None = None,
+    ) -> None:
+        """Prepare split, samples and validation.
+
+        Args:
+            learned: for an update, events of each user that the model has already learned from, int64 `[U]`.
+        """
         self.given, self.dataset, self.weights = given, dataset, weights
         if given.model.time_gaps and dataset.histories.times is None:
             raise ValueError("model.time_gaps needs events with times: name their column with data.time")
@@ -119,12 +199,13 @@ class RecTask:
         self.counts = self.split.train.counts(dataset.num_items)
         self.loss_function = make_loss(given.loss, dataset.num_items, self.counts)
         samples = Samples(self.split.train, given.data.length, given.data.order)
-        self.table = SampleTable(samples, given.seed, given.model.time_gaps)
-        self.settings = given.for_samples(len(samples))
+        order = None if learned is None else update_order(samples, learned, given.replay, given.seed)
+        self.table = SampleTable(samples, given.seed, given.model.time_gaps, order=order)
+        self.settings = given.for_samples(len(self.table))
         self.validation = RankingValidation(self.split, given.validation, given.data.length)
 
     def build(self) -> Learner:
-        return Learner(build_recommender(self.given, self.dataset.catalogue), self.loss_function)
+        return Learner(build_recommender(self.given, self.dataset.catalogue, self.dataset.users), self.loss_function)
 
     def initialize(self, model: nn.Module) -> None:
         assert isinstance(model, Learner)
@@ -135,6 +216,8 @@ class RecTask:
         model = {f"model.{name}": value for name, value in to_plain(given.model).items()}
         for free in ("weights", "gradient_checkpointing"):
             del model[f"model.{free}"]
+        if not given.model.id_dropout:  # runs of earlier versions have no such entry
+            del model["model.id_dropout"]
         split = {name: getattr(given.data, name) for name in ("split", "valid_from", "test_from", "length", "order")}
         return {
             **model,
@@ -143,6 +226,7 @@ class RecTask:
             "batch.sequences": given.batch.sequences,
             "optimizer.name": given.optimizer.name,
             "events": self.dataset.digest,
+            **({} if given.update is None else {"replay": given.replay}),
         }
 
     def config(self) -> dict[str, Any]:
@@ -196,17 +280,26 @@ class SampleTable:
     Args:
         gaps: whether batches include the time since the previous event.
         limit: bytes above which batches are made when they are needed.
+        order: another endless order of the samples.
     """
 
-    def __init__(self, samples: Samples, seed: int, gaps: bool, limit: int = SAMPLE_BYTES) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        seed: int,
+        gaps: bool,
+        limit: int = SAMPLE_BYTES,
+        order: Order | ReplayOrder | None = None,
+    ) -> None:
         self.samples, self.gaps = samples, gaps
-        self.order = Order(len(samples), seed)
+        self.order = Order(len(samples), seed) if order is None else order
         sample_bytes = samples.width * (8 + 8 + 1 + (4 if gaps else 0)) + 8
         self.fits = len(samples) * sample_bytes <= limit
         self._held: RecBatch | None = None
 
     def __len__(self) -> int:
-        return len(self.samples)
+        """Samples of an epoch."""
+        return self.order.sequences
 
     def targets(self, numbers: np.ndarray) -> int:
         return self.samples.targets(self.order(numbers))
@@ -216,8 +309,19 @@ class SampleTable:
         if not self.fits:
             return self._make(rows)
         if self._held is None:
-            self._held = self._make(np.arange(len(self))).to(device)
+            self._held = self._make_all(device)
         return self._held[torch.from_numpy(rows).to(device, non_blocking=True)]
+
+    def _make_all(self, device: torch.device) -> RecBatch:
+        """All samples on the device, made in slices: whole temporary arrays would take several times the memory."""
+        held: dict[str, Tensor] = {}
+        for start in range(0, len(self.samples), SAMPLES_AT_ONCE):
+            rows = np.arange(start, min(start + SAMPLES_AT_ONCE, len(self.samples)))
+            for name, part in self._make(rows).tensors().items():
+                if not start:
+                    held[name] = torch.empty(len(self.samples), *part.shape[1:], dtype=part.dtype, device=device)
+                held[name][start : start + len(rows)] = part
+        return RecBatch(**{"gaps": None, **held})  # type: ignore[arg-type]  # the fields of a batch by name
 
     def _make(self, rows: np.ndarray) -> RecBatch:
         batch = self.samples.batch(rows)

@@ -40,6 +40,33 @@ class Order:
         return self._held[samples - self._first]
 
 
+class ReplayOrder:
+    """The order of an update: every epoch has all new sequences and, among them, as many old ones as `replayed`.
+
+    The old ones are taken from an endless order of their own, so that each epoch has others. It is a pure function of
+    (seed, i) too.
+
+    Args:
+        new: sequences to learn from in every epoch, int `[n]`.
+        old: sequences to choose the replayed ones from, int `[m]`, m ≥ replayed.
+    """
+
+    def __init__(self, new: np.ndarray, old: np.ndarray, replayed: int, seed: int) -> None:
+        self.new, self.old, self.replayed, self.seed = new, old, replayed, seed
+        self.sequences = len(new) + replayed
+        self._mixed = Order(self.sequences, seed)
+
+    def __call__(self, samples: np.ndarray) -> np.ndarray:
+        """The sequence that each sample is; samples must be in ascending order."""
+        place, epoch = self._mixed(samples), np.asarray(samples) // self.sequences
+        is_old = place >= len(self.new)
+        found = self.new[np.where(is_old, 0, place)]
+        if is_old.any():
+            counter = epoch[is_old] * self.replayed + place[is_old] - len(self.new)
+            found[is_old] = self.old[sequence_of(counter, len(self.old), self.seed + 1)]
+        return found
+
+
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """A bijection of {0 … size-1} for every key: uint64 `[N]`, uint64 `[N]` → uint64 `[N]`."""
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -80,18 +80,18 @@ def load(folder: Path, model: nn.Module, optimizers: Optimizers | None, world: W
         dcp.load(targets, storage_reader=reader, no_dist=world.parallel == "none")
 
 
-def read(folder: Path) -> dict[str, Tensor]:
-    """The weights that `save` wrote, by name, without a model to load them into."""
+def read(folder: Path, kind: Literal["model", "optimizer"] = "model") -> dict[str, Tensor]:
+    """The weights, or the optimizers' state, that `save` wrote, by name, without a model to load them into."""
     reader = dcp.HuggingFaceStorageReader(str(folder))
     stored = cast(dict[str, TensorStorageMetadata], reader.read_metadata().state_dict_metadata)
     weights = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
         for name, about in stored.items()
-        if name.startswith("model.")
+        if name.startswith(f"{kind}.")
     }
     with _plain_errors():
         dcp.load(dict(weights), storage_reader=reader, no_dist=True)
-    return {name.removeprefix("model."): value for name, value in weights.items()}
+    return {name.removeprefix(f"{kind}."): value for name, value in weights.items()}
 
 
 def _make_optimizer_state(

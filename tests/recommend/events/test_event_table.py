@@ -250,10 +250,11 @@ def test_features_of_items() -> None:
     assert [size.values[v] for v in size.of_item] == [None, 3, 1, 3]
     assert any("1 items have more than one size" in note for note in prepared.manifest["notes"])
 
+    nested = frame.with_columns(brand=pl.struct("size", "brand"))
     with pytest.raises(
-        ValueError, match=r"'brand' of the DataFrame holds List.*: a feature must be one value per item"
+        ValueError, match=r"'brand' of the events holds Struct.*: a feature is a value, a list or a vector"
     ):
-        read_events(frame.with_columns(brand=pl.concat_list("size", "size")), Columns(features=("brand",)))
+        read_events(nested, Columns(features=("brand",))).to_dataset()
 
 
 @pytest.mark.parametrize("name", ["user", "item", "time", "several"])

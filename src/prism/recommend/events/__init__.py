@@ -4,15 +4,18 @@ The flow, one module a step:
 
     file or DataFrame
       → formats.py      a table of text, as the file has it; columns.py says which columns matter
-      → event_table.py  EventTable: checked values, one row an event; k_core leaves out rare users and items
+      → event_table.py  EventTable: checked values (values.py), one row an event; k_core leaves out rare users and items
+      → features.py     what is known of items and users, from columns of the events or from separate tables
       → dataset.py      Dataset: arrays and ids in a folder (histories, catalogue, users, manifest)
       → histories.py    Histories: each user's events in order, in three flat arrays
       → split.py        Split: what is learned from, what is held out to validate and to test
       → samples.py      Samples, RecBatch: histories cut into training samples of one length
 
 ids.py maps ids of users and items to rows. recipe.py holds the settings of all this and caches the Dataset.
-synthetic.py makes a Dataset from a seed. Only formats.py and event_table.py work on tables (polars). Everything after
-them works on numpy arrays and JSON, so training on a prepared dataset and serving need no polars.
+synthetic.py makes a Dataset from a seed. large.py makes one from a folder of parquet parts that are larger than memory, and
+merge.py one from an old log and new events. Only formats.py, values.py, event_table.py, features.py and large.py work on
+tables (polars). Everything after them works on numpy arrays and JSON, so training on a prepared dataset and serving need no
+polars.
 """
 
 from prism.recommend.events.dataset import Dataset, open_dataset

@@ -4,7 +4,8 @@
       events.safetensors       offsets, items, times: the Histories
       items.json               the items' own ids, and their features
       users.json               the users' own ids
-      manifest.json            what was read and what was dropped, and one digest of all files
+      vectors.safetensors      vectors that were given for the items, if any
+      manifest.json            what was read and what was dropped, and one digest of events, items and users
 
 The folder is written atomically, and opening it needs no polars.
 """
@@ -12,18 +13,21 @@ The folder is written atomically, and opening it needs no polars.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
-from prism.files import commit_folder, fresh_folder, json_bytes, read_json
+from prism.files import commit_folder, fresh_folder, json_bytes, read_json, sha256
 from prism.recommend.events.histories import Histories
 from prism.recommend.events.ids import Catalogue, Users
 
 FORMAT = 1
 EVENTS, ITEMS, USERS, MANIFEST = "events.safetensors", "items.json", "users.json", "manifest.json"
+VECTORS = "vectors.safetensors"
 TRAINING = "training.json"
 """File of a model folder: what the model was trained on."""
 
@@ -38,6 +42,10 @@ class Dataset:
     manifest: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.histories.profiles is None and self.users.profiles is not None:
+            object.__setattr__(self, "histories", replace(self.histories, profiles=self.users.profiles))
+
     @property
     def num_items(self) -> int:
         return len(self.catalogue)
@@ -46,7 +54,9 @@ class Dataset:
     def digest(self) -> str:
         """One hash of events, items and users. A resumed run must find it unchanged."""
         stored = self.manifest.get("digest")
-        return stored if stored is not None else _digest(self._contents())
+        if stored is not None:
+            return str(stored)
+        return _digest({name: hashlib.sha256(content).hexdigest() for name, content in self._contents().items()})
 
     def summary(self) -> list[str]:
         """What it holds and what was dropped, one sentence a line."""
@@ -66,10 +76,17 @@ class Dataset:
             raise ValueError(f"{folder} exists already: give a new folder")
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = fresh_folder(folder.with_name(f".{folder.name}.partial"))
-        contents = self._contents()
-        manifest = {"format": FORMAT, **self.manifest, "digest": _digest(contents)}
-        for name, content in {**contents, MANIFEST: json_bytes(manifest)}.items():
+        for name, content in self._contents().items():
             (partial / name).write_bytes(content)
+        return self.commit(partial, folder)
+
+    def commit(self, partial: Path, folder: Path) -> Dataset:
+        """Complete a folder that holds the three files of events, items and users, and give it its name."""
+        if self.catalogue.vectors:
+            save_file({name: np.ascontiguousarray(x) for name, x in self.catalogue.vectors.items()}, partial / VECTORS)
+        digest = _digest({name: sha256(partial / name) for name in (EVENTS, ITEMS, USERS)})
+        manifest = {"format": FORMAT, **self.manifest, "digest": digest}
+        (partial / MANIFEST).write_bytes(json_bytes(manifest))
         commit_folder(partial, folder)
         return Dataset(self.histories, self.catalogue, self.users, manifest, folder)
 
@@ -92,13 +109,26 @@ def open_dataset(folder: Path, verify: bool = True) -> Dataset:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{folder / MANIFEST} is not a manifest of prepared events in format {FORMAT}")
     if verify:
-        contents = {name: (folder / name).read_bytes() for name in (EVENTS, ITEMS, USERS)}
-        if _digest(contents) != manifest["digest"]:
+        found = {name: sha256(folder / name) for name in (EVENTS, ITEMS, USERS)}
+        if _digest(found) != manifest["digest"]:
             raise ValueError(
                 f"the prepared events in {folder} are damaged: remove the folder and they are prepared again"
             )
-    histories = Histories.load(folder / EVENTS)
-    return Dataset(histories, Catalogue.load(folder / ITEMS), Users.load(folder / USERS), manifest, folder)
+    histories, catalogue = Histories.load(folder / EVENTS), Catalogue.load(folder / ITEMS)
+    if catalogue.vector_marks:
+        catalogue = _with_vectors(catalogue, folder / VECTORS)
+    return Dataset(histories, catalogue, Users.load(folder / USERS), manifest, folder)
+
+
+def _with_vectors(catalogue: Catalogue, path: Path) -> Catalogue:
+    """The catalogue with its vectors, which must be those that it was written with."""
+    try:
+        full = Catalogue(catalogue.items, catalogue.features, load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if full.vector_marks != catalogue.vector_marks:
+        raise ValueError(f"{path} is damaged: remove its folder and the events are prepared again")
+    return full
 
 
 def reindex_items(dataset: Dataset, catalogue: Catalogue) -> Dataset:
@@ -109,8 +139,10 @@ def reindex_items(dataset: Dataset, catalogue: Catalogue) -> Dataset:
     if not kept.any():
         raise ValueError("no event is of an item that the model knows: give events of the items it was trained on")
     before = np.concatenate([[0], np.cumsum(kept)])
-    times = dataset.histories.times
-    histories = Histories(before[dataset.histories.offsets], items[kept], None if times is None else times[kept])
+    times, profiles = dataset.histories.times, dataset.histories.profiles
+    histories = Histories(
+        before[dataset.histories.offsets], items[kept], None if times is None else times[kept], profiles
+    )
     lost = {"events_of_unknown_items": int((~kept).sum()), "unknown_items": int((known < 0).sum())}
     notes = [*dataset.manifest.get("notes", [])]
     if lost["unknown_items"]:
@@ -124,6 +156,7 @@ def reindex_items(dataset: Dataset, catalogue: Catalogue) -> Dataset:
     return Dataset(histories, catalogue, dataset.users, manifest)
 
 
-def _digest(contents: dict[str, bytes]) -> str:
-    lines = [f"{name} {hashlib.sha256(content).hexdigest()}" for name, content in sorted(contents.items())]
+def _digest(hashes: dict[str, str]) -> str:
+    """One hash of the files' hashes."""
+    lines = [f"{name} {found}" for name, found in sorted(hashes.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

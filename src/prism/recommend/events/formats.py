@@ -7,7 +7,7 @@ The format of a file follows from its suffix and its first lines:
 - parquet;
 - lines: "user item" or "user item item …"; a user may have several lines.
 
-This module and event_table.py are the only ones that import polars.
+All modules that work on tables take polars from here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from prism.files import inner_suffix, open_bytes
-from prism.recommend.events.columns import Columns, is_header
+from prism.recommend.events.columns import Columns, KeyedColumns, is_header
 
 try:
     import polars as pl
@@ -36,7 +36,10 @@ _LOOK_AT = 1000
 _NO_SEPARATOR = "\x01"
 
 
-def read_table(path: Path, format: str, columns: Columns) -> tuple[pl.DataFrame, Columns, list[str]]:
+Wanted = TypeVar("Wanted", Columns, KeyedColumns)
+
+
+def read_table(path: Path, format: str, columns: Wanted) -> tuple[pl.DataFrame, Wanted, list[str]]:
     """Read the columns asked for, as text (parquet: with their types).
 
     Returns:
@@ -55,9 +58,27 @@ def read_table(path: Path, format: str, columns: Columns) -> tuple[pl.DataFrame,
     kind = (_BY_SUFFIX.get(inner_suffix(path)) or _guess_format(head, path)) if format == "auto" else format
     if kind != "lines":
         return _separated(data, head, path, kind, columns)
-    if columns.named:
-        raise ValueError(f"{path} has lines of a user and items, so it has no column {columns.named[0]!r}")
+    if isinstance(columns, KeyedColumns) or columns.named:
+        missing = columns.named[0] if columns.named else columns.wanted[0]
+        raise ValueError(f"{path} has lines of a user and items, so it has no column {missing!r}")
     return _lines(data, path)
+
+
+def column_names(path: Path) -> list[str]:
+    """The columns of a csv, tsv or parquet file with a header."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        if inner_suffix(path) in (".parquet", ".pq"):
+            return list(pl.read_parquet_schema(path))
+    except pl.exceptions.PolarsError as error:
+        raise ValueError(f"{path} is not a parquet file: {_reason(error)}") from error
+    head = _first_lines(data := _contents(path), path)
+    if not head:
+        raise ValueError(f"{path} is empty: there is no row in it")
+    separator = "\t" if inner_suffix(path) in (".tsv", ".inter") else _separator(head[0])
+    names = head[0].split("::") if separator == "::" else _header(data, separator)
+    return [name.rsplit(":", 1)[0] for name in names] if inner_suffix(path) == ".inter" else names
 
 
 def _contents(path: Path) -> bytes:
@@ -65,18 +86,17 @@ def _contents(path: Path) -> bytes:
         return file.read().removeprefix(b"\xef\xbb\xbf")
 
 
-def _parquet(path: Path, columns: Columns) -> tuple[pl.DataFrame, Columns, list[str]]:
+def _parquet(path: Path, columns: Wanted) -> tuple[pl.DataFrame, Wanted, list[str]]:
     try:
         found = columns.found(list(pl.read_parquet_schema(path)), str(path))
-        names = [name for name in (found.user, found.item, found.time, *found.features) if name is not None]
-        return pl.read_parquet(path, columns=names), found, []
+        return pl.read_parquet(path, columns=found.wanted), found, []
     except pl.exceptions.PolarsError as error:
         raise ValueError(f"{path} is not a parquet file: {_reason(error)}") from error
 
 
 def _separated(
-    data: bytes, head: Sequence[str], path: Path, kind: str, columns: Columns
-) -> tuple[pl.DataFrame, Columns, list[str]]:
+    data: bytes, head: Sequence[str], path: Path, kind: str, columns: Wanted
+) -> tuple[pl.DataFrame, Wanted, list[str]]:
     separator = "\t" if kind in ("tsv", "inter") else _separator(head[0])
     if separator == "::":
         data, separator = data.replace(b"::", b"\t"), "\t"
@@ -91,10 +111,9 @@ def _separated(
     if kind == "inter":
         names = [name.rsplit(":", 1)[0] for name in names]
     found = columns.found(names, str(path))
-    wanted = [name for name in (found.user, found.item, found.time, *found.features) if name is not None]
-    table = pl.DataFrame([table.to_series(names.index(name)).alias(name) for name in wanted])
+    table = pl.DataFrame([table.to_series(names.index(name)).alias(name) for name in found.wanted])
     notes = []
-    if not named:
+    if not named and isinstance(found, Columns):
         time = "none" if found.time is None else f"column {found.time}"
         notes.append(
             f"{path.name} has no header: user is column {found.user}, item {found.item}, time {time} (counted from 0)"

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from filelock import FileLock
 
 from prism.files import check_target, default_cache, not_there
-from prism.recommend.events.columns import Columns
-from prism.recommend.events.dataset import Dataset, open_dataset
+from prism.recommend.events.dataset import MANIFEST, Dataset, open_dataset
 from prism.recommend.events.histories import Histories
 from prism.recommend.events.split import Split, global_time, leave_one_out
 from prism.recommend.events.synthetic import synthetic_dataset
@@ -25,6 +24,9 @@ VERSION = 2
 """Raise it when the same events would give other arrays: old cache entries are then ignored."""
 _CACHE_FOLDER = "logs"
 """Stays as it is, so that caches of earlier versions are found."""
+_FILES = ("items", "item_vectors", "users")
+_LATER = (*_FILES, "user_features", "list_separator")
+"""Settings that came later; at their defaults they are no part of a cache key."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class EventRecipe:
 
     source: str | None = None
     """File of events: csv, tsv, parquet, RecBole's .inter, or lines "user item item …" (text also as .gz or .xz).
-    Or a folder of prepared events. None: synthetic events of users whose interests drift."""
+    Or a folder of parquet parts, which together may be larger than memory, or of prepared events. None: synthetic events
+    of users whose interests drift."""
     format: str = "auto"
     """File format: auto, csv, tsv, inter, parquet or lines. auto: from the file name and the first lines."""
     user: str = "auto"
@@ -57,7 +60,19 @@ class EventRecipe:
     time: str | None = "auto"
     """Column of the times. auto: found by its usual names. None: the events are already in order."""
     features: tuple[str, ...] = ()
-    """Columns that describe the item (a category, a brand); the model learns an embedding of each."""
+    """Columns that describe the item (a category, a list of genres, a vector), of data.items or of the events; the model
+    learns an embedding of each value."""
+    items: str | None = None
+    """Table with one row per item, for columns of data.features: csv, tsv or parquet."""
+    item_vectors: str | None = None
+    """Vectors of the items, such as those of texts or images: parquet with the item's id and a column of lists, or .npy or
+    .safetensors with one row for each row of data.items."""
+    users: str | None = None
+    """Table with one row per user, for columns of data.user_features: csv, tsv or parquet."""
+    user_features: tuple[str, ...] = ()
+    """Columns that describe the user (a country, an age group), of data.users or of the events."""
+    list_separator: str | None = None
+    """Splits texts of features into lists of values: | for Action|Comedy. None: a text is one value."""
     duplicates: Literal["keep", "drop"] = "keep"
     """Keep or drop events that repeat user, item and time of an earlier one."""
     min_user: int = field(default=1, metadata={"min": 1})
@@ -111,37 +126,62 @@ def prepare_dataset(
         report: called with a message when events are read.
     """
     source = None if recipe.source is None else Path(recipe.source).expanduser()
-    if source is not None and source.is_dir():
+    if source is not None and source.is_dir() and not (parts := parquet_parts(source)):
         return open_dataset(source, verify)
-    if source is not None and not source.is_file():
+    if source is not None and not source.exists():
         raise FileNotFoundError(not_there(str(recipe.source)))
+    for table in (recipe.items, recipe.item_vectors, recipe.users):
+        if table is not None and not Path(table).expanduser().is_file():
+            raise FileNotFoundError(not_there(table))
     cache = check_target((cache or default_cache()) / _CACHE_FOLDER, folder=True, name="data.cache")
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / _key(recipe, source)
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             report(f"reading {'synthetic events' if source is None else source} (once)")
-            make_dataset(recipe, source).save(folder)
+            if source is not None and source.is_dir():
+                from prism.recommend.events.large import prepare_parts  # imports polars
+
+                prepare_parts(recipe, parts, folder, report)
+            else:
+                make_dataset(recipe, source).save(folder)
     return open_dataset(folder, verify)
 
 
-def make_dataset(recipe: EventRecipe, source: Any) -> Dataset:
+def parquet_parts(folder: Path) -> list[Path]:
+    """The parquet files of a folder in the order of their names; none if it holds prepared events."""
+    if (folder / MANIFEST).is_file():
+        return []
+    return sorted(path for path in folder.iterdir() if path.suffix in (".parquet", ".pq"))
+
+
+def make_dataset(recipe: EventRecipe, source: Any, tables: Any = None, any_length: bool = False) -> Dataset:
     """Make the dataset of a recipe without caching it.
 
     Args:
         source: a file, a polars or pandas DataFrame, or None for synthetic events.
+        tables: `features.Tables` that are in memory, instead of the files that the recipe names.
+        any_length: accept events of which no user has two.
     """
     came_from: dict[str, Any] = {}
     if source is None:
         made = synthetic_dataset(**asdict(recipe.synthetic))
     else:
         from prism.recommend.events.event_table import k_core, read_events  # imports polars
+        from prism.recommend.events.features import describe, sources
         from prism.recommend.events.origin import origin
 
-        columns = Columns(recipe.user, recipe.item, recipe.time, recipe.features)
-        table = read_events(source, columns, format=recipe.format, duplicates=recipe.duplicates)
-        made = k_core(table, users=recipe.min_user, items=recipe.min_item).to_dataset()
-        came_from = {"origin": origin(source, columns, {"user": made.users, "item": made.catalogue})}
+        described = sources(recipe, tables)
+        table = read_events(
+            source,
+            described.events,
+            format=recipe.format,
+            duplicates=recipe.duplicates,
+            separator=recipe.list_separator,
+        )
+        made = k_core(table, users=recipe.min_user, items=recipe.min_item).to_dataset(any_length)
+        made = describe(made, described, recipe.list_separator)
+        came_from = {"origin": origin(source, described.events, {"user": made.users, "item": made.catalogue})}
     manifest = {**made.manifest, **came_from, "recipe": asdict(recipe)}
     return Dataset(made.histories, made.catalogue, made.users, manifest)
 
@@ -149,7 +189,16 @@ def make_dataset(recipe: EventRecipe, source: Any) -> Dataset:
 def _key(recipe: EventRecipe, source: Path | None) -> str:
     """The cache key: a file is the same as long as its path, size and modification time are."""
     what: dict[str, Any] = asdict(recipe)
+    for name in _LATER:
+        if what[name] == getattr(EventRecipe, name):  # as before the setting existed: old cache entries are found
+            del what[name]
+        elif name in _FILES:
+            what[name] = _mark(Path(what[name]).expanduser())
     if source is not None:
-        what["source"] = [str(source.resolve()), source.stat().st_size, source.stat().st_mtime_ns]
+        what["source"] = [_mark(part) for part in parquet_parts(source)] if source.is_dir() else _mark(source)
         del what["synthetic"]
     return hashlib.sha256(json.dumps([VERSION, what]).encode()).hexdigest()[:20]
+
+
+def _mark(path: Path) -> list[Any]:
+    return [str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns]

@@ -6,7 +6,7 @@ Real events come first in a row and padding last, so a causal model needs no mas
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ class RecBatch:
     mask: bool `[B, T]`, True for real events.
     gaps: float32 `[B, T]` or None, time since the user's previous event (0 for the first).
     users: int64 `[B]`, rows of the histories.
+    profiles: int64 `[B, W]` or None, codes of the users' features.
     """
 
     inputs: Tensor
@@ -31,9 +32,10 @@ class RecBatch:
     mask: Tensor
     gaps: Tensor | None
     users: Tensor
+    profiles: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        tensors = {name: getattr(self, name) for name in ("inputs", "targets", "mask", "gaps", "users")}
+        tensors = {part.name: getattr(self, part.name) for part in fields(self)}
         return {name: value for name, value in tensors.items() if value is not None}
 
     def __getitem__(self, rows: slice | Tensor) -> RecBatch:
@@ -44,8 +46,7 @@ class RecBatch:
         return self._map(lambda x: (x.pin_memory() if pin and not x.is_cuda else x).to(device, non_blocking=True))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> RecBatch:
-        gaps = None if self.gaps is None else function(self.gaps)
-        return RecBatch(function(self.inputs), function(self.targets), function(self.mask), gaps, function(self.users))
+        return replace(self, **{name: function(value) for name, value in self.tensors().items()})
 
 
 class Samples:
@@ -78,6 +79,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self._users)
 
+    def reaching(self, first: np.ndarray) -> np.ndarray:
+        """Which samples have a target at or after position `first[u]` of their user's history, bool `[samples]`."""
+        last = self._starts + self._counts - self.histories.offsets[self._users]
+        return last >= first[self._users]
+
     def targets(self, indices: np.ndarray) -> int:
         """Number of real targets in these samples."""
         return int(self._counts[indices].sum())
@@ -87,6 +93,7 @@ class Samples:
         indices = np.asarray(indices)
         starts, counts = self._starts[indices], self._counts[indices]
         events = gather_events(self.histories, starts, counts, self.width)
+        profiles = self.histories.profiles
         following = np.minimum(events.places + 1, len(self.histories.items) - 1)
         return RecBatch(
             inputs=torch.from_numpy(events.items),
@@ -94,4 +101,5 @@ class Samples:
             mask=torch.from_numpy(events.mask),
             gaps=None if events.gaps is None else torch.from_numpy(events.gaps),
             users=torch.from_numpy(self._users[indices]),
+            profiles=None if profiles is None else torch.from_numpy(profiles[self._users[indices]]),
         )

@@ -142,15 +142,21 @@ def check_leakage(split: Split) -> None:
     full, train = split.histories, split.train
     if len(full) != len(train) or (train.lengths > full.lengths).any():
         raise ValueError("train must hold the first events of every user's history")
-    prefix = full.head(train.lengths)
-    if not np.array_equal(prefix.items, train.items) or not _same(prefix.times, train.times):
-        raise ValueError("train must hold the first events of every user's history")
-    if full.times is not None and len(full.times) > 1:
-        backwards = np.diff(full.times) < 0
-        starts = full.offsets[(full.offsets > 0) & (full.offsets < full.offsets[-1])]
-        backwards[starts - 1] = False  # from one user to the next
+    for first, last in train.blocks():
+        places = np.arange(train.offsets[first], train.offsets[last])
+        same = places + np.repeat((full.offsets - train.offsets)[first:last], train.lengths[first:last])
+        if not np.array_equal(full.items[same], train.items[places]) or not _same(
+            full.times, train.times, same, places
+        ):
+            raise ValueError("train must hold the first events of every user's history")
+    for first, last in full.blocks() if full.times is not None else ():
+        assert full.times is not None
+        start, stop = full.offsets[first], full.offsets[last]
+        backwards = np.diff(full.times[start:stop]) < 0
+        inner = full.offsets[first:last]
+        backwards[inner[(inner > start) & (inner < stop)] - start - 1] = False  # from one user to the next
         if backwards.any():
-            user = np.searchsorted(full.offsets, np.flatnonzero(backwards)[0], "right") - 1
+            user = np.searchsorted(full.offsets, start + np.flatnonzero(backwards)[0], "right") - 1
             raise ValueError(f"the events of user row {user} are not sorted by time")
     for name, part in (("validation", split.validation), ("test", split.test)):
         early = part.ends < train.lengths[part.users]
@@ -206,5 +212,6 @@ def _split(
     return split
 
 
-def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    return a is b if a is None or b is None else np.array_equal(a, b)
+def _same(a: np.ndarray | None, b: np.ndarray | None, at_a: np.ndarray, at_b: np.ndarray) -> bool:
+    """Whether two arrays, or no arrays, have the same entries at these places."""
+    return a is b if a is None or b is None else np.array_equal(a[at_a], b[at_b])

@@ -1,0 +1,90 @@
+"""How a recommender grows: new items by their features, and further training with new events."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prism.models import PrismForRecommendation
+from prism.recommend.events import Catalogue, Dataset, Histories, Users
+from prism.recommend.events.columns import AUTO
+from prism.recommend.frames import Source
+from prism.recommend.saved import Training
+
+R = TypeVar("R", bound="Growing")
+
+
+class Growing:
+    """The part of `Recommender` that makes a larger recommender of it."""
+
+    model: PrismForRecommendation
+    catalogue: Catalogue
+    users: Users | None
+    histories: Histories | None
+    source: Source
+    _training: Training | None
+    _folder: Path | None
+
+    def add_items(self: R, items: Any, *, item: str = AUTO) -> R:
+        """A recommender that also has these items, scored by their features; this one does not change.
+
+        Nothing is trained. Old items keep their scores, and states stay valid. Train with `model={"id_dropout": 0.1}` if items
+        will be added: features alone then carry what is learned of an item.
+
+        Args:
+            items: a frame, a mapping of columns or a file: the ids, and the features of training. Known items stay as they are.
+            item: column of the ids.
+        """
+        from prism.recommend.new_items import add_items
+
+        separator = None if self._training is None else self._training.data.list_separator
+        model, catalogue = add_items(self.model, self.catalogue, items, item, separator)
+        training = None if self._training is None else replace(self._training, catalogue=catalogue)
+        return type(self)(model, catalogue, self.users, self.histories, training, self.source)
+
+    def update(
+        self: R,
+        events: Any,
+        /,
+        out: Path | str | None = None,
+        *,
+        items: Any = None,
+        users: Any = None,
+        item_vectors: Any = None,
+        **settings: Any,
+    ) -> R:
+        """Train further with new events, users and items; returns the new recommender, this one does not change.
+
+        Old items start with the scores they have, new ones with those of their features. If the recommender has its run
+        folder (`fit(out=…)`, `prism train rec`), the state of the optimizer is continued too.
+
+        Args:
+            events: a frame or a file with the columns of training. New events only: the old ones are known.
+            out: run folder, resumed if the update was interrupted. None: no run folder is kept.
+            items, users, item_vectors: tables as in `fit`, for new items and users.
+            settings: the settings of `prism train rec --update`, such as `epochs=2, replay=0.5`; the others are as in training.
+        """
+        from prism.recommend.task import fit_update  # the trainer is imported only for training
+
+        tables = {"items": items, "users": users, "item_vectors": item_vectors}
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "run" if out is None else Path(out)
+            base = self._folder
+            if base is None or not base.exists():
+                base = folder / ".base"  # a hidden name: the folder still counts as empty
+                if not base.exists():
+                    self.save(base)
+            known = None
+            if self.histories is not None and self.users is not None:
+                known = Dataset(self.histories, self.catalogue, self.users)
+            return type(self).load(*fit_update(base, events, folder, settings, tables, known))
+
+    def _stored(self, training: Training, histories: bool) -> dict[str, Any]:
+        """What training.json says; of a recommender with added items also the digest of the events saved with them."""
+        facts = training.facts
+        if not histories or self.histories is None or self.users is None or facts.get("items") == len(self.catalogue):
+            return training.stored
+        digest = Dataset(self.histories, self.catalogue, self.users).digest
+        return {**training.stored, "training_data": {**facts, "grown_digest": digest}}
