@@ -120,6 +120,13 @@ def test_everything_said_of_a_log_reaches_its_recipe() -> None:
         "features": ("f",),
     }
     said |= {"duplicates": "drop", "min_user": 2, "min_item": 3, "synthetic": Synthetic(users=7)}
+    said |= {
+        "items": "i.csv",
+        "users": "u.csv",
+        "item_vectors": "v.npy",
+        "user_features": ("g",),
+        "list_separator": "|",
+    }
     assert said.keys() == {field.name for field in fields(EventRecipe)}
     assert not any(getattr(EventRecipe(), name) == value for name, value in said.items())
     assert RecDataSettings(**said).recipe() == EventRecipe(**said)

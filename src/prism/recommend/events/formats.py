@@ -112,7 +112,7 @@ def _separated(
         names = [name.rsplit(":", 1)[0] for name in names]
     found = columns.found(names, str(path))
     table = pl.DataFrame([table.to_series(names.index(name)).alias(name) for name in found.wanted])
-    notes = []
+    notes: list[str] = []
     if not named and isinstance(found, Columns):
         time = "none" if found.time is None else f"column {found.time}"
         notes.append(

@@ -25,7 +25,7 @@ import numpy as np
 from prism.files import fresh_folder
 from prism.recommend.events.columns import Columns
 from prism.recommend.events.dataset import EVENTS, ITEMS, USERS, Dataset
-from prism.recommend.events.features import Origin, describe, encode, refuse_vectors, sources
+from prism.recommend.events.features import Described, Origin, describe, encode, refuse_vectors, sources
 from prism.recommend.events.formats import pl
 from prism.recommend.events.histories import Histories
 from prism.recommend.events.ids import Catalogue, Feature, Users
@@ -121,7 +121,7 @@ class _Log:
         order = values.arg_sort()
         return _Codes(found[column][order], values[order].to_list(), found["len"][order].to_numpy().astype(np.int64))
 
-    def _scatter(self, users: _Codes, items: _Codes, rows: int) -> tuple[Any, Any]:
+    def _scatter(self, users: _Codes, items: _Codes, rows: int) -> tuple[Described, Described]:
         """Append every event to the file of its bucket; returns the features of items and users."""
         self.bounds = bucket_bounds(users.counts)
         files = [self._raw(f"bucket-{number}").open("wb") for number in range(len(self.bounds) - 1)]
@@ -312,19 +312,15 @@ class _Firsts:
                 parts.append(found.filter(pl.Series(fresh)))
                 self.known[name] = np.union1d(self.known[name], parts[-1]["row"].to_numpy())
 
-    def encoded(self, total: int, separator: str | None, of: str) -> Any:
-        columns, vectors, notes = {}, {}, []
+    def encoded(self, total: int, separator: str | None, of: str) -> Described:
+        whole = Described({}, {}, [])
         for name, parts in self.parts.items():
-            whole = (
-                pl.concat(parts)
-                if parts
-                else pl.DataFrame({"row": [], "value": []}, schema_overrides={"row": pl.Int64})
-            )
-            made = encode({name: whole["value"]}, whole["row"].to_numpy(), total, separator, "the events", of)
-            columns |= made.features
-            vectors |= made.vectors
-            notes += made.notes
-        return type(made)(columns, vectors, notes) if self.parts else encode({}, np.zeros(0), total, None, "", of)
+            found = pl.concat(parts) if parts else pl.DataFrame(schema={"row": pl.Int64, "value": pl.String})
+            made = encode({name: found["value"]}, found["row"].to_numpy(), total, separator, "the events", of)
+            whole.features.update(made.features)
+            whole.vectors.update(made.vectors)
+            whole.notes.extend(made.notes)
+        return whole
 
 
 def bucket_bounds(counts: np.ndarray, most: int | None = None) -> np.ndarray:
