@@ -19,7 +19,7 @@ import torch
 from implicit.als import AlternatingLeastSquares
 from pytorch_lightning import seed_everything
 from rectools import Columns
-from rectools.dataset import Dataset
+from rectools.dataset import Dataset, Interactions
 from rectools.models import EASEModel, ImplicitALSWrapperModel, SASRecModel
 
 
@@ -76,7 +76,10 @@ def main(path: str, settings: dict) -> dict:
     trained = time.perf_counter()
     users = test[Columns.User].unique()
     # EASE and ALS know items by their numbers, which must stay those of training.
-    given = Dataset.construct(known) if settings["model"] == "sasrec" else learned.rebuild_with_new_data(known)
+    given = Dataset.construct(known)
+    if settings["model"] != "sasrec":
+        events = Interactions.from_raw(known, learned.user_id_map, learned.item_id_map)
+        given = Dataset(learned.user_id_map, learned.item_id_map, events)
     lists = model.recommend(users, given, k=10, filter_viewed=True, on_unsupported_targets="ignore")
     hits = lists.merge(test[[Columns.User, Columns.Item]], on=[Columns.User, Columns.Item])
     ranked = time.perf_counter()
