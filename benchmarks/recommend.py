@@ -35,7 +35,6 @@ SETTINGS: dict[str, Any] = {
     "dropout": 0.2,
     "lr": 1e-3,
     "seed": 0,
-    "part": "test",
     "ease_regularization": 500.0,
     "als_factors": 64,
     "als_regularization": 0.1,
@@ -167,10 +166,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     for name, value in SETTINGS.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--part", choices=("test", "validation"), default="test", help="events to rank")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "recommend.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    settings = {name: getattr(arguments, name) for name in (*SETTINGS, "threads")}
+    settings = {name: getattr(arguments, name) for name in (*SETTINGS, "threads", "part")}
     if arguments.one:
         run = run_baseline if arguments.one in BASELINES else run_ours
         print(json.dumps(run(arguments.events, arguments.one, settings)))

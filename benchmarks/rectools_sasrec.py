@@ -19,7 +19,7 @@ import torch
 from implicit.als import AlternatingLeastSquares
 from pytorch_lightning import seed_everything
 from rectools import Columns
-from rectools.dataset import Dataset
+from rectools.dataset import Dataset, Interactions
 from rectools.models import EASEModel, ImplicitALSWrapperModel, SASRecModel
 
 
@@ -71,10 +71,16 @@ def main(path: str, settings: dict) -> dict:
     if settings["model"] != "sasrec":  # EASE and ALS refuse items that were not in training
         known = known[known[Columns.Item].isin(train[Columns.Item])]
     model = make_model(settings)
-    model.fit(Dataset.construct(train))
+    learned = Dataset.construct(train)
+    model.fit(learned)
     trained = time.perf_counter()
     users = test[Columns.User].unique()
-    lists = model.recommend(users, Dataset.construct(known), k=10, filter_viewed=True, on_unsupported_targets="ignore")
+    # EASE and ALS know items by their numbers, which must stay those of training.
+    given = Dataset.construct(known)
+    if settings["model"] != "sasrec":
+        events = Interactions.from_raw(known, learned.user_id_map, learned.item_id_map)
+        given = Dataset(learned.user_id_map, learned.item_id_map, events)
+    lists = model.recommend(users, given, k=10, filter_viewed=True, on_unsupported_targets="ignore")
     hits = lists.merge(test[[Columns.User, Columns.Item]], on=[Columns.User, Columns.Item])
     ranked = time.perf_counter()
     return {

@@ -27,6 +27,15 @@ class Growing:
     _training: Training | None
     _folder: Path | None
 
+    if TYPE_CHECKING:  # what `Recommender` has
+
+        def __init__(self, *arguments: Any) -> None: ...
+
+        def save(self, folder: Path | str, histories: bool = True) -> None: ...
+
+        @classmethod
+        def load(cls: type[R], folder: Path | str, data: Any = None, device: str = "auto") -> R: ...
+
     def add_items(self: R, items: Any, *, item: str = AUTO) -> R:
         """A recommender that also has these items, scored by their features; this one does not change.
 

@@ -298,7 +298,9 @@ class Recommender(Growing):
         check_list("users", users)
         _, histories = self._histories(users, "error")
         check_count("the number of users", len(histories))
-        return advance(self.model, self.start(len(histories)), histories)
+        profiles = histories.profiles
+        states = self.start(len(histories)) if profiles is None else initial_state(self.model, profiles)
+        return advance(self.model, states, histories)
 
     @torch.no_grad()
     def observe(

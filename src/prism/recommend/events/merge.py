@@ -75,6 +75,8 @@ def merge(old: Dataset, new: Dataset, drop_repeats: bool = False) -> Merged:
         "notes": notes,
         "times": when is not None,
     }
+    if came_from := old.manifest.get("origin") or new.manifest.get("origin"):
+        manifest["origin"] = came_from
     return Merged(Dataset(histories, catalogue, users, manifest), first_new)
 
 
