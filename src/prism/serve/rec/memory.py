@@ -1,12 +1,14 @@
 """Users in memory: their states, brought up to date from the event log, most recently used first; the rest is on disk.
 
-A state is a function of the events and the model. What is in memory or in the store may be older than the log (another
-process stored events, or this one was killed): `bring` reads what is missing, for many users in one step of the memory.
+A state is a function of the events, the model and the items that it knows. What is in memory or in the store may be older
+than the log (another process stored events, or this one was killed): `bring` reads what is missing, for many users in one step
+of the memory. Users who had events of an item before it became known are read from the start.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,6 +39,8 @@ class Entry:
     seen: np.ndarray = None  # type: ignore[assignment]  # set below: arrays are no defaults
     dirty: bool = False
     """Whether the store has an older state, or none."""
+    items: int = 0
+    """Number of the last description of an item that was known when the state was made or checked."""
 
     def __post_init__(self) -> None:
         if self.seen is None:
@@ -76,12 +80,24 @@ class UserMemory:
     ) -> None:
         self.recommender, self.store, self.load, self.save = recommender, store, load, save
         self.capacity = capacity
+        self.items = 0
+        """Number of the last description of an item that the recommender has."""
+        self._added: list[tuple[int, str]] = []
         self.rereads = not recommender.model.config.constant_state
         """A model whose state grows with every event keeps none: it reads the last events again."""
         self.max_length = recommender.model.config.max_length if max_length is None else max_length
         self.pool = None if self.rereads else StatePool(recommender.start(1), capacity)
         self.entries: OrderedDict[int, Entry] = OrderedDict()
         self._free = list(range(capacity))
+
+    def use(self, larger: Recommender, number: int, added: list[tuple[int, str]]) -> None:
+        """Replace the recommender by one with more items, whose states are the same.
+
+        Args:
+            number: of the last description that it has.
+            added: all items that were not in training: number of the description, id; by number.
+        """
+        self.items, self._added, self.recommender = number, added, larger
 
     @property
     def state_bytes(self) -> int:
@@ -97,6 +113,7 @@ class UserMemory:
         """Users with all their events read. A user that the store does not know has none."""
         accounts = self.store.accounts(names)
         self._load({account.uid: account.events for account in accounts.values()})
+        self._start_again([account.uid for account in accounts.values()])
         self._catch_up(list(accounts.values()))
         entries = [self.entries[accounts[name].uid] if name in accounts else None for name in names]
         seen = [NONE_SEEN if entry is None else entry.seen for entry in entries]
@@ -133,7 +150,8 @@ class UserMemory:
         """Put users into memory: their states in the store, or the state before the first event.
 
         Args:
-            events: uid → number of events in the log. A state that has read more belongs to a log that was replaced.
+            events: uid → number of events in the log. A state that has read more belongs to a log that was replaced. One of
+                a process that knows more items is not used either: this process knows them within a second.
         """
         for uid in events.keys() & self.entries.keys():
             self.entries.move_to_end(uid)
@@ -142,13 +160,16 @@ class UserMemory:
             return
         stored = self.load(missing)
         self._make_room(len(missing), set(events))
-        added = {uid: Entry(self._free.pop()) for uid in missing}
+        added = {uid: Entry(self._free.pop(), items=self.items) for uid in missing}
         usable = {
-            uid: row for uid, row in stored.items() if len(row.state) == self.state_bytes and row.number <= events[uid]
+            uid: row
+            for uid, row in stored.items()
+            if len(row.state) == self.state_bytes and row.number <= events[uid] and row.items <= self.items
         }
         for uid, row in usable.items():
             entry = added[uid]
             entry.number, entry.updated, entry.seen = row.number, row.updated, unpack_seen(row.seen)
+            entry.items = row.items
         if self.pool is not None:
             if usable:
                 self.pool.unpack([added[uid].row for uid in usable], [row.state for row in usable.values()])
@@ -180,7 +201,7 @@ class UserMemory:
         items = len(self.recommender.catalogue)
         self.save(
             [
-                StateRow(uid, entry.number, entry.updated, state, pack_seen(entry.seen, items))
+                StateRow(uid, entry.number, entry.updated, state, pack_seen(entry.seen, items), entry.items)
                 for (uid, entry), state in zip(chosen, packed, strict=True)
             ]
         )
@@ -192,6 +213,23 @@ class UserMemory:
         """Drop a user who was deleted."""
         if (entry := self.entries.pop(uid, None)) is not None:
             self._free.append(entry.row)
+
+    def _start_again(self, uids: Sequence[int]) -> None:
+        """Reset the states of those users that have skipped an event of an item which is known by now."""
+        older: dict[int, list[int]] = {}
+        for uid in uids:
+            if (items := self.entries[uid].items) < self.items:
+                older.setdefault(items, []).append(uid)
+        for items, behind in older.items():
+            later = [item for _, item in self._added[bisect_right(self._added, items, key=lambda one: one[0]) :]]
+            first = self.store.first_events(behind, later) if later else {}
+            for uid in behind:
+                entry = self.entries[uid]
+                entry.items = self.items
+                if first.get(uid, entry.number + 1) <= entry.number:
+                    entry.number, entry.seen = 0, NONE_SEEN
+                    if self.pool is not None:
+                        self.pool.clear(entry.row)
 
     def _catch_up(self, accounts: Sequence[Account]) -> None:
         """Read the events that the states of these users lack."""

@@ -91,7 +91,9 @@ def feedback_routes(service: RecService) -> APIRouter:
 def recommend_routes(service: RecService) -> APIRouter:
     """Recommendations out."""
     router = APIRouter(tags=["recommendations"])
-    names = service.recommender.catalogue.names
+
+    def names(rows: Sequence[int]) -> list[Any]:
+        return service.recommender.catalogue.names(rows)
 
     def items(answer: Answer, offset: int) -> tuple[list[str], list[float]]:
         return [str(name) for name in names(answer.rows[offset:])], answer.scores[offset:]
@@ -206,13 +208,13 @@ def data_routes(service: RecService) -> APIRouter:
 
     @router.post("/api/item")
     def insert_item(item: ItemDescription) -> ItemsStored:
-        """Describe an item."""
-        return _describe(service, [item])
+        """Describe an item. A model with features recommends it at once, also if it was not trained on it."""
+        return service.put_items([item])
 
     @router.post("/api/items")
     def insert_items(items: Annotated[list[ItemDescription], Body(max_length=MOST_EVENTS)]) -> ItemsStored:
-        """Describe items. Hidden ones are not recommended."""
-        return _describe(service, items)
+        """Describe items. A model with features recommends them at once; hidden ones are not recommended."""
+        return service.put_items(items)
 
     @router.get("/api/stats")
     def stats() -> Stats:
@@ -239,12 +241,6 @@ def sorted_events(events: Sequence[Feedback]) -> list[Event]:
     if len(rows) > 1:
         rows.sort(key=lambda row: math.inf if row.time is None else row.time)
     return rows
-
-
-def _describe(service: RecService, items: Sequence[ItemDescription]) -> ItemsStored:
-    known = service.put_items([(one.ItemId, one.IsHidden, one.model_dump_json()) for one in items])
-    message = "The model has no features of items: it scores the items that it was trained on."
-    return ItemsStored(RowAffected=len(items), Known=known, Scored=0, Message=message)
 
 
 def _history(events: Sequence[SessionFeedback]) -> tuple[list[str], list[float]]:

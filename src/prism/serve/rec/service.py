@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from prism.models.loading import fingerprint
 from prism.recommend import Recommender
+from prism.recommend.events import Catalogue
 from prism.serve.metrics import Metrics
 from prism.serve.rec.engine import MOST_USERS, Engine
 from prism.serve.rec.memory import UserMemory
+from prism.serve.rec.new_items import Follower, NewItems, reply
 from prism.serve.rec.rebuild import FACT, Rebuild
+from prism.serve.rec.schemas import ItemDescription, ItemsStored
 from prism.serve.rec.settings import RecSettings
 from prism.serve.rec.shelf import RedisCache, Shelf
 from prism.serve.rec.store import Store, StoreError, Submission
@@ -25,6 +28,8 @@ from prism.serve.rec.writer import Writer
 
 HIDDEN_SECONDS = 5.0
 """How long another process may still recommend an item after it was hidden."""
+REPLACE_SECONDS = 60.0
+"""How long a request waits for the engine to use a larger recommender."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class RecService:
     ) -> None:
         if not bool(recommender.model.item_counts.any()):
             raise ValueError(f"the model in {name} has no item counts, so users without events cannot be served")
-        self.recommender, self.name, self.store, self.metrics = recommender, name, store, metrics
+        self.name, self.store, self.metrics = name, store, metrics
         self.rebuild: Rebuild | None = None
         self._reads_again = settings.reads_again
         self._resumes = claim_store(store, identity(recommender), name, settings.rebuild)
@@ -66,6 +71,12 @@ class RecService:
         self.memory = UserMemory(recommender, store, self.shelf.load, self.shelf.save, capacity, settings.max_length)
         self.engine = Engine(self.memory, self._hidden_rows)
         self._hidden: tuple[float, list[int]] = (0.0, [])
+        self._names: tuple[Catalogue, list[tuple[str, int]]] | None = None
+        self.new_items = NewItems(recommender, store)
+        self._growing = threading.Lock()
+        self._follower = Follower(self.follow_items) if self.new_items.possible else None
+        if (larger := self.new_items.refresh()) is not None:
+            self._use(larger)
         self.writer = Writer(store, self.knows, self.engine.fresh)
         self.unknown = metrics.counter("unknown_items", "Events with an item that the model does not know.")
         metrics.gauge("users_in_memory", "Users whose state is in memory.", lambda: len(self.memory.entries))
@@ -73,10 +84,17 @@ class RecService:
         metrics.gauge("rebuild_users_done", "Users read again.", lambda: self.rebuild.done if self.rebuild else 0)
         metrics.gauge("rebuild_users", "Users to read again.", lambda: self.rebuild.total if self.rebuild else 0)
 
+    @property
+    def recommender(self) -> Recommender:
+        """The model with the items that it knows now. The engine's thread replaces it by one with more items."""
+        return self.memory.recommender
+
     def start(self) -> None:
         """Start the threads."""
         for part in (self.shelf, self.engine, self.writer):
             part.start()
+        if self._follower is not None:
+            self._follower.start()
         if self._resumes and self._reads_again:
             self.rebuild = Rebuild(self.store, self.engine)
             self.rebuild.start()
@@ -85,6 +103,8 @@ class RecService:
         """Finish what waits, store all states, close the store."""
         if self.rebuild is not None:
             self.rebuild.stop()
+        if self._follower is not None:
+            self._follower.stop()
         for part in (self.writer, self.engine, self.shelf):
             part.stop()
         self.store.close()
@@ -113,11 +133,37 @@ class RecService:
             self._hidden = (time.monotonic() + HIDDEN_SECONDS, rows.tolist())
         return self._hidden[1]
 
-    def put_items(self, items: Sequence[tuple[str, bool, str]]) -> int:
-        """Store descriptions of items (id, hidden, fields as JSON); returns how many the model knows."""
-        self.store.put_items(items)
-        self._hidden = (0.0, [])
-        return sum(self.row(item) > 0 for item, _, _ in items)
+    def put_items(self, items: Sequence[ItemDescription]) -> ItemsStored:
+        """Store descriptions of items. Those that the model can score are known when this returns."""
+        labels = [(one.ItemId, one.model_dump_json(include={"Labels"})) for one in items]
+        given = [pair for pair, one in zip(labels, items, strict=True) if one.Labels]
+        self.store.put_items([(one.ItemId, one.IsHidden, one.model_dump_json()) for one in items], given)
+        with self._growing:
+            self._replace(self.new_items.refresh())
+            known, scored, message = reply(self.new_items, labels)
+        return ItemsStored(RowAffected=len(items), Known=known, Scored=scored, Message=message)
+
+    def follow_items(self) -> None:
+        """Take over items that other processes have stored."""
+        with self._growing:
+            if (larger := self.new_items.refresh()) is not None:
+                self._replace(larger)
+
+    def _replace(self, larger: Recommender | None) -> None:
+        """Have the engine use a larger recommender, and read the hidden items again, between two batches of questions."""
+        done = threading.Event()
+
+        def replace() -> None:
+            if larger is not None:
+                self._use(larger)
+            self._hidden = (0.0, [])
+            done.set()
+
+        self.engine.call(replace)
+        done.wait(REPLACE_SECONDS)
+
+    def _use(self, larger: Recommender) -> None:
+        self.memory.use(larger, self.new_items.number, list(self.new_items.added))
 
     def user(self, name: str) -> tuple[int, UserFacts] | None:
         """A user's uid and facts; None for a user without events."""
@@ -141,20 +187,25 @@ class RecService:
             self.shelf.forget(uid)
         return events
 
-    @cached_property
-    def _names(self) -> list[tuple[str, int]]:
+    def _sorted_names(self, catalogue: Catalogue) -> list[tuple[str, int]]:
         """Items by id as text, with their rows."""
-        return sorted((str(item), row) for row, item in enumerate(self.recommender.catalogue.items, 1))
+        found = self._names
+        if found is None or found[0] is not catalogue:
+            names = sorted((str(item), row) for row, item in enumerate(catalogue.items, 1))
+            self._names = found = (catalogue, names)
+        return found[1]
 
     def find_items(self, prefix: str, most: int) -> list[tuple[str, int]]:
         """Items whose id starts with `prefix`, in order, with their counts in training; the most popular ones for ""."""
-        counts = self.recommender.model.item_counts
+        recommender = self.recommender  # one, while the engine may change to another
+        counts, catalogue = recommender.model.item_counts, recommender.catalogue
         if not prefix:
             best = counts[1:].topk(min(most, len(counts) - 1)).indices + 1
-            names = self.recommender.catalogue.names(best.tolist())
+            names = catalogue.names(best.tolist())
             return [(str(name), int(counts[row])) for name, row in zip(names, best.tolist(), strict=True)]
-        start = bisect_left(self._names, (prefix, 0))
-        found = islice(self._names, start, start + most)
+        by_name = self._sorted_names(catalogue)
+        start = bisect_left(by_name, (prefix, 0))
+        found = islice(by_name, start, start + most)
         return [(name, int(counts[row])) for name, row in found if name.startswith(prefix)]
 
     def about(self) -> dict[str, Any]:

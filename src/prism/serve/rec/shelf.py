@@ -20,7 +20,7 @@ REDIS_SECONDS = 86_400
 """How long an unused state stays in Redis."""
 PAUSE = 30.0
 """Seconds without Redis after it failed."""
-_HEAD = struct.Struct("<qdi")
+_HEAD = struct.Struct("<qqdi")
 
 
 class Shelf:
@@ -131,10 +131,10 @@ class RedisCache:
 
 
 def _encode(row: StateRow) -> bytes:
-    return _HEAD.pack(row.number, row.updated, len(row.seen)) + row.seen + row.state
+    return _HEAD.pack(row.number, row.items, row.updated, len(row.seen)) + row.seen + row.state
 
 
 def _decode(uid: int, value: bytes) -> StateRow:
-    number, updated, length = _HEAD.unpack_from(value)
+    number, items, updated, length = _HEAD.unpack_from(value)
     start = _HEAD.size + length
-    return StateRow(uid, number, updated, value[start:], value[_HEAD.size : start])
+    return StateRow(uid, number, updated, value[start:], value[_HEAD.size : start], items)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from prism.files import check_target
-from prism.serve.rec.store import FORMAT, Run, Store, StoreError, tables
+from prism.serve.rec.store import FORMAT, Run, Store, StoreError
+from prism.serve.rec.tables import tables
 
 BUSY = 20_000
 """Milliseconds to wait for another process that is writing."""

@@ -10,10 +10,11 @@ Design choices
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -80,6 +81,8 @@ class StateRow(NamedTuple):
     """When, in seconds since 1970."""
     state: bytes
     seen: bytes
+    items: int = 0
+    """Number of the last description of an item that the model had when it read the events; see `described_after`."""
 
 
 class Totals(NamedTuple):
@@ -282,21 +285,22 @@ class Store(ABC):
     def states(self, uids: Sequence[int], model: int) -> dict[int, StateRow]:
         """The states of users that are there and belong to this model."""
         among, argument = self.among(list(uids))
-        statement = f"SELECT uid, number, updated, state, seen FROM states WHERE uid {among} AND model = ?"
+        statement = f"SELECT uid, number, updated, state, seen, items FROM states WHERE uid {among} AND model = ?"
         with self.transaction() as run:
             rows = run(statement, argument, model)
-        return {uid: StateRow(uid, number, at, bytes(state), bytes(seen)) for uid, number, at, state, seen in rows}
+        return {row[0]: StateRow(*row[:3], bytes(row[3]), bytes(row[4]), row[5]) for row in rows}
 
     def put_states(self, rows: Sequence[StateRow], model: int) -> None:
         """Store states, except where a newer one is there or the user is gone."""
         statement = (
-            "INSERT INTO states (uid, model, number, updated, state, seen) SELECT ?, ?, ?, ?, ?, ? "
+            "INSERT INTO states (uid, model, number, updated, state, seen, items) SELECT ?, ?, ?, ?, ?, ?, ? "
             "WHERE EXISTS (SELECT 1 FROM users WHERE uid = ?) ON CONFLICT (uid) DO UPDATE SET model = excluded.model, "
-            "number = excluded.number, updated = excluded.updated, state = excluded.state, seen = excluded.seen "
-            "WHERE states.model <> excluded.model OR states.number < excluded.number"
+            "number = excluded.number, updated = excluded.updated, state = excluded.state, seen = excluded.seen, "
+            "items = excluded.items WHERE states.model <> excluded.model OR states.number < excluded.number "
+            "OR (states.number = excluded.number AND states.items < excluded.items)"
         )
         with self.transaction() as run:
-            run.many(statement, [(r.uid, model, r.number, r.updated, r.state, r.seen, r.uid) for r in sorted(rows)])
+            run.many(statement, [(r.uid, model, *r[1:], r.uid) for r in sorted(rows)])
 
     # Facts: the model that states belong to, and the progress of a rebuild.
 
@@ -336,19 +340,36 @@ class Store(ABC):
         with self.transaction() as run:
             return [item for (item,) in run("SELECT item FROM items WHERE hidden = 1")]
 
-    def items_after(self, item: str, most: int) -> list[tuple[str, str]]:
-        """The next items by id, with their fields as JSON."""
-        with self.transaction() as run:
-            return run("SELECT item, fields FROM items WHERE item > ? ORDER BY item LIMIT ?", item, most)
+    def put_items(self, items: Sequence[tuple[str, bool, str]], labels: Sequence[tuple[str, str]] = ()) -> None:
+        """Store items: (id, whether it must not be recommended, fields as JSON).
 
-    def put_items(self, items: Sequence[tuple[str, bool, str]]) -> None:
-        """Store items: (id, whether it must not be recommended, fields as JSON)."""
+        Args:
+            labels: (id, labels as JSON), which become the next descriptions; one that is already there is not stored again.
+        """
         statement = (
             "INSERT INTO items VALUES (?, ?, ?) ON CONFLICT (item) "
             "DO UPDATE SET hidden = excluded.hidden, fields = excluded.fields"
         )
+        digests = [(item, hashlib.sha256(text.encode()).hexdigest(), text) for item, text in labels]
         with self.transaction(write=True) as run:
             run.many(statement, [(item, int(hidden), fields) for item, hidden, fields in items])
+            run.many("INSERT INTO described (item, digest, labels) VALUES (?, ?, ?) ON CONFLICT DO NOTHING", digests)
+
+    def described_after(self, number: int) -> list[tuple[int, str, str]]:
+        """Descriptions of items after this number, in the order in which they were stored: (number, id, labels as JSON).
+
+        They are never changed or removed: the rows of a model's catalogue follow from them.
+        """
+        statement = "SELECT number, item, labels FROM described WHERE number > ? ORDER BY number"
+        with self.transaction() as run:
+            return [(found, item, labels) for found, item, labels in run(statement, number)]
+
+    def first_events(self, uids: Sequence[int], items: Sequence[str]) -> dict[int, int]:
+        """The number of the first event with one of these items, of the users that have one."""
+        (users, uid_list), (among, item_list) = self.among(list(uids)), self.among(list(items))
+        statement = f"SELECT uid, min(number) FROM events WHERE uid {users} AND item {among} GROUP BY uid"
+        with self.transaction() as run:
+            return dict(run(statement, uid_list, item_list))
 
 
 class Run(ABC):
@@ -361,30 +382,3 @@ class Run(ABC):
     @abstractmethod
     def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         """Run one statement for each row of arguments."""
-
-
-def tables(integer: str, real: str, blob: str, text: str, serial: str) -> Iterator[str]:
-    """The statements that create the tables, with the types of a database."""
-    yield f"CREATE TABLE IF NOT EXISTS facts (name {text} PRIMARY KEY, value {text} NOT NULL)"
-    yield f"CREATE TABLE IF NOT EXISTS models (id {integer} PRIMARY KEY, identity {text} NOT NULL, name {text} NOT NULL)"
-    yield f"CREATE TABLE IF NOT EXISTS totals (users {integer}, events {integer}, unknown {integer})"
-    yield "INSERT INTO totals SELECT 0, 0, 0 WHERE NOT EXISTS (SELECT 1 FROM totals)"
-    yield f"CREATE TABLE IF NOT EXISTS users (uid {serial}, name {text} NOT NULL UNIQUE, events {integer} NOT NULL)"
-    yield (
-        f"CREATE TABLE IF NOT EXISTS events (uid {integer}, number {integer}, kind {text} NOT NULL, item {text} NOT NULL, "
-        f"time {integer} NOT NULL, value {real}, PRIMARY KEY (uid, number))"
-    )
-    yield "CREATE UNIQUE INDEX IF NOT EXISTS events_once ON events (uid, item, kind, time)"
-    yield (
-        f"CREATE TABLE IF NOT EXISTS requests (key {text} PRIMARY KEY, digest {text} NOT NULL, stored {integer} NOT NULL, "
-        f"at {real} NOT NULL)"
-    )
-    yield "CREATE INDEX IF NOT EXISTS requests_at ON requests (at)"
-    yield (
-        f"CREATE TABLE IF NOT EXISTS items (item {text} PRIMARY KEY, hidden {integer} NOT NULL, fields {text} NOT NULL)"
-    )
-    yield "CREATE INDEX IF NOT EXISTS items_hidden ON items (hidden)"
-    yield (
-        f"CREATE TABLE IF NOT EXISTS states (uid {integer} PRIMARY KEY, model {integer} NOT NULL, "
-        f"number {integer} NOT NULL, updated {real} NOT NULL, state {blob} NOT NULL, seen {blob} NOT NULL)"
-    )
