@@ -1,8 +1,7 @@
 """Tables of GPU benchmarks, from the results of single runs in experiments/results.
 
-`gpu_memories.json` is the output of `benchmarks/gpu.py`, `gpu_models*.json` that of `benchmarks/throughput.py` and
-`gpu_dropin.json` that of `benchmarks/dropin_gpu.py`, each with its command and
-machine. All times of a file are from one process.
+`gpu_memories.json` is the output of `benchmarks/gpu.py` and `gpu_models*.json` that of `benchmarks/throughput.py`, each with
+its command and machine. All times of a file are from one process.
 """
 
 from __future__ import annotations
@@ -88,19 +87,6 @@ def long_context() -> str:
     return f"In one run, rank 2 makes {speeds}: {long / short:.3f}."
 
 
-def dropin() -> str:
-    """Layers of transformers with and without `prism.accelerate`."""
-    rows = {(row["heads"], row["batch"], row["tokens"], row["pass"]): row for row in read("gpu_dropin")}
-    cells = []
-    for heads, batch, tokens in dict.fromkeys(key[:3] for key in rows):
-        forward, both = (rows[heads, batch, tokens, name] for name in ("forward", "forward and backward"))
-        times = [f"{each['prism']:.2f} / {each['transformers']:.2f}" for each in (forward, both)]
-        shares = [f"{each['ratio']:.2f}" for each in (forward, both)]
-        cells.append([heads, f"{batch} × {tokens:,}", times[0], shares[0], times[1], shares[1]])
-    header = ["heads (keys/values)", "tokens", "forward ms, ours / theirs", "ratio", "both passes", "ratio"]
-    return table(header, cells)
-
-
 def blocks() -> dict[str, Any]:
     """What writes each block."""
     return {
@@ -108,5 +94,4 @@ def blocks() -> dict[str, Any]:
         "gpu-channels": channels,
         "gpu-models": models,
         "gpu-long-context": long_context,
-        "gpu-dropin": dropin,
     }

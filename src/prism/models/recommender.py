@@ -236,10 +236,9 @@ class PrismForRecommendation(PrismPreTrainedModel):
         return x + self.gap_embedding(gap_bucket(gaps))
 
 
-def _mean_embedding(embedding: nn.Module, codes: Tensor) -> Tensor:
-    """The mean embedding of the codes that are not 0, zeros where there is none: codes `[…, W]` → `[…, D]`."""
-    assert isinstance(embedding, nn.Embedding)
-    flat = F.embedding_bag(codes.reshape(-1, codes.shape[-1]), embedding.weight, mode="mean", padding_idx=0)
+def _mean_embedding(weight: Tensor, codes: Tensor) -> Tensor:
+    """The mean embedding of the codes that are not 0, zeros where there is none: weight `[C, D]`, codes `[…, W]` → `[…, D]`."""
+    flat = F.embedding_bag(codes.reshape(-1, codes.shape[-1]), weight, mode="mean", padding_idx=0)
     return flat.reshape(*codes.shape[:-1], -1)
 
 

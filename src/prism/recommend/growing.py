@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prism.models import PrismForRecommendation
 from prism.recommend.events import Catalogue, Dataset, Histories, Users
@@ -51,9 +51,7 @@ class Growing:
         separator = None if self._training is None else self._training.data.list_separator
         model, catalogue = add_items(self.model, self.catalogue, items, item, separator)
         training = None if self._training is None else replace(self._training, catalogue=catalogue)
-        kind: Any = type(self)  # the recommender that this is a part of
-        larger: R = kind(model, catalogue, self.users, self.histories, training, self.source)
-        return larger
+        return type(self)(model, catalogue, self.users, self.histories, training, self.source)
 
     def update(
         self: R,
@@ -79,20 +77,18 @@ class Growing:
         """
         from prism.recommend.task import fit_update  # the trainer is imported only for training
 
-        whole: Any = self  # the recommender that this is a part of
         tables = {"items": items, "users": users, "item_vectors": item_vectors}
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "run" if out is None else Path(out)
-            base, this = self._folder, cast(Any, self)
+            base = self._folder
             if base is None or not base.exists():
                 base = folder / ".base"  # a hidden name: the folder still counts as empty
                 if not base.exists():
-                    whole.save(base)
+                    self.save(base)
             known = None
             if self.histories is not None and self.users is not None:
                 known = Dataset(self.histories, self.catalogue, self.users)
-            updated: R = whole.load(*fit_update(base, events, folder, settings, tables, known))
-            return updated
+            return type(self).load(*fit_update(base, events, folder, settings, tables, known))
 
     def _stored(self, training: Training, histories: bool) -> dict[str, Any]:
         """What training.json says; of a recommender with added items also the digest of the events saved with them."""

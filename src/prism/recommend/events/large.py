@@ -312,10 +312,8 @@ class _Firsts:
                 parts.append(found.filter(pl.Series(fresh)))
                 self.known[name] = np.union1d(self.known[name], parts[-1]["row"].to_numpy())
 
-    def encoded(self, total: int, separator: str | None, of: str) -> Any:
-        columns: dict[str, Any] = {}
-        vectors: dict[str, Any] = {}
-        notes: list[str] = []
+    def encoded(self, total: int, separator: str | None, of: str) -> Described:
+        whole = Described({}, {}, [])
         for name, parts in self.parts.items():
             found = pl.concat(parts) if parts else pl.DataFrame(schema={"row": pl.Int64, "value": pl.String})
             made = encode({name: found["value"]}, found["row"].to_numpy(), total, separator, "the events", of)

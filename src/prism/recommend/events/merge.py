@@ -98,7 +98,7 @@ def merge_catalogues(old: Catalogue, new: Catalogue) -> Catalogue:
 def _joined(old: Catalogue | Users, new: Catalogue | Users) -> tuple[Sequence[Id], dict[str, Feature]]:
     """Ids of both, the old ones first, and their features."""
     fresh = np.flatnonzero(old.rows(list(new.ids)) < 0)
-    ids = [*old.ids, *_same_type(old, [new.ids[int(place)] for place in fresh])]
+    ids = [*old.ids, *_same_type(old, [new.ids[place] for place in fresh.tolist()])]
     features = {
         name: _continued(name, feature, new.features.get(name), fresh + new.first)
         for name, feature in old.features.items()
