@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from prism.models import PrismForRecommendation, PrismRecConfig
@@ -217,7 +217,12 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+SKIPPED = [("event", "ann", "new5"), ("event", "ann", "i1"), ("ask", "ann", "")]
+
+
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
+@example(steps=[*SKIPPED, ("describe", "", "new5"), ("ask", "ann", "")])
+@example(steps=[*SKIPPED, ("restart", "", ""), ("describe", "", "new5"), ("ask", "ann", "")])
 @given(steps=STEPS)
 def test_answers_equal_a_fresh_replay_with_all_items(stores: Iterator[Path], steps: list[tuple[str, str, str]]) -> None:
     """Also for users whose state had skipped events of an item before it was described."""
