@@ -54,6 +54,7 @@ class NewItems:
         self.added: list[tuple[int, str]] = []
         """The new items in the order of their rows: number of the description, id."""
         self._features: dict[str, dict[str, Any]] = {}
+        self._rows = 0  # new items that the last recommender has
         self._vectors: dict[str, int] = dict(trained.model.config.item_vectors)
         self._kinds: dict[str, Kind] = {}
         for name, feature in trained.catalogue.features.items():
@@ -73,7 +74,6 @@ class NewItems:
         """Read the descriptions that are new in the store; the larger recommender, or None if there is no new item."""
         if not self.possible:
             return None
-        before = len(self.added)
         for number, item, labels in self.store.described_after(self.number):
             self.number = number
             if item not in self and not self.was_trained(item):
@@ -82,7 +82,11 @@ class NewItems:
                 except ValueError:  # the request has been answered with the reason
                     continue
                 self.added.append((number, item))
-        return self._grown() if len(self.added) > before else None
+        if len(self.added) == self._rows:
+            return None
+        larger = self._grown()
+        self._rows = len(self.added)
+        return larger
 
     def was_trained(self, item: str) -> bool:
         """Whether the model was trained on an item."""

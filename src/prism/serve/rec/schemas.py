@@ -161,7 +161,11 @@ class ItemDescription(BaseModel):
     IsHidden: Annotated[bool, Strict()] = Field(False, description="Whether the item must not be recommended.")
     Categories: list[str] | None = None
     Timestamp: Time = None
-    Labels: Any = Field(None, description="Features by name, for models that were trained with features.")
+    Labels: Any = Field(
+        None,
+        description="Features by name, for models that were trained with features: a value, a list of values or a vector "
+        "each. A plain list goes to the only feature of lists.",
+    )
     Comment: str | None = None
 
 
@@ -169,9 +173,9 @@ class ItemsStored(BaseModel):
     """What became of items that were described."""
 
     RowAffected: int
-    Known: int = Field(description="Items that the model knows.")
-    Scored: int = Field(description="Items that the model does not know and scores by their features.")
-    Message: str
+    Known: int = Field(description="Items that the model was trained on.")
+    Scored: int = Field(description="Other items, which the model scores by their features.")
+    Message: str = Field(description="Which items are not scored and why, and the features that the model has.")
 
 
 class ModelFacts(BaseModel):
