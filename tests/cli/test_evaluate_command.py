@@ -55,7 +55,8 @@ def test_results_as_json(folder: Path, tmp_path: Path, capsys: Captured) -> None
     assert main(["evaluate", "lm", str(folder), *arguments]) == 0
     printed = capsys.readouterr().out
     assert all(column in printed for column in ("Perplexity", "ppl/", "token", "word", "bits/", "byte"))
-    assert max(map(len, printed.splitlines())) <= 80
+    table = [line for line in printed.splitlines() if str(tmp_path) not in line]  # a path may be long
+    assert max(map(len, table)) <= 80
     results = json.loads((tmp_path / "out" / "result.json").read_text())["results"]["files"]
     a, b, total = results[str(tmp_path / "a.txt")], results[str(tmp_path / "b.txt")], results["total"]
     assert total["tokens"] == a["tokens"] + b["tokens"] == 2 * (len("the text of a.txt: é\n".encode()) + 1)

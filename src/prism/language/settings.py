@@ -21,6 +21,8 @@ from prism.train.settings import (
 
 @dataclass(frozen=True)
 class ModelSettings(StackSettings):
+    """Sizes of the model."""
+
     vocab_size: int | None = None
     """Rows of the embedding. None: the tokenizer's size, rounded up to a multiple of 64."""
     intermediate_size: int | None = field(default=None, metadata={"min": 0})
@@ -33,6 +35,8 @@ class ModelSettings(StackSettings):
 
 @dataclass(frozen=True)
 class DataSettings(Recipe):
+    """Where the text comes from, and how it becomes samples."""
+
     context: int = field(default=256, metadata={"min": 1})
     """Tokens per training sample."""
     separate_documents: bool = True
@@ -49,6 +53,8 @@ class DataSettings(Recipe):
 
 @dataclass(frozen=True)
 class SampleSettings:
+    """Texts that the model writes while it is trained."""
+
     every: int = field(default=0, metadata={"min": 0})
     """Steps between texts that the model writes, for the terminal and the log. 0: none."""
     prompt: str = ""

@@ -23,6 +23,8 @@ from prism.train.settings import (
 
 @dataclass(frozen=True)
 class RecModelSettings(StackSettings):
+    """Sizes of the model, and what it reads of an event."""
+
     hidden_size: int = 64
     """Width of the model and of the item embeddings."""
     num_hidden_layers: int = 2
@@ -46,6 +48,8 @@ class RecModelSettings(StackSettings):
 
 @dataclass(frozen=True)
 class LossSettings:
+    """What the scores of the next item are compared with."""
+
     name: Literal["full_softmax", "sampled_softmax", "bce", "gbce"] = "full_softmax"
     """full_softmax compares with all items.
     With sampled negatives: sampled_softmax, bce (binary cross-entropy), or gbce (gSASRec's calibrated bce)."""
@@ -63,6 +67,8 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class RecValidationSettings(ValidationSettings):
+    """When held-out events are ranked, and what chooses the best model."""
+
     every: int = field(default=0, metadata={"min": 0})
     """Steps between validations. 0: use validation.epochs."""
     epochs: float = field(default=1.0, metadata={"min": 0})

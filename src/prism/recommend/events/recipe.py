@@ -84,6 +84,8 @@ class EventRecipe:
 
 @dataclass(frozen=True)
 class RecDataSettings(EventRecipe):
+    """Where the events come from, what describes items and users, and what is held out."""
+
     split: Literal["leave_one_out", "global_time"] = "leave_one_out"
     """What is held out.
     leave_one_out: each user's last event for test, the one before for validation.
