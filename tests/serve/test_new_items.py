@@ -18,8 +18,8 @@ from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender
 from prism.recommend.events import Catalogue
 from prism.recommend.events.ids import Feature
-from prism.serve.rec.new_items import Kind, NewItems, features_of
-from tests.serve.services import event, replayed, serving, until
+from prism.serve.rec.new_items import NO_FEATURES, Kind, NewItems, features_of
+from tests.serve.services import event, recommender, replayed, serving, until
 from tests.serve.test_rec_service import post, recommended, rereading
 
 ITEMS, KINDS = 40, 4
@@ -32,12 +32,16 @@ def featured(text_ids: bool = True, **config: Any) -> Recommender:
     tags = Feature([None, 10, 20, 30], np.array([[0, 0], *([n % 3 + 1, 0] for n in range(ITEMS))]))
     ids: list[Any] = [f"i{n}" if text_ids else n for n in range(ITEMS)]
     shape = {"hidden_size": 16, "num_heads": 2, "layers": "prism", "max_length": 20, "id_dropout": 0.1, **config}
-    sizes = {"item_features": {"kind": 1 + KINDS}, "item_lists": {"tags": (4, 2)}, "item_vectors": {"picture": 2}}
+    sizes: dict[str, Any] = {
+        "item_features": {"kind": 1 + KINDS},
+        "item_lists": {"tags": (4, 2)},
+        "item_vectors": {"picture": 2},
+    }
     model = PrismForRecommendation(PrismRecConfig(num_items=ITEMS, **sizes, **shape)).eval()
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(10)
-        model.feature_embeddings[0].weight.mul_(100)  # type: ignore[operator, union-attr]
-        model.list_embeddings[0].weight.mul_(20)  # type: ignore[operator, union-attr]
+        model.feature_embeddings[0].weight.mul_(100)
+        model.list_embeddings[0].weight.mul_(20)
     described = {"kind": kinds.of_item, "tags": tags.of_item, "picture": np.zeros((ITEMS + 1, 2), np.float32)}
     model.describe_items(torch.arange(ITEMS + 1), described)
     return Recommender(model, Catalogue(ids, {"kind": kinds, "tags": tags}))
@@ -113,6 +117,16 @@ def test_what_the_model_cannot_read_is_said(tmp_path: Path) -> None:
         assert "keeps the features" in said("a", {"kind": "kind 1"})[1]
         assert said("b", {"picture": [1, 2.5], "kind": "of a new kind"})[0] == 1
         assert "stay as they are: 1." in said("i1", {"kind": "kind 1"})[1]
+
+
+def test_a_model_without_features_says_so_and_a_later_one_reads_the_descriptions(tmp_path: Path) -> None:
+    with serving(recommender(), tmp_path / "s.db") as client:
+        post(client, event("ann", "new1", 1), event("ann", "i1", 2))
+        said = describe(client, "new1", "new2")
+        assert said["Scored"] == 0 and said["Message"] == NO_FEATURES
+        assert "new1" not in recommended(client, "ann", n=99) and not knows(client, "new1")
+    with serving(MODEL, tmp_path / "s.db", rebuild=True) as client:
+        assert recommended(client, "ann", n=99) == replayed(grown("new1", "new2"), ["new1", "i1"], 99)
 
 
 def test_ids_and_values_have_the_type_of_training(tmp_path: Path) -> None:

@@ -144,6 +144,9 @@ def test_a_state_is_replaced_by_newer_ones_and_by_other_models_only(store: Store
         store.put_states([StateRow(uid, number, 1.0, bytes([0, number]), b"r")], model)
         assert (store.states([uid], 1).get(uid) or [None] * 2)[1] == found
     assert store.states([uid], 2)[uid] == StateRow(uid, 2, 1.0, b"\x00\x02", b"r")
+    for items in (3, 1):
+        store.put_states([StateRow(uid, 2, 1.0, b"more items", b"r", items)], 2)
+        assert store.states([uid], 2)[uid].items == 3, "a state that knows more items is newer"
     store.put_states([StateRow(uid + 99, 1, 1.0, b"x", b"r")], 2)
     assert not store.states([uid + 99], 2), "a state of a user who is not there"
 

@@ -1,6 +1,7 @@
 """The thread that computes: all questions that wait are answered together, with one step of the memory for their users.
 
-Torch runs in this thread alone. While it computes, questions collect; they are the next batch. Nothing waits for a clock.
+Questions are computed in this thread alone. While it computes, others collect; they are the next batch. Nothing waits for a
+clock.
 """
 
 from __future__ import annotations

@@ -288,7 +288,8 @@ class Store(ABC):
         statement = f"SELECT uid, number, updated, state, seen, items FROM states WHERE uid {among} AND model = ?"
         with self.transaction() as run:
             rows = run(statement, argument, model)
-        return {row[0]: StateRow(row[0], row[1], row[2], bytes(row[3]), bytes(row[4]), row[5]) for row in rows}
+        found = (StateRow(uid, number, at, bytes(x), bytes(seen), items) for uid, number, at, x, seen, items in rows)
+        return {row.uid: row for row in found}
 
     def put_states(self, rows: Sequence[StateRow], model: int) -> None:
         """Store states, except where a newer one is there or the user is gone."""
