@@ -26,6 +26,7 @@ import numpy as np
 from prism.files import read_json
 from prism.language.tokenizer import Tokenizer, load_tokenizer
 from prism.messages import did_you_mean
+from prism.models.compat import compile_chat_template
 
 Message = Mapping[str, Any]
 """`role` and `content`, as in OpenAI's API, and further entries that a template may use, such as `name`."""
@@ -220,13 +221,12 @@ def stop_tokens(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
 def read_template(path: Path) -> str:
     """A template from a file, which is not run here. Refused if it is not valid jinja2."""
     from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     if not path.is_file():
         raise FileNotFoundError(f"there is no chat template {path}")
     try:
         text = path.read_text(encoding="utf-8")
-        _compile_jinja_template(text)
+        compile_chat_template(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     except TemplateSyntaxError as error:

@@ -34,6 +34,18 @@ OVERRIDDEN = {
 """Private names that PRISM's models override, by the class of transformers they belong to."""
 
 
+def compile_chat_template(text: str) -> None:
+    """Raise jinja2's TemplateSyntaxError if a chat template is not valid, with the tags that transformers adds.
+
+    A transformers version without this function checks a template when it is first used.
+    """
+    from transformers.utils import chat_template_utils
+
+    check = getattr(chat_template_utils, "_compile_jinja_template", None)
+    if check is not None:
+        check(text)
+
+
 def tokens_removed(number: int, tokens: int) -> int:
     """How many of `tokens` tokens `crop(number)` removes: -n is n; a positive number is the length that remains.
 
