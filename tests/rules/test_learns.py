@@ -44,7 +44,13 @@ class Tiny(nn.Module):
         return self.head(self.norm(x + self.mixer(self.conv(x, None, Span())[0])[0]))
 
 
-@pytest.mark.parametrize("rule", rules.names())
+LONG = {"atlas", "mesa", "mom", "slstm", "titans", "ttt_mlp"}
+"""Rules whose two hundred steps take several seconds; `make test-slow` trains them."""
+
+
+@pytest.mark.parametrize(
+    "rule", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in rules.names()]
+)
 def test_two_hundred_steps_teach_it_to_remember(rule: str) -> None:
     model = Tiny(rule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)

@@ -22,7 +22,13 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("group", KERNELS)
+LONG = {"around", "layer_step", "networks"}
+"""Groups that take half a minute and more; `make test-slow` compiles them."""
+
+
+@pytest.mark.parametrize(
+    "group", [pytest.param(group, marks=[pytest.mark.slow] * (group in LONG)) for group in KERNELS]
+)
 def test_kernels_compile(group: str, tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_for_gpu.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -163,7 +163,7 @@ SIZES = {"key_dim": 16, "value_dim": 16}
     ("rule", "options"),
     [
         ("prism", {}),
-        ("prism", {"steps": 3, "solver": "gelu", "shared_key": True}),
+        pytest.param("prism", {"steps": 3, "solver": "gelu", "shared_key": True}, marks=pytest.mark.slow),
         ("prism", {"keys": "previous", "erase": "channel", "scaling": "head"}),
         ("gated_delta", {}),
     ],
