@@ -182,7 +182,7 @@ def fill_store(path: Path, recommender: Recommender, name: str, users: int) -> N
             ((n + 1, k + 1, items[n % 64][k], 1000 * k) for n in block for k in range(EVENTS_PER_USER)),
         )
         connection.executemany(
-            "INSERT INTO derived.states VALUES (?, ?, ?, 0, ?, ?)",
+            "INSERT INTO derived.states VALUES (?, ?, ?, 0, ?, ?, 0)",
             ((n + 1, number, EVENTS_PER_USER, packed[n % 64], seen[n % 64]) for n in block),
         )
         connection.execute("COMMIT")
