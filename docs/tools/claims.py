@@ -21,6 +21,7 @@ import comparisons
 import drop_ins
 import fine_tuning
 import gpu_results
+import serving
 from evidence import ROOT, Evidence
 from verdicts import CLAIMS, NOT_RUN, Finding, networks
 from wording import paragraph, table
@@ -113,6 +114,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "dropin-gpu": lambda: drop_ins.gpu(evidence),
     }
     found |= gpu_results.blocks()
+    found["serving"] = serving.measured
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
     return found | {slug: (lambda finding=finding: section(finding)) for slug, finding in findings.items()}
 
