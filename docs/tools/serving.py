@@ -15,7 +15,7 @@ def measured() -> str:
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     results, machine = found["results"], found["machine"]
     rows = []
-    for model, label in (("prism", "PRISM"), ("sasrec", "SASRec, which reads the history again")):
+    for model, label in (("prism", "PRISM"), ("sasrec", "SASRec (reads again)")):
         times = results["history"][model]["p50_ms"]
         lengths = " / ".join(f"{int(length):,}" for length in times)
         figure = " / ".join(f"{value:.1f}" for value in times.values())
