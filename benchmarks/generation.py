@@ -19,7 +19,9 @@ Run it on an idle machine.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -170,7 +172,7 @@ def main() -> None:
         rows.append(row)
         sizes = " → ".join(f"{size / 2**20:.2f} MiB" for size in row["bytes"].values())
         print(f"{rule:>16}  {sizes:<24}  {row['seconds'][CONTEXTS[0]] * 1e3:.2f} ms  × {row['slower']:.2f}", flush=True)
-    print("written to", write_results(arguments.output, rows, command="python benchmarks/generation.py"))
+    print("written to", write_results(arguments.output, rows, command=shlex.join(["python", *sys.argv])))
 
 
 if __name__ == "__main__":
