@@ -24,6 +24,7 @@ from prism.engine.kernels.tiles import (
     UNROLLED,
     borders,
     diagonal,
+    heads_first,
     kept,
     load_gate,
     load_rows,
@@ -347,9 +348,7 @@ def backward_queries_kernel(
     pid = tl.program_id(0)
     side = pid % SIDES
     block = (pid // SIDES) % BLOCKS
-    n = (pid // (SIDES * BLOCKS)) % chunks
-    place = pid // (SIDES * BLOCKS * chunks)
-    b, group = place // (H // GROUP), place % (H // GROUP)
+    b, n, group = heads_first(pid // (SIDES * BLOCKS), chunks, H // GROUP)
     heads = tl.num_programs(0) // (SIDES * BLOCKS * chunks) * GROUP
     t = n * C
     k = block * BK
@@ -363,7 +362,7 @@ def backward_queries_kernel(
             store_tokens(d_q, b, t, group * K + k, dq, T, H * K, C, BK, SUBSTEPS)
             if DECAY:
                 store_query_sums(
-                    rows, states, d_states, d_cumulated, touched, padded, heads, place, n, block, V, BK, BV, C
+                    rows, states, d_states, d_cumulated, touched, padded, heads, b * H + group, n, block, V, BK, BV, C
                 )
         else:
             dq = tl.zeros((C, BK), tl.float32)

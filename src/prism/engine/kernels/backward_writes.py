@@ -16,6 +16,7 @@ import triton.language as tl
 from prism.engine.kernels.tiles import (
     borders,
     diagonal,
+    heads_first,
     kept,
     load_gate,
     load_rows,
@@ -227,9 +228,7 @@ def backward_writes_kernel(
     pid = tl.program_id(0)
     block = pid % BLOCKS
     j = (pid // BLOCKS) % J
-    n = (pid // (BLOCKS * J)) % chunks
-    place = pid // (BLOCKS * J * chunks)
-    b, group = place // (H // GROUP), place % (H // GROUP)
+    b, n, group = heads_first(pid // (BLOCKS * J), chunks, H // GROUP)
     heads = tl.num_programs(0) // (BLOCKS * J * chunks) * GROUP
     if ERASE and j == 0:
         group_gradients(

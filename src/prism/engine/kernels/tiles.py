@@ -22,6 +22,12 @@ UNROLLED = tl.constexpr(5)
 
 
 @triton.jit
+def heads_first(place, chunks, heads):
+    """The sequence, chunk and head of a program: heads vary first, so that programs at work read neighbouring memory."""
+    return place // (heads * chunks), (place // heads) % chunks, place % heads
+
+
+@triton.jit
 def load_rows(tensor, b, t, column, C: tl.constexpr, WIDTH: tl.constexpr):
     """Tokens t … t + C of sequence b, `[C, WIDTH]`."""
     return tensor.load([b, t, column]).reshape(C, WIDTH)
