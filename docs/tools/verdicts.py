@@ -213,14 +213,15 @@ def on_probes(evidence: Evidence) -> str:
 def retrieval(evidence: Evidence) -> Finding:
     """Recall tasks and, on text, repeated rare bigrams, against the nats of all tokens.
 
-    Rare bigrams that neither rule predicts better than about a uniform guess do not count: nothing is recalled there.
+    What neither rule recalls better than about a guess does not count, nor a task that both solve.
     """
     recall = evidence.pairs(is_default, is_rule("gated_delta"), "recall")
     text = largest(evidence.pairs(is_default, is_rule("gated_delta"), "text"))
     rare = [pair for pair in text if any(pair.first.values(RARE)) and any(pair.second.values(RARE))]
     guess = [p for p in rare if min(g.score(RARE).mean for g in (p.first, p.second)) > 0.8 * math.log(VOCABULARY)]
     counted = [pair for pair in rare if pair not in guess]
-    tests: list[tuple[Pair, str | None]] = [*((pair, None) for pair in recall), *((pair, RARE) for pair in counted)]
+    open_tasks = [pair for pair in recall if not same_by_design(pair)]
+    tests: list[tuple[Pair, str | None]] = [*((pair, None) for pair in open_tasks), *((pair, RARE) for pair in counted)]
     if not (tests or guess) or not text:
         return Finding(NOT_RUN, "", joined("Runs on text and on recall with both ranks are needed.", against(recall)))
 
@@ -229,9 +230,11 @@ def retrieval(evidence: Evidence) -> Finding:
 
     def loss(pair: Pair, label: str | None = None) -> float:
         """By which share rank 1 is worse."""
-        return gain(pair, label).mean / abs(pair.first.score(label).mean)
+        return gain(pair, label).mean / max(abs(group.score(label).mean) for group in (pair.first, pair.second))
 
     said = ["Recall tasks were not finished; on text, recall shows in repeated rare bigrams."] * (not recall)
+    if left_out := [pair.first.task for pair in recall if pair not in open_tasks]:
+        said.append(f"Recall tasks that both solve or neither learns do not count: {'; '.join(left_out)}.")
     if guess:
         said.append(
             f"On {' and '.join(pair.first.task for pair in guess)} both are near {math.log(VOCABULARY):.2f} nats, the loss of a"
@@ -252,6 +255,13 @@ def retrieval(evidence: Evidence) -> Finding:
     what = f"{worst.first.task}, rare bigrams" if label else worst.first.task
     figure = brief(f"{what}: L = 1 {word} by {abs(loss(worst, label)):.1%}", f"nats worse by {most:.1%}")
     return Finding(verdict, figure, text_of)
+
+
+def same_by_design(pair: Pair) -> bool:
+    """Whether a task can show no difference: both rules solve it, or neither is better than its baseline."""
+    scores = [group.score().mean for group in (pair.first, pair.second)]
+    guess = pair.first.line.get("result", {}).get("baseline", {}).get(pair.first.main, 0.0)
+    return min(scores) > 0.99 or max(scores) < guess + 0.05
 
 
 def shared_keys(evidence: Evidence) -> Finding:
