@@ -9,7 +9,8 @@ The time covers everything: reading the events, 20 epochs, ranking all items for
 separate process, whose imports are not timed. Models take turns, so that a disturbance of the machine affects all of them. The
 fastest repeat is reported; all are in the file. Seen items are left out of the ranking, and at most `--length` events of a
 history are read by sequence models. No model validates while training. With `--part validation` the validation events are
-ranked: then EASE and ALS know the same events here and there.
+ranked: then EASE and ALS know the same events here and there. With `--plain` our models are trained as RecTools trains its
+own: a constant learning rate without warmup, no weight decay, no clipping.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ SETTINGS: dict[str, Any] = {
     "als_regularization": 0.1,
     "als_alpha": 10.0,
     "als_iterations": 15,
+}
+PLAIN: dict[str, dict[str, Any]] = {
+    "optimizer": {"weight_decay": 0.0, "clip": None},
+    "schedule": {"name": "constant", "warmup": 0},
 }
 BASELINES = ("ease", "als")
 MODELS = ("sasrec", "prism", "gated_delta")
@@ -112,7 +117,8 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
                 },
                 "data": {"source": path, "cache": f"{folder}/cache", "length": settings["length"], "order": "last"},
                 "batch": {"sequences": settings["batch"]},
-                "optimizer": {"lr": settings["lr"]},
+                "optimizer": {"lr": settings["lr"], **(PLAIN["optimizer"] if settings["plain"] else {})},
+                "schedule": PLAIN["schedule"] if settings["plain"] else {},
                 "validation": {"epochs": 0.0, "sequences": 1, "patience": 0},
                 "checkpoint": {"every": 0},
             },
@@ -166,11 +172,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     for name, value in SETTINGS.items():
         parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--plain", action="store_true", help="train our models without schedule, decay and clipping")
     parser.add_argument("--part", choices=("test", "validation"), default="test", help="events to rank")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "recommend.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    settings = {name: getattr(arguments, name) for name in (*SETTINGS, "threads", "part")}
+    settings = {name: getattr(arguments, name) for name in (*SETTINGS, "threads", "part", "plain")}
     if arguments.one:
         run = run_baseline if arguments.one in BASELINES else run_ours
         print(json.dumps(run(arguments.events, arguments.one, settings)))
@@ -185,7 +192,9 @@ def main() -> None:
     }
     for repeat in range(arguments.repeats):
         settings["seed"] = arguments.seed + (repeat if arguments.seeds else 0)
-        flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        given = {name: value for name, value in settings.items() if name != "plain"}
+        flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        flags += ["--plain"] if settings["plain"] else []
         for name in runs:
             peer = name.removeprefix("rectools-") if name.startswith("rectools-") else None
             ours = [sys.executable, __file__, arguments.events, "--one", name, *flags]
