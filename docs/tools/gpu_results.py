@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from wording import table
+from wording import joined, paragraph, table
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 PEER = "fla Gated DeltaNet"
@@ -19,12 +19,18 @@ MODELS = {
     "prism-2": "**PRISM, rank 2**",
     "transformer": "Transformer",
     "gated_delta-fla": "Gated DeltaNet, our model on fla's kernel",
+    "fla-gated_delta": "Gated DeltaNet, fla's own whole model",
 }
 
 
 def read(name: str) -> Any:
     """The results in a file."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["results"]
+
+
+def command(name: str) -> str:
+    """The command that made the results in a file."""
+    return str(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["command"])
 
 
 def ratio(ours: float, theirs: float) -> str:
@@ -77,7 +83,13 @@ def models() -> str:
         for name, label in MODELS.items()
         if (speed := rows[name]["tokens_per_second"])
     ]
-    return table(["model", "thousand tokens/s at 2K", "rank 2 makes", "peak memory"], cells)
+    over = {name: f"{first / row['tokens_per_second']:.2f}" for name, row in rows.items()}
+    said = paragraph(
+        f"`{command('gpu_models')}`, one process. The last column but one is rank 2's speed over the model's.",
+        f"**Rank 2 makes {over['transformer']} times the Transformer's tokens,** and {over['fla-gated_delta']} times those of",
+        "fla's own whole model, with all its fused parts.",
+    )
+    return joined(table(["model", "thousand tokens/s at 2K", "rank 2 makes", "peak memory"], cells), said)
 
 
 def long_context() -> str:
