@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from prism.language.chat import DEFAULT_TEMPLATE, TEMPLATE
+from tests.serve.documented import MODES, check_operation, operations_of
 from tests.serve.lm.models import NAME, folder, serving
 
 OPERATIONS = 17
@@ -24,29 +24,22 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[schema
     shutil.copytree(folder(), where)
     (where / TEMPLATE).write_text(DEFAULT_TEMPLATE)
     with serving(where, store=where / "store", max_tokens=8, max_prompt=200) as (client, _):
-        document = schemathesis.openapi.from_url(f"{client.base_url}/openapi.json")
-        yield [result.ok() for result in document.get_all_operations()]
+        yield operations_of(client)
 
 
-@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+def validate(case: schemathesis.Case) -> None:
+    answer = case.call()
+    # What a document cannot say: limits of this service, and fields that need each other.
+    refused = answer.status_code == 400 and answer.json()["error"]["message"]
+    case.validate_response(answer, excluded_checks=[positive_data_acceptance] if refused else [])
+
+
+@MODES
 @pytest.mark.parametrize("number", range(OPERATIONS))
 def test_an_operation_answers_as_documented(
     operations: list[schemathesis.APIOperation], number: int, mode: GenerationMode
 ) -> None:
-    """Requests that fit the document (positive) and requests that do not (negative)."""
     assert len(operations) == OPERATIONS
-    operation = operations[number]
-
-    @settings(max_examples=max(4, settings.default.max_examples // 6), suppress_health_check=list(HealthCheck))
-    @given(case=operation.as_strategy(generation_mode=mode))
-    def check(case: schemathesis.Case) -> None:
-        answer = case.call()
-        # What a document cannot say: limits of this service, and fields that need each other.
-        refused = answer.status_code == 400 and answer.json()["error"]["message"]
-        case.validate_response(answer, excluded_checks=[positive_data_acceptance] if refused else [])
-
-    if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query or operation.path_parameters):
-        pytest.skip("it takes no arguments")
-    if mode is GenerationMode.NEGATIVE and operation.path == "/v1/models/{model}":
+    if mode is GenerationMode.NEGATIVE and operations[number].path == "/v1/models/{model}":
         pytest.skip("every path is a name")
-    check()
+    check_operation(operations[number], mode, validate)

@@ -1,17 +1,26 @@
 """Requests and answers of the language-model service, with OpenAI's names.
 
-Fields of OpenAI's that this service has no use for are refused if they would change the text, and ignored if not.
+Fields of OpenAI's that this service has no use for are refused if they would change the text, and ignored if not. In a
+request `true` and `"1"` are no numbers; 1.0 is an integer, as in JSON Schema.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StringConstraints, field_validator
 
 from prism.serve.lm.states import NAME
 
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+def a_number(value: Any) -> Any:
+    """Refuse what pydantic would turn into a number."""
+    if isinstance(value, bool | str):
+        raise ValueError(f"must be a number, got {value!r}")
+    return value
+
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0), BeforeValidator(a_number)]], Field(min_length=1)]
 StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 StateName = Annotated[str, StringConstraints(pattern=NAME, max_length=64)]
 SEEDS = 2**63
@@ -43,7 +52,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class StreamOptions(BaseModel):
     """What a stream tells beyond the text."""
 
-    include_usage: bool = Field(False, description="Send a last chunk with the usage.")
+    include_usage: StrictBool = Field(False, description="Send a last chunk with the usage.")
 
 
 class Request(BaseModel):
@@ -65,16 +74,18 @@ class Request(BaseModel):
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = Field(
         None, description="Strings that end the text; it does not contain them."
     )
-    stream: bool = Field(False, description="Send the text while it is written, as server-sent events.")
+    stream: StrictBool = Field(False, description="Send the text while it is written, as server-sent events.")
     stream_options: StreamOptions | None = None
     state: str | None = Field(None, max_length=100, description="Id of a state to continue from; it stays as it is.")
-    store_state: bool = Field(False, description="Keep the state after the last token; the answer has its id.")
+    store_state: StrictBool = Field(False, description="Keep the state after the last token; the answer has its id.")
 
     @field_validator("temperature", "top_p", "n", "stream", "store_state", mode="before")
     @classmethod
     def _default(cls, value: Any, info: Any) -> Any:
         """OpenAI's clients may send null for a default."""
         return cls.model_fields[info.field_name].default if value is None else value
+
+    _numbers = field_validator("max_tokens", "temperature", "top_p", "top_k", "n", "seed", mode="before")(a_number)
 
     def unsupported(self) -> str | None:
         """The first field that would change the text, and cannot."""
@@ -95,6 +106,8 @@ class CompletionRequest(Request):
     logprobs: int | None = Field(
         None, ge=0, le=20, description="Also the log-probabilities, with this many alternatives."
     )
+
+    _alternatives = field_validator("logprobs", mode="before")(a_number)
 
 
 class TextPart(BaseModel):
@@ -118,8 +131,10 @@ class ChatRequest(Request):
 
     messages: list[ChatMessage] = Field(description="The chat so far; may be empty if there is a `state`.")
     max_completion_tokens: int | None = Field(None, ge=0, description="The same as max_tokens.")
-    logprobs: bool | None = Field(None, description="Also the log-probabilities.")
+    logprobs: StrictBool | None = Field(None, description="Also the log-probabilities.")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="How many alternatives to each token.")
+
+    _chat_numbers = field_validator("max_completion_tokens", "top_logprobs", mode="before")(a_number)
 
 
 class CachedTokens(BaseModel):
@@ -256,7 +271,7 @@ class ForkRequest(BaseModel):
 
 class SaveRequest(BaseModel):
     name: StateName = Field(description="Name of the file, without its ending.")
-    overwrite: bool = Field(False, description="Replace a file of this name.")
+    overwrite: StrictBool = Field(False, description="Replace a file of this name.")
 
 
 class LoadRequest(BaseModel):
