@@ -20,7 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
 import comparisons
 import drop_ins
 import fine_tuning
+import generating
 import gpu_results
+import recommending
 import serving
 from evidence import ROOT, Evidence
 from verdicts import CLAIMS, NOT_RUN, Finding, networks
@@ -114,7 +116,8 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "dropin-gpu": lambda: drop_ins.gpu(evidence),
     }
     found |= gpu_results.blocks()
-    found["serving"] = serving.measured
+    found |= {"serving": serving.measured, "generation": generating.against_llama}
+    found |= recommending.blocks()
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
     return found | {slug: (lambda finding=finding: section(finding)) for slug, finding in findings.items()}
 

@@ -144,6 +144,8 @@ class Evidence:
             name = path.stem if path.parent == self.folder else path.parent.name
             for text in path.read_text(encoding="utf-8").splitlines():
                 line = json.loads(text)
+                if "key" not in line:  # of a script that is no comparison (recommending.py reads it)
+                    continue
                 if line["status"] == "started":
                     line |= {"status": "stopped", "error": "killed"}
                 known = found.get((name, line["key"]))
