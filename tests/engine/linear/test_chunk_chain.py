@@ -1,4 +1,4 @@
-"""Chunks in turn, the form for large states where nothing is kept, agree with the definition."""
+"""Chunks that are computed in turn, because of an erase, agree with the definition."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from prism.engine import Update
-from prism.engine.linear import head_chunks
 from prism.engine.linear.chunkwise import chunkwise
 from prism.engine.linear.recurrent import recurrent
 
 
 @pytest.mark.parametrize("erase", ["first", "separate", "undecayed"])
 @pytest.mark.parametrize(("tokens", "writes", "packed"), [(1, 1, False), (70, 1, True), (131, 2, True), (64, 2, False)])
-def test_chunks_in_turn_agree_with_the_definition(
-    erase: str, tokens: int, writes: int, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_in_turn_agree_with_the_definition(erase: str, tokens: int, writes: int, packed: bool) -> None:
     torch.manual_seed(0)
     B, H, K, V = 2, 3, 5, 4
     unit = F.normalize(torch.randn(B, tokens, H, writes, K, dtype=torch.float64), dim=-1)
@@ -34,10 +31,5 @@ def test_chunks_in_turn_agree_with_the_definition(
         **kind,
     )
     state = torch.randn(B, H, K, V, dtype=torch.float64)
-    calls = []
-    original = head_chunks.chain_in_turn
-    monkeypatch.setattr(head_chunks, "_IN_TURN", 0)
-    monkeypatch.setattr(head_chunks, "chain_in_turn", lambda *a: calls.append(1) or original(*a))
     for found, wanted in zip(chunkwise(update, state, chunk=16), recurrent(update, state), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    assert calls

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import prism
-from prism.engine.linear.head_chunks import FIELDS, Kind, head_chunks
+from prism.engine.linear.chunk_segment import Kind
+from prism.engine.linear.head_chunks import FIELDS, head_chunks
 from prism.engine.linear.head_chunks_operator import _operator, head_chunks_operator
 from prism.engine.linear.steps import Steps
 from tests.helpers import examples
