@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-from prism.dropin import conv, delta, mamba2, rg_lru
+from prism.dropin import conv, delta, mamba2, norms, rg_lru
 from prism.dropin.documents import document_numbers, document_starts
 from prism.dropin.families import modeling_file
 from prism.engine import pieces
@@ -51,8 +51,8 @@ def test_convolution_after_cached_tokens(tokens: int) -> None:
 
 def test_unit_rows() -> None:
     x = doubles(2, 3, 5)
-    assert gradcheck(lambda z: delta._UnitRows.apply(z, 0.5), x)
-    assert gradgradcheck(lambda z: delta._UnitRows.apply(z, 0.5), x)
+    assert gradcheck(lambda z: norms._UnitRows.apply(z, 0.5), x)
+    assert gradgradcheck(lambda z: norms._UnitRows.apply(z, 0.5), x)
 
 
 def test_rows_that_stay_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +72,54 @@ def test_rows_that_stay_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> No
         assert 0 < float((a - b).detach().float().norm() / b.detach().float().norm()) < 0.02
 
 
+@pytest.mark.parametrize("cached", [7, 2**16])
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gated_norm(gate_first: bool, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "_CACHED", cached)
+    given = doubles(2, 5, 6), doubles(2, 5, 6), doubles(2, 3)
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return norms.gated_norm(*tensors, 1e-3, gate_first)
+
+    torch.testing.assert_close(run(*given), norms._gated_norm(*by_groups(*given), 1e-3, gate_first).flatten(-2))
+    assert gradcheck(run, given) and gradgradcheck(run, given)
+
+
+def by_groups(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.unflatten(-1, weight.shape), gate.unflatten(-1, weight.shape), weight
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "settings"),
+    [
+        ("qwen3_5", "Qwen3_5RMSNormGated", {}),
+        ("mamba2", "MambaRMSNormGated", {}),
+        ("nemotron_h", "NemotronHRMSNormGated", {"group_size": 4}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_behind_memories_agree_with_the_originals(
+    model: str, kind: str, settings: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm = getattr(import_module(modeling_file(model)), kind)(16, eps=1e-3, **settings).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    given = [torch.randn(3, 5, 16, dtype=dtype, requires_grad=True) for _ in range(2)]
+
+    def run() -> list[torch.Tensor]:
+        y = norm(*given)
+        return [y, *torch.autograd.grad(y.square().sum(), [*given, norm.weight])]
+
+    wanted = run()
+    make = delta.gated_norm if model == "qwen3_5" else mamba2.gated_norm
+    monkeypatch.setattr(type(norm), "forward", make(type(norm).forward))
+    found = run()
+    if dtype == torch.float32:
+        assert "GatedNorm" in str(found[0].grad_fn.next_functions) + found[0].grad_fn.name()  # type: ignore[union-attr]
+        torch.testing.assert_close(found, wanted)
+    else:  # transformers' own roundings
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @needs_kernels
 def test_the_norm_behind_the_memory_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = import_module(modeling_file("qwen3_5")).Qwen3_5RMSNormGated(16, eps=1e-3)
@@ -84,7 +132,6 @@ def test_the_norm_behind_the_memory_in_one_kernel(monkeypatch: pytest.MonkeyPatc
 
     wanted = run()
     monkeypatch.setattr(type(norm), "forward", delta.gated_norm(type(norm).forward))
-    assert all(torch.equal(a, b) for a, b in zip(run(), wanted, strict=True))  # no GPU: the original
     monkeypatch.setattr(pieces, "use_kernel", lambda x: True)
     found = run()
     assert "GatedNorm" in found[0].grad_fn.name()  # type: ignore[union-attr]

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prism.dropin import norms
 from prism.dropin.documents import document_numbers, document_starts
 from prism.engine import Update, fused, memory, pieces
 from prism.engine.checks import InvalidValueError
-from prism.engine.compat import have_tangents
-from prism.engine.fused import UNIT_EPS
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -124,12 +123,15 @@ def decayed(q: Tensor, k: Tensor, w: Tensor, log_decay: Tensor, **more: Any) -> 
 
 
 def gated_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make the `forward` of the norm behind the memory, RMSNorm(o) ⊙ silu(gate): one kernel on a GPU."""
+    """Make the `forward` of the norm behind the memory, RMSNorm(o) ⊙ silu(gate): one kernel on a GPU, few passes on a CPU."""
 
     @functools.wraps(original)
     def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        if self.activation == "silu" and pieces.gated_norm_serves(hidden_states, gate, self.weight):
-            return pieces.gated_norm(hidden_states, gate, self.weight, self.variance_epsilon)
+        given, eps = (hidden_states, gate, self.weight), self.variance_epsilon
+        if self.activation == "silu" and pieces.gated_norm_serves(*given):
+            return pieces.gated_norm(*given, eps)
+        if self.activation == "silu" and norms.serves(*given):
+            return norms.gated_norm(*given, eps, gate_first=False)
         return original(self, hidden_states, gate)
 
     return forward
@@ -153,29 +155,4 @@ def _rows(query: Tensor, key: Tensor, normalise: bool, scale: float | None) -> t
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if not normalise:
         return q * scale, k
-    if torch.compiler.is_compiling() or have_tangents(q, k):
-        return _unit(q, scale), _unit(k, 1.0)
-    return _UnitRows.apply(q, scale), _UnitRows.apply(k, 1.0)
-
-
-def _unit(x: Tensor, scale: float) -> Tensor:
-    return x * (torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS) * scale)
-
-
-class _UnitRows(torch.autograd.Function):
-    """`scale` x / sqrt(Σx² + ε), with a backward of three passes instead of autograd's six."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        inverse = torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
-        ctx.scale = scale
-        ctx.save_for_backward(x, inverse)
-        return x * (inverse * scale)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
-        x, inverse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
-            return torch.autograd.grad(_unit(x, ctx.scale), x, d_y, create_graph=True)[0], None
-        along = (d_y * x).sum(-1, keepdim=True) * inverse.pow(3) * ctx.scale
-        return (d_y * (inverse * ctx.scale)).addcmul_(x, along, value=-1), None
+    return norms.unit_rows(q, scale), norms.unit_rows(k, 1.0)

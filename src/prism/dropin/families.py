@@ -62,7 +62,14 @@ FAMILIES = (
             "mamba2_split_conv1d_scan_combined": "prism.dropin.mamba2:no_fused_layer",
             **_CONV,
         },
-        methods={"mamba2.Mamba2ForCausalLM.forward": "prism.dropin.documents:passing_documents"},
+        methods={
+            "mamba2.Mamba2ForCausalLM.forward": "prism.dropin.documents:passing_documents",
+            "mamba2.MambaRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+            "bamba.BambaRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+            "granitemoehybrid.GraniteMoeHybridRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+            "nemotron_h.NemotronHRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+            "zamba2.Zamba2RMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+        },
         backbones=(
             "Mamba2Model",
             "BambaModel",
