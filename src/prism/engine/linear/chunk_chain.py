@@ -1,7 +1,6 @@
-"""Pass the state from chunk to chunk: the only serial part of the chunk form with one decay per head (head_chunks.py).
+"""Pass the state from chunk to chunk: the only serial part of the chunk form with an erase (erase_chunks.py).
 
-All chunks of a segment stand in one tensor, m = N·B·H of them, the first chunk of every row and head first. Without an erase
-one addition remains for each chunk, S' = e^{G_C} S + D; with one, two small products, because Y depends on S.
+All chunks of a segment stand in one tensor, m = N·B·H of them, the first chunk of every row and head first.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor
 
 
-def chain(F: Tensor | None, carry: Tensor, x_end: Tensor, y: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+def chain(F: Tensor, carry: Tensor, x_end: Tensor, y: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
     """The state each chunk starts from `[m, K, V]`, and the one after the last `[B, H, K, V]`.
 
     Args:
-        F: what the erase sees of the incoming state, `[m, C, K]`; None without an erase.
+        F: what the erase sees of the incoming state, `[m, C, K]`.
         carry: `[m, 1, 1]`.
         x_end: X ⊙ e^{G_C - G}, `[m, J·C, K]`.
         y: Y, `[m, J·C, V]`, as it is for S = 0; F S is subtracted from its first C rows, in place.
@@ -24,23 +23,15 @@ def chain(F: Tensor | None, carry: Tensor, x_end: Tensor, y: Tensor, S: Tensor) 
     states = y.new_empty(y.shape[0] + width, *S.shape[2:])
     states[:width] = S.flatten(0, 1)
     each = states.split(width)
-    if F is None:
-        torch.bmm(x_end.mT, y, out=states[width:])
-        for now, following, c in zip(each, each[1:], carry.split(width), strict=False):
-            following.addcmul_(c, now)
-    else:
-        chunks = zip(
-            each, each[1:], *(x.split(width) for x in (F, carry, x_end.mT, y, y[:, : F.shape[1]])), strict=False
-        )
-        for now, following, f, c, x, writes, first in chunks:
-            first.baddbmm_(f, now, alpha=-1)
-            torch.mul(now, c, out=following)
-            following.baddbmm_(x, writes)
+    parts = (x.split(width) for x in (F, carry, x_end.mT, y, y[:, : F.shape[1]]))
+    for now, following, f, c, x, writes, first in zip(each, each[1:], *parts, strict=False):
+        first.baddbmm_(f, now, alpha=-1)
+        torch.mul(now, c, out=following).baddbmm_(x, writes)
     return states[:-width], states[-width:].view_as(S).clone()
 
 
 def chain_back(
-    F: Tensor | None, carry: Tensor, q_start: Tensor, x_end: Tensor, d_o: Tensor, d_y: Tensor, dS: Tensor
+    F: Tensor, carry: Tensor, q_start: Tensor, x_end: Tensor, d_o: Tensor, d_y: Tensor, dS: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gradient of each chunk's outgoing state `[m, K, V]`, and of the first incoming one `[B, H, K, V]`.
 
@@ -56,13 +47,8 @@ def chain_back(
     gradients[-width:] = dS.flatten(0, 1)
     torch.bmm(q_start.mT, d_o, out=gradients[:-width])
     each = gradients.split(width)
-    if F is None:
-        for now, following, c in reversed(list(zip(each, each[1:], carry.split(width), strict=False))):
-            now.addcmul_(c, following)
-        d_y.baddbmm_(x_end, gradients[width:])
-    else:
-        parts = (x.split(width) for x in (F.mT, carry, x_end, d_y, d_y[:, : F.shape[1]]))
-        for now, following, f, c, x, writes, first in reversed(list(zip(each, each[1:], *parts, strict=False))):
-            writes.baddbmm_(x, following)
-            now.addcmul_(c, following).baddbmm_(f, first, alpha=-1)
+    parts = (x.split(width) for x in (F.mT, carry, x_end, d_y, d_y[:, : F.shape[1]]))
+    for now, following, f, c, x, writes, first in reversed(list(zip(each, each[1:], *parts, strict=False))):
+        writes.baddbmm_(x, following)
+        now.addcmul_(c, following).baddbmm_(f, first, alpha=-1)
     return gradients[width:], gradients[:width].view_as(dS)

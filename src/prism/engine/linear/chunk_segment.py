@@ -27,25 +27,21 @@ class Kind(NamedTuple):
 class Segment(NamedTuple):
     """A segment's tensors, in m = N·B·H chunks, the first chunk of every row and head first.
 
-    The z·C rows are the queries above the erase keys (if any). The J·C columns are the erase writes (if they are separate)
-    above the L write keys. Γ is stored once if queries and erase keys share it, up to the diagonal.
+    The 2C rows are the queries above the erase keys. The J·C columns are the erase writes (if they are separate) above the
+    L write keys. Γ is stored once if queries and erase keys share it, up to the diagonal.
     """
 
-    z: Tensor  # [m, z·C, K]
+    z: Tensor  # [m, 2C, K]
     x: Tensor  # [m, J·C, K]
     strength: Tensor | None  # β, [m, C, 1], where the erase key is β k_1
-    gamma: Tensor  # [m, z or 1, C, 1, C]
-    start: Tensor  # [m, z or 1, C, 1]
+    gamma: Tensor  # [m, 2 or 1, C, 1, C]
+    start: Tensor  # [m, 2 or 1, C, 1]
     end: Tensor  # [m, 1, C, 1]
     carry: Tensor  # [m, 1, 1]
 
     @property
     def chunk(self) -> int:
         return self.gamma.shape[-1]
-
-    @property
-    def erases(self) -> bool:
-        return self.z.shape[1] > self.chunk
 
 
 _CACHED = 2**17
@@ -65,9 +61,9 @@ def segment_at(fields: tuple, reset: Tensor | None, start: int, length: int, kin
     B, _, H, K = q.shape
     C = min(kind.chunk, q.shape[1])
     m = -(-length // C) * B * H
-    erases, extra = a is not None or beta is not None, 0 if a is None else C
+    extra = 0 if a is None else C
 
-    z, x = q.new_empty(m, (1 + erases) * C, K), q.new_empty(m, extra + w.shape[-2] * C, K)
+    z, x = q.new_empty(m, 2 * C, K), q.new_empty(m, extra + w.shape[-2] * C, K)
     copy_to_chunks(z[:, :C], q, start, length)
     copy_to_chunks(x[:, extra:], k, start, length)
     strength = None
@@ -80,18 +76,51 @@ def segment_at(fields: tuple, reset: Tensor | None, start: int, length: int, kin
         strength = strength.unsqueeze(-1)
         torch.mul(x[:, :C], strength, out=z[:, C:])
 
-    log_decay = q.new_zeros(m, C)
+    decay = decay_of(z, g, reset, start, length, C, H)
+    gamma, left = _row_decays(decay, kind)
+    end, carry = decay.to_end(q.new_ones(())), decay.carry().unsqueeze(-1)
+    return Segment(z, x, strength, gamma.unsqueeze(-2), left, end, carry)
+
+
+def decay_of(
+    like: Tensor, g: Tensor | None, reset: Tensor | None, start: int, length: int, C: int, heads: int
+) -> HeadDecay:
+    """The decays in the m chunks of rows start … start + length; `like` `[m, …]`, g `[B, R, H]`, reset `[B, R]`."""
+    log_decay = like.new_zeros(like.shape[0], C)
     if g is not None:
         copy_to_chunks(log_decay, g, start, length)
     documents = None
     if reset is not None:
-        begins = torch.zeros(m, C, dtype=torch.bool, device=q.device)
-        copy_to_chunks(begins, reset.unsqueeze(2).expand(-1, -1, H), start, length)
+        begins = torch.zeros_like(log_decay, dtype=torch.bool)
+        copy_to_chunks(begins, reset.unsqueeze(2).expand(-1, -1, heads), start, length)
         documents = Documents(begins)
-    decay = HeadDecay(log_decay, documents)
-    gamma, left = _row_decays(decay, kind, erases)
-    end, carry = decay.to_end(q.new_ones(())), decay.carry().unsqueeze(-1)
-    return Segment(z, x, strength, gamma.unsqueeze(-2), left, end, carry)
+    return HeadDecay(log_decay, documents)
+
+
+def decay_gradient(rows: list[tuple[Tensor, Tensor, bool]], into_state: Tensor, carried: Tensor) -> Tensor:
+    """dg `[m, C]`: dG_i, plus as a row and minus as a column, summed over the tokens at and after each one.
+
+    Args:
+        rows: for each kind of rows dΓ ⊙ Γ `[m, C, J, C]`, the part of their gradient that came through the incoming state
+            `[m, C]`, and whether they read S_{t-1}.
+        into_state: the columns' part that came through the outgoing state, `[m, C]`.
+        carried: the gradient of log e^{G_C} from the incoming state itself, `[m]`.
+    """
+    into_state[:, -1] = 0  # exp(0), as on the diagonal
+    d_G = -into_state.double()
+    d_G[:, -1] += into_state.sum(-1) + carried
+    for pairs, from_state, before in rows:
+        if not before:
+            # A weight on the diagonal is exp(0). It is left out: its two halves would cancel only up to rounding, which is
+            # larger than the gradient of a strong decay.
+            pairs.diagonal(dim1=1, dim2=3).zero_()
+        d_G -= pairs.sum((1, 2))
+        at_rows = pairs.sum((2, 3)) + from_state
+        if before:  # G_{i-1}; the first row's is the constant 0
+            d_G[:, :-1] += at_rows[:, 1:]
+        else:
+            d_G += at_rows
+    return d_G.flip(-1).cumsum(-1).flip(-1)
 
 
 def writes_at(fields: tuple, start: int, length: int, kind: Kind) -> Tensor:
@@ -106,12 +135,12 @@ def writes_at(fields: tuple, start: int, length: int, kind: Kind) -> Tensor:
     return y
 
 
-def _row_decays(decay: HeadDecay, kind: Kind, erases: bool) -> tuple[Tensor, Tensor]:
-    """Γ `[m, z or 1, C, C]` and e^G `[m, z or 1, C, 1]` as the queries and the erase keys (if any) see them."""
+def _row_decays(decay: HeadDecay, kind: Kind) -> tuple[Tensor, Tensor]:
+    """Γ `[m, z or 1, C, C]` and e^G `[m, 2 or 1, C, 1]` as the queries and the erase keys see them."""
     one = decay.inclusive.new_ones((), dtype=decay.dtype)
     read, look = kind.read_before, kind.look_before
     gamma, left = decay.weights(strict=read, before=read).unsqueeze(1), decay.from_start(one, read).unsqueeze(1)
-    if not erases or look == read:
+    if look == read:
         return gamma, left
     return (
         torch.cat([gamma, decay.weights(True, look).unsqueeze(1)], 1),
@@ -120,21 +149,20 @@ def _row_decays(decay: HeadDecay, kind: Kind, erases: bool) -> tuple[Tensor, Ten
 
 
 def gram(s: Segment) -> Tensor:
-    """[N; M] = (Z Xᵀ) ⊙ Γ, `[m, z·C, J·C]`."""
+    """[N; M] = (Z Xᵀ) ⊙ Γ, `[m, 2C, J·C]`."""
     return weighted(s.z @ s.x.mT, s)
 
 
 def weighted(pairs: Tensor, s: Segment) -> Tensor:
-    """`[m, z·C, J·C]` ⊙ Γ, in place."""
+    """`[m, 2C, J·C]` ⊙ Γ, in place."""
     grid = as_grid(pairs, s)
     grid.mul_(s.gamma)
-    if s.erases:  # the erase does not see the token's own write
-        grid[:, 1].diagonal(dim1=1, dim2=3).zero_()
+    grid[:, 1].diagonal(dim1=1, dim2=3).zero_()  # the erase does not see the token's own write
     return pairs
 
 
 def as_grid(pairs: Tensor, s: Segment) -> Tensor:
-    """`[m, z·C, J·C]` → `[m, z, C, J, C]`."""
+    """`[m, 2C, J·C]` → `[m, 2, C, J, C]`."""
     return pairs.unflatten(2, (-1, s.chunk)).unflatten(1, (-1, s.chunk))
 
 

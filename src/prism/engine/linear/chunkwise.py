@@ -30,7 +30,7 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
     `chunk` is the number of tokens in a chunk. Work inside a chunk grows with its length; work between chunks, with the
     size of the state.
     """
-    steps = resolve_keeping_first(update)
+    steps = resolve_keeping_first(update, groups=not update.erases and not update.per_channel)
     S = steps.initial(state)
     if chunk is None:
         chunk = 32 if max(update.key_dim, update.value_dim) <= 64 else 64
@@ -54,6 +54,7 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
 def _in_blocks(steps: Steps, S: Tensor, chunk: int, size: int) -> tuple[Tensor, Tensor]:
     """By the block equations, which autograd can differentiate any number of times."""
     outputs = []
+    steps = steps.with_all_heads()
     for segment in _segments(steps, size):
         o, S = _run(to_blocks(segment, min(chunk, segment.rows)), S)
         outputs.append(from_blocks(o, segment.rows))

@@ -55,10 +55,10 @@ def _operator(
 @_operator.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     q, _, w, _, erase_write, _, erase_strength, *_, chunk, _, _, _, save = inputs
-    B, rows, H, K = q.shape
-    V = w.shape[-1]
+    B, rows, G, K = q.shape
+    H, V = w.shape[2], w.shape[-1]
     C = min(chunk, rows)
-    m = (rows + C - 1) // C * B * H
+    m = (rows + C - 1) // C * B * G
 
     def kept(needed: bool, *shape: int) -> Tensor:
         return w.new_empty(shape) if save and needed else w.new_empty(0)
@@ -70,7 +70,7 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
         kept(erases, m, C, C),
         kept(erases, m, C, K),
         kept(erases, m, C, V),
-        kept(True, m, K, V),
+        kept(True, m, K, V) if erases else kept(True, m, K, H // G, V),
     )
 
 
@@ -96,10 +96,10 @@ def _backward_operator(
     read_before: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the fields, q to erase_strength (empty where there is none), and of the state."""
-    B, rows, H, _ = q.shape
+    B, rows, G, _ = q.shape
     fields = (q, k, w, log_decay, erase_write, erase_key, erase_strength)
     kind = Kind(chunk, segment, look_before, read_before)
-    size = segment_rows(fields, kind) // min(chunk, rows) * B * H  # chunks in a segment
+    size = segment_rows(fields, kind) // min(chunk, rows) * B * G  # chunks in a segment
     erases = erase_write is not None or erase_strength is not None
     kept: list[Kept] = []
     for start in range(0, incoming.shape[0], size):
