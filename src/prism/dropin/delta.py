@@ -20,6 +20,7 @@ from prism.dropin import norms
 from prism.dropin.documents import document_numbers, document_starts
 from prism.engine import Update, fused, memory, pieces
 from prism.engine.checks import InvalidValueError
+from prism.engine.fused import UNIT_EPS
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -100,12 +101,18 @@ def recurrent_gated_delta_rule(
             scale=scale,
         )
     assert initial_state is not None
-    q, k = _rows(query, key, use_qk_l2norm_in_kernel, scale)  # [B, 1, H, K]
-    q, k = q.transpose(1, 2), k.transpose(1, 2)  # [B, H, 1, K]
+    q, k, v = (x.float().transpose(1, 2) for x in (query, key, value))  # [B, H, 1, …]
+    size_q, size_k = key.shape[-1] ** -0.5 if scale is None else scale, None
+    if use_qk_l2norm_in_kernel:  # applied to results, which are fewer numbers
+        both = torch.cat([q, k], 2)
+        lengths = both.square_().sum(-1, keepdim=True).add_(UNIT_EPS).rsqrt_()  # [B, H, 2, 1]
+        size_q, size_k = lengths[:, :, :1] * size_q, lengths[:, :, 1:]
     kept = initial_state.float() * g.float().exp().transpose(1, 2).unsqueeze(-1)
-    error = (value.float().transpose(1, 2) - k @ kept) * beta.float().transpose(1, 2).unsqueeze(-1)  # [B, H, 1, V]
+    seen, strength = k @ kept, beta.float().transpose(1, 2).unsqueeze(-1)
+    error = v - seen if size_k is None else torch.addcmul(v, seen, size_k, value=-1)  # [B, H, 1, V]
+    error = error * (strength if size_k is None else strength * size_k)
     state = torch.addcmul(kept, k.mT, error)
-    o = (q @ state).transpose(1, 2).to(query.dtype)
+    o = (q @ state * size_q).transpose(1, 2).to(query.dtype)
     return o, state if output_final_state else None
 
 

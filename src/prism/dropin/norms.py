@@ -24,7 +24,9 @@ _CACHED = 2**17
 
 def unit_rows(x: Tensor, scale: float) -> Tensor:
     """`scale` x / sqrt(Σx² + ε) over the last dimension."""
-    return _unit(x, scale) if _traced(x) else _UnitRows.apply(x, scale)
+    if not torch.is_grad_enabled() or _traced(x):
+        return _unit(x, scale)
+    return _UnitRows.apply(x, scale)
 
 
 def serves(x: Tensor, gate: Tensor, weight: Tensor) -> bool:
@@ -34,10 +36,12 @@ def serves(x: Tensor, gate: Tensor, weight: Tensor) -> bool:
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
     """RMS norm over the last dimension, times silu(gate) before or after it. x and gate `[…, D]`, weight `[D]` or `[n, D]`."""
-    if _traced(x, gate, weight):
-        return _gated_norm(x, gate, weight, eps, gate_first)
     given = x.reshape(-1, *weight.shape), gate.reshape(-1, *weight.shape), weight, eps, gate_first
-    return _GatedNorm.apply(*given).view(x.shape)
+    if torch.is_grad_enabled():
+        y = _gated_norm(*given) if _traced(x, gate, weight) else _GatedNorm.apply(*given)
+    else:
+        y = _gated_norm(*given) if x.numel() <= _CACHED else _in_spans(*given)
+    return y.view(x.shape)
 
 
 def _traced(*given: Tensor) -> bool:
@@ -50,7 +54,7 @@ def _unit(x: Tensor, scale: float) -> Tensor:
 
 def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
     x = x * F.silu(gate) if gate_first else x
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    x = F.rms_norm(x, x.shape[-1:], eps=eps) * weight
     return x if gate_first else x * F.silu(gate)
 
 
@@ -63,6 +67,20 @@ def _spans(x: Tensor) -> Iterator[slice]:
 def _inverse_length(x: Tensor, count: int, eps: float) -> Tensor:
     """1 / sqrt(Σx² / count + ε) over the last dimension."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(count).add_(eps).rsqrt_()
+
+
+def _in_spans(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+    """`_gated_norm`, with temporaries of one span."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for rows in _spans(x):
+        opened, y = F.silu(gate[rows]), out[rows]
+        if gate_first:
+            torch.mul(x[rows], opened, out=y)
+            y.mul_(_inverse_length(y, y.shape[-1], eps)).mul_(weight)
+        else:
+            torch.mul(x[rows], _inverse_length(x[rows], y.shape[-1], eps), out=y)
+            y.mul_(weight).mul_(opened)
+    return out
 
 
 class _UnitRows(torch.autograd.Function):
@@ -87,16 +105,7 @@ class _GatedNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
         ctx.eps, ctx.gate_first = eps, gate_first
         ctx.save_for_backward(x, gate, weight)
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        for rows in _spans(x):
-            opened, y = F.silu(gate[rows]), out[rows]
-            if gate_first:
-                torch.mul(x[rows], opened, out=y)
-                y.mul_(_inverse_length(y, y.shape[-1], eps)).mul_(weight)
-            else:
-                torch.mul(x[rows], _inverse_length(x[rows], y.shape[-1], eps), out=y)
-                y.mul_(weight).mul_(opened)
-        return out
+        return _in_spans(x, gate, weight, eps, gate_first)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:

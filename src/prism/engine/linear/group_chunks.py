@@ -46,7 +46,7 @@ def forward(
     for start in range(0, rows, segment):
         length = min(segment, rows - start)
         s = _segment(fields, reset, start, length, kind)
-        incoming, S = _chain(s.x.mT @ _wide(s.y, s.end), s.carry, S)
+        incoming, S = _chain(s.x, _wide(s.y, s.end), s.carry, S)
         N = _attention(s)
         part = torch.bmm(N.flatten(0, 1), s.y.flatten(2, 3).flatten(0, 1)).view_as(s.y[:, :, 0])
         part.addcmul_(_heads(s.q @ incoming.flatten(2), s)[:, :, 0], s.start)
@@ -73,7 +73,7 @@ def backward(
         d_o = torch.empty_like(s.y[:, :, 0])  # [n, r, C, V]
         copy_to_chunks(d_o.flatten(0, 1), dO, start, length)
         d_start, y_end = _wide(d_o.unsqueeze(2), s.start.unsqueeze(2)), _wide(s.y, s.end)
-        outgoing, dS = _chain_back(s.q.mT @ d_start, s.carry, dS)
+        outgoing, dS = _chain_back(s.q, d_start, s.carry, dS)
 
         N, y = _attention(s), s.y.flatten(2, 3).flatten(0, 1)
         d_y = torch.bmm(N.flatten(0, 1).mT, d_o.flatten(0, 1)).view_as(s.y)
@@ -88,7 +88,7 @@ def backward(
             d_decay = decay_gradient(
                 [(N.view_as(d_N).mul_(d_N).flatten(0, 1), _sums(from_state, s)[:, 0], kind.read_before)],
                 _sums(into_state, s).sum(1),
-                s.carry.flatten() * torch.einsum("nkrv,nkrv->nr", outgoing, incoming).flatten(),
+                s.carry.flatten() * (outgoing * incoming).sum((1, 3)).flatten(),
             )
             copy_from_chunks(d_g, d_decay, start, length)
         d_A = d_N.mul_(s.gamma).sum(1).flatten(2)  # [n, C, L·C]
@@ -146,20 +146,24 @@ def _sums(wide: Tensor, s: _Segment) -> Tensor:
     return wide.unflatten(2, (r, V)).sum(-1).unflatten(1, (-1, C)).movedim(3, 1).flatten(0, 1)
 
 
-def _chain(D: Tensor, carry: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
-    """The state each chunk starts from `[n, K, r, V]`, and the one after the last `[B·G, K, r, V]`; D `[n, K, r·V]`."""
+def _chain(x: Tensor, y_end: Tensor, carry: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """The state each chunk starts from `[n, K, r, V]`, and the one after the last `[B·G, K, r, V]`."""
     width = len(S)
-    states = torch.cat([S, D.view(-1, *S.shape[1:])])
+    states = S.new_empty(len(x) + width, *S.shape[1:])
+    states[:width] = S
+    torch.bmm(x.mT, y_end, out=states[width:].flatten(2))
     each = states.split(width)
     for now, following, c in zip(each, each[1:], carry.split(width), strict=False):
         following.addcmul_(c, now)
     return states[:-width], states[-width:].clone()
 
 
-def _chain_back(D: Tensor, carry: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of each chunk's outgoing state, and of the first incoming one."""
+def _chain_back(q: Tensor, d_start: Tensor, carry: Tensor, dS: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of each chunk's outgoing state `[n, K, r, V]`, and of the first incoming one `[B·G, K, r, V]`."""
     width = len(dS)
-    gradients = torch.cat([D.view(-1, *dS.shape[1:]), dS])
+    gradients = dS.new_empty(len(q) + width, *dS.shape[1:])
+    gradients[-width:] = dS
+    torch.bmm(q.mT, d_start, out=gradients[:-width].flatten(2))
     each = gradients.split(width)
     for now, following, c in reversed(list(zip(each, each[1:], carry.split(width), strict=False))):
         now.addcmul_(c, following)
