@@ -98,10 +98,20 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Ten
 
 def _padded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`[B, T + W - 1, D]`: taps over x with zeros on both sides."""
-    image = x.contiguous().unsqueeze(1).permute(0, 3, 1, 2)  # [B, D, 1, T], channels last without a copy
+    image = _tokens_first(x).unsqueeze(1).permute(0, 3, 1, 2)  # [B, D, 1, T], channels last
     taps, padding = weight[:, None, None], (0, weight.shape[1] - 1)
     y: Tensor = without_autocast(F.conv2d, image, taps, bias, 1, padding, 1, len(weight))
     return y.squeeze(2).transpose(1, 2)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """x `[B, T, D]` with the channels of a token side by side in memory."""
+    if x.stride(2) == 1 or x.shape[2] == 1:
+        return x.contiguous()
+    rows = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for target, source in zip(rows, x, strict=True):  # torch transposes a matrix in blocks, a batch number by number
+        target.copy_(source)
+    return rows
 
 
 class _Convolution(torch.autograd.Function):
@@ -121,7 +131,7 @@ class _Convolution(torch.autograd.Function):
             again = fused.short_conv(x, weight.t(), bias, activation=ctx.silu)
             found = iter(torch.autograd.grad(again, inputs, d_out, create_graph=True))
             return (*[next(found) if z is not None and z.requires_grad else None for z in (x, weight, bias)], None)
-        d_y = d_out
+        d_y = d_out = _tokens_first(d_out)
         if ctx.silu:
             y = _convolve(x, weight, bias, False)
             d_y = torch.ops.aten.silu_backward.grad_input(d_out, y, grad_input=y)
