@@ -1,14 +1,16 @@
-"""Norms around the memories on a CPU, with fewer passes over the tokens than autograd makes.
+"""Norms of layers with a memory on a CPU, with fewer passes over the tokens than autograd makes.
 
     unit rows:  scale · x / sqrt(Σx² + ε)
-    gated norm: norm(x) ⊙ w ⊙ silu(gate)   or, gate first,   norm(x ⊙ silu(gate)) ⊙ w        norm(x) = x / sqrt(mean x² + ε)
+    RMS norm:   norm(x) ⊙ w                                                             norm(x) = x / sqrt(mean x² + ε)
+    gated norm: norm(x) ⊙ w ⊙ silu(gate)   or, gate first,   norm(x ⊙ silu(gate)) ⊙ w
 
 Both directions run over spans of rows so short that they stay in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from prism.engine.fused import UNIT_EPS
 
 _CACHED = 2**17
 """Numbers of a span."""
+_SMALL = 2**13
+"""Fewer numbers stay with the original: a call costs more than a pass over them."""
 
 
 def unit_rows(x: Tensor, scale: float) -> Tensor:
@@ -29,19 +33,47 @@ def unit_rows(x: Tensor, scale: float) -> Tensor:
     return _UnitRows.apply(x, scale)
 
 
-def serves(x: Tensor, gate: Tensor, weight: Tensor) -> bool:
-    """Whether `gated_norm` computes what transformers does: in half precision its intermediate roundings differ."""
-    return all(z.dtype == torch.float32 and z.device.type == "cpu" for z in (x, gate, weight))
+def serves(x: Tensor, *others: Tensor) -> bool:
+    """Whether `gated_norm` computes what transformers does, faster: in half precision its intermediate roundings differ."""
+    return x.numel() >= _SMALL and all(z.dtype == torch.float32 and z.device.type == "cpu" for z in (x, *others))
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-    """RMS norm over the last dimension, times silu(gate) before or after it. x and gate `[…, D]`, weight `[D]` or `[n, D]`."""
-    given = x.reshape(-1, *weight.shape), gate.reshape(-1, *weight.shape), weight, eps, gate_first
-    if torch.is_grad_enabled():
-        y = _gated_norm(*given) if _traced(x, gate, weight) else _GatedNorm.apply(*given)
-    else:
-        y = _gated_norm(*given) if x.numel() <= _CACHED else _in_spans(*given)
-    return y.view(x.shape)
+def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool = False) -> Tensor:
+    """RMS norm over the last dimension, times silu(gate) before or after it.
+
+    Args:
+        x, gate: `[…, D]`; without a gate nothing is multiplied.
+        weight: `[D]`, or `[n, D/n]` for n groups of channels.
+        eps: added to the mean square.
+        gate_first: norm(x ⊙ silu(gate)) instead of norm(x) ⊙ silu(gate).
+    """
+    opened = None if gate is None else gate.reshape(-1, *weight.shape)
+    given = x.reshape(-1, *weight.shape), opened, weight, eps, gate_first
+    if _traced(x, weight):
+        return _gated_norm(*given).view(x.shape)
+    return (_GatedNorm.apply if torch.is_grad_enabled() else _in_spans)(*given).view(x.shape)
+
+
+def rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the `forward` of a norm without a gate, norm(x) ⊙ w."""
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if not serves(hidden_states, self.weight):
+            return original(self, hidden_states)
+        return gated_norm(hidden_states, None, self.weight, self.variance_epsilon)
+
+    return forward
+
+
+def centred_rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the `forward` of a norm whose weight is stored minus 1, norm(x) ⊙ (1 + w)."""
+
+    @functools.wraps(original)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return gated_norm(x, None, 1.0 + self.weight, self.eps) if serves(x, self.weight) else original(self, x)
+
+    return forward
 
 
 def _traced(*given: Tensor) -> bool:
@@ -52,10 +84,11 @@ def _unit(x: Tensor, scale: float) -> Tensor:
     return x * (torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS) * scale)
 
 
-def _gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-    x = x * F.silu(gate) if gate_first else x
+def _gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+    before, after = (gate, None) if gate_first else (None, gate)
+    x = x if before is None else x * F.silu(before)
     x = F.rms_norm(x, x.shape[-1:], eps=eps) * weight
-    return x if gate_first else x * F.silu(gate)
+    return x if after is None else x * F.silu(after)
 
 
 def _spans(x: Tensor) -> Iterator[slice]:
@@ -69,17 +102,15 @@ def _inverse_length(x: Tensor, count: int, eps: float) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(count).add_(eps).rsqrt_()
 
 
-def _in_spans(x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+def _in_spans(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
     """`_gated_norm`, with temporaries of one span."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for rows in _spans(x):
-        opened, y = F.silu(gate[rows]), out[rows]
-        if gate_first:
-            torch.mul(x[rows], opened, out=y)
-            y.mul_(_inverse_length(y, y.shape[-1], eps)).mul_(weight)
-        else:
-            torch.mul(x[rows], _inverse_length(x[rows], y.shape[-1], eps), out=y)
-            y.mul_(weight).mul_(opened)
+        y, opened = out[rows], None if gate is None else F.silu(gate[rows])
+        h = x[rows] if opened is None or not gate_first else torch.mul(x[rows], opened, out=y)
+        torch.mul(h, _inverse_length(h, h.shape[-1], eps), out=y).mul_(weight)
+        if opened is not None and not gate_first:
+            y.mul_(opened)
     return out
 
 
@@ -102,7 +133,7 @@ class _UnitRows(torch.autograd.Function):
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
         ctx.eps, ctx.gate_first = eps, gate_first
         ctx.save_for_backward(x, gate, weight)
         return _in_spans(x, gate, weight, eps, gate_first)
@@ -111,27 +142,43 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
-            inputs = [z for z in (x, gate, weight) if z.requires_grad]
+            inputs = [z for z in (x, gate, weight) if z is not None and z.requires_grad]
             again = _gated_norm(x, gate, weight, ctx.eps, ctx.gate_first)
             found = iter(torch.autograd.grad(again, inputs, d_out, create_graph=True))
-            return (*[next(found) if z.requires_grad else None for z in (x, gate, weight)], None, None)
-        d_x, d_gate, d_weight = torch.empty_like(x), torch.empty_like(gate), torch.zeros_like(weight)
+            given = [next(found) if z is not None and z.requires_grad else None for z in (x, gate, weight)]
+            return (*given, None, None)
+        d_x, d_gate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
+        d_weight = torch.zeros_like(weight)
         for rows in _spans(x):
-            opened, d_y = F.silu(gate[rows]), d_out[rows]
-            h = x[rows] * opened if ctx.gate_first else x[rows]
-            inverse = _inverse_length(h, h.shape[-1], ctx.eps)
-            unit = h * inverse
-            d_unit = d_y if ctx.gate_first else d_y * opened
-            along = unit * d_unit
-            d_weight += along.sum(0)
-            d_unit = d_unit * weight
-            mean = along.mul_(weight).mean(-1, keepdim=True)
-            d_h = d_unit.addcmul_(unit, mean, value=-1).mul_(inverse)
-            if ctx.gate_first:
-                torch.mul(d_h, opened, out=d_x[rows])
-                d_opened = d_h.mul_(x[rows])
-            else:
-                d_x[rows] = d_h
-                d_opened = unit.mul_(weight).mul_(d_y)
-            torch.ops.aten.silu_backward.grad_input(d_opened, gate[rows], grad_input=d_gate[rows])
+            opened = None if gate is None else F.silu(gate[rows])
+            d_opened = _span_back(x[rows], opened, weight, ctx.eps, ctx.gate_first, d_out[rows], d_x[rows], d_weight)
+            if gate is not None and d_gate is not None:
+                torch.ops.aten.silu_backward.grad_input(d_opened, gate[rows], grad_input=d_gate[rows])
         return d_x, d_gate, d_weight, None, None
+
+
+def _span_back(
+    x: Tensor,
+    opened: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    gate_first: bool,
+    d_y: Tensor,
+    d_x: Tensor,
+    d_weight: Tensor,
+) -> Tensor | None:
+    """Write d_x, add to d_weight and return the gradient of `opened`, silu(gate), for one span of rows."""
+    before, after = (opened, None) if gate_first else (None, opened)
+    h = x if before is None else x * before
+    inverse = _inverse_length(h, h.shape[-1], eps)
+    unit = h * inverse
+    d_unit = d_y if after is None else d_y * after
+    along = unit * d_unit
+    d_weight += along.sum(0)
+    mean = along.mul_(weight).mean(-1, keepdim=True)
+    d_h = torch.mul(d_unit, weight, out=along).addcmul_(unit, mean, value=-1).mul_(inverse)
+    if before is None:
+        d_x.copy_(d_h)
+        return None if after is None else unit.mul_(weight).mul_(d_y)
+    torch.mul(d_h, before, out=d_x)
+    return d_h.mul_(x)
