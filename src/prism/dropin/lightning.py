@@ -30,7 +30,7 @@ def lightning_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         batch, tokens, _ = hidden_states.shape
         exact = hidden_states.dtype == torch.float32 and seq_idx is None and cu_seq_lens_q is None
         state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
-        if tokens == 1 and state is not None or tokens <= self.block_size and state is None and exact:
+        if (tokens == 1 and state is not None) or (tokens <= self.block_size and state is None and exact):
             return original(self, hidden_states, position_embeddings, attention_mask, past_key_values)
         mixed = self.act_fn(self.qkv_proj(hidden_states))
         if attention_mask is not None:
