@@ -28,7 +28,7 @@ _SMALL = 2**13
 
 def unit_rows(x: Tensor, scale: float) -> Tensor:
     """`scale` x / sqrt(Σx² + ε) over the last dimension."""
-    if not torch.is_grad_enabled() or _traced(x):
+    if not torch.is_grad_enabled() or traced(x):
         return _unit(x, scale)
     return _UnitRows.apply(x, scale)
 
@@ -49,7 +49,7 @@ def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_
     """
     opened = None if gate is None else gate.reshape(-1, *weight.shape)
     given = x.reshape(-1, *weight.shape), opened, weight, eps, gate_first
-    if _traced(x, weight):
+    if traced(x, weight):
         return _gated_norm(*given).view(x.shape)
     return (_GatedNorm.apply if torch.is_grad_enabled() else _in_spans)(*given).view(x.shape)
 
@@ -76,7 +76,8 @@ def centred_rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
-def _traced(*given: Tensor) -> bool:
+def traced(*given: Tensor) -> bool:
+    """Whether a compiler or a transform follows the operations: autograd functions are not for them."""
     return torch.compiler.is_compiling() or have_tangents(*given) or transforms_active(*given)
 
 
@@ -91,8 +92,8 @@ def _gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate
     return x if after is None else x * F.silu(after)
 
 
-def _spans(x: Tensor) -> Iterator[slice]:
-    """Spans of the first dimension."""
+def spans(x: Tensor) -> Iterator[slice]:
+    """Spans of the first dimension, so short that a few tensors like x stay in the cache."""
     rows = max(1, _CACHED * len(x) // max(1, x.numel()))
     return (slice(start, start + rows) for start in range(0, len(x), rows))
 
@@ -105,7 +106,7 @@ def _inverse_length(x: Tensor, count: int, eps: float) -> Tensor:
 def _in_spans(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
     """`_gated_norm`, with temporaries of one span."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows in _spans(x):
+    for rows in spans(x):
         y, opened = out[rows], None if gate is None else F.silu(gate[rows])
         h = x[rows] if opened is None or not gate_first else torch.mul(x[rows], opened, out=y)
         torch.mul(h, _inverse_length(h, h.shape[-1], eps), out=y).mul_(weight)
@@ -127,8 +128,13 @@ class _UnitRows(torch.autograd.Function):
         x, inverse = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
             return torch.autograd.grad(_unit(x, ctx.scale), x, d_y, create_graph=True)[0], None
-        along = (d_y * x).sum(-1, keepdim=True) * inverse.pow(3) * ctx.scale
-        return (d_y * (inverse * ctx.scale)).addcmul_(x, along, value=-1), None
+        d_x = torch.empty_like(d_y)
+        for rows in spans(x.flatten(0, -2)):
+            here, d_here, inverse_here = (z.flatten(0, -2)[rows] for z in (x, d_y, inverse))
+            along = (d_here * here).sum(-1, keepdim=True).mul_(inverse_here.pow(3)).mul_(ctx.scale)
+            found = torch.mul(d_here, inverse_here * ctx.scale, out=d_x.flatten(0, -2)[rows])
+            found.addcmul_(here, along, value=-1)
+        return d_x, None
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -149,7 +155,7 @@ class _GatedNorm(torch.autograd.Function):
             return (*given, None, None)
         d_x, d_gate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
         d_weight = torch.zeros_like(weight)
-        for rows in _spans(x):
+        for rows in spans(x):
             opened = None if gate is None else F.silu(gate[rows])
             d_opened = _span_back(x[rows], opened, weight, ctx.eps, ctx.gate_first, d_out[rows], d_x[rows], d_weight)
             if gate is not None and d_gate is not None:

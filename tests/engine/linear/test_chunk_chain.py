@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from prism.engine import Update
+from prism.engine.linear import chunk_segment
 from prism.engine.linear.chunkwise import chunkwise
 from prism.engine.linear.recurrent import recurrent
 
@@ -33,3 +34,18 @@ def test_chunks_in_turn_agree_with_the_definition(erase: str, tokens: int, write
     state = torch.randn(B, H, K, V, dtype=torch.float64)
     for found, wanted in zip(chunkwise(update, state, chunk=16), recurrent(update, state), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("strength", "dtype"), [(1.0, torch.float32), (1.5, torch.float64), (-0.5, torch.float64)])
+def test_inverses_are_made_in_float64_unless_every_step_contracts(
+    strength: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    original = chunk_segment.unit_lower_inverse
+    monkeypatch.setattr(chunk_segment, "unit_lower_inverse", lambda lower: seen.append(lower.dtype) or original(lower))
+    unit = F.normalize(torch.randn(1, 20, 2, 1, 6), dim=-1)
+    beta = torch.rand(1, 20, 2)
+    beta[0, 7, 1] = strength
+    update = Update(unit[..., 0, :], unit, unit, erase_strength=beta, erase_first=True)
+    chunkwise(update)
+    assert seen == [dtype]

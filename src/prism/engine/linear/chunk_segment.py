@@ -148,9 +148,14 @@ def _row_decays(decay: HeadDecay, kind: Kind) -> tuple[Tensor, Tensor]:
     )
 
 
-def gram(s: Segment) -> Tensor:
-    """[N; M] = (Z Xᵀ) ⊙ Γ, `[m, 2C, J·C]`."""
-    return weighted(s.z @ s.x.mT, s)
+def gram(s: Segment) -> tuple[Tensor, bool]:
+    """[N; M] = (Z Xᵀ) ⊙ Γ, `[m, 2C, J·C]`, and whether every step contracts: I - β k kᵀ with 0 ≤ β|k|² ≤ 1 up to rounding."""
+    product = s.z @ s.x.mT
+    contracts = False
+    if s.strength is not None:
+        low, high = as_grid(product, s)[:, 1, :, 0].diagonal(dim1=1, dim2=2).aminmax()
+        contracts = bool(low >= 0) and bool(high <= 1 + 1e-5)
+    return weighted(product, s), contracts
 
 
 def weighted(pairs: Tensor, s: Segment) -> Tensor:
@@ -171,22 +176,14 @@ def scaled(rows: Tensor, weight: Tensor) -> Tensor:
     return (rows.unflatten(1, (-1, weight.shape[2])) * weight).flatten(1, 2)
 
 
-def inverse(s: Segment, MN: Tensor) -> Tensor:
+def inverse(s: Segment, MN: Tensor, contracts: bool) -> Tensor:
     """T⁻¹ `[m, C, C]`.
 
-    Where every step is a contraction, I - β k kᵀ with 0 ≤ β|k|² ≤ 1, its entries are at most 1. Otherwise, for example
-    where reflections (β near 2) meet nearly equal keys, it amplifies the rounding of M, so that both are made in float64.
+    Where every step contracts, its entries are at most 1. Otherwise, for example where reflections (β near 2) meet nearly
+    equal keys, it amplifies the rounding of M, so that both are made in float64.
     """
     C = s.chunk
-    if s.strength is not None and _contracts(s):
+    if contracts:
         return unit_lower_inverse(MN[:, C:, :C])
     exact = (s.z[:, C:].double() @ s.x[:, :C].double().mT).mul_(s.gamma[:, -1, :, 0])
     return unit_lower_inverse(exact).to(s.z.dtype)
-
-
-def _contracts(s: Segment) -> bool:
-    """Whether 0 ≤ β|k|² ≤ 1 for every token, up to rounding."""
-    C = s.chunk
-    step = torch.linalg.vecdot(s.z[:, C:], s.x[:, :C])
-    low, high = step.aminmax()
-    return bool(low >= 0) and bool(high <= 1 + 1e-5)

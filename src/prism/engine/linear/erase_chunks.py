@@ -40,11 +40,14 @@ def forward(
         length = min(segment, rows - start)
         s, y = segment_at(fields, reset, start, length, kind), writes_at(fields, start, length, kind)
         C = s.chunk
-        z_start, x_end, MN = scaled(s.z, s.start), scaled(s.x, s.end), gram(s)
-        E = inverse(s, MN)
+        z_start, x_end = scaled(s.z, s.start), scaled(s.x, s.end)
+        MN, contracts = gram(s)
+        E = inverse(s, MN, contracts)
         F = E @ z_start[:, C:]
-        first = y[:, :C] if y.shape[1] == C else y[:, :C].baddbmm_(MN[:, C:, C:], y[:, C:], alpha=-1)
-        y[:, :C] = E @ first
+        if y.shape[1] == C:
+            y = E @ y
+        else:
+            y[:, :C] = E @ (y[:, :C] - MN[:, C:, C:] @ y[:, C:])
         incoming, S = chain(F, s.carry, x_end, y, S)
         part = z_start[:, :C] @ incoming
         copy_from_chunks(o, part.baddbmm_(MN[:, :C], y), start, length)
@@ -68,16 +71,19 @@ def backward(
         E, F, first, incoming = kept[index]
         C = s.chunk
         y = _all_writes(fields, first, start, length, kind)
-        z_start, x_end, MN = scaled(s.z, s.start), scaled(s.x, s.end), gram(s)
+        q_start, x_end, (MN, _) = s.z[:, :C] * s.start[:, 0], scaled(s.x, s.end), gram(s)
         d_rows = s.z.new_empty(*s.z.shape[:2], incoming.shape[-1])  # [dO; dU]
         d_o = d_rows[:, :C]
         copy_to_chunks(d_o, dO, start, length)
 
         d_y = MN[:, :C].mT @ d_o
-        outgoing, dS = chain_back(F, s.carry, z_start[:, :C], x_end, d_o, d_y, dS)
-        d_y[:, :C] = E.mT @ d_y[:, :C]
-        d_u = torch.neg(d_y[:, :C], out=d_rows[:, C:])
-        if y.shape[1] > C:
+        outgoing, dS = chain_back(F, s.carry, q_start, x_end, d_o, d_y, dS)
+        d_first = E.mT @ d_y[:, :C]
+        d_u = torch.neg(d_first, out=d_rows[:, C:])
+        if y.shape[1] == C:
+            d_y = d_first
+        else:
+            d_y[:, :C] = d_first
             d_y[:, C:].baddbmm_(MN[:, C:, C:].mT, d_u)
         copy_from_chunks(d_w, d_y[:, -L * C :], start, length)
 
