@@ -129,11 +129,12 @@ class _UnitRows(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
             return torch.autograd.grad(_unit(x, ctx.scale), x, d_y, create_graph=True)[0], None
         d_x = torch.empty_like(d_y)
-        for rows in spans(x.flatten(0, -2)):
-            here, d_here, inverse_here = (z.flatten(0, -2)[rows] for z in (x, d_y, inverse))
-            along = (d_here * here).sum(-1, keepdim=True).mul_(inverse_here.pow(3)).mul_(ctx.scale)
-            found = torch.mul(d_here, inverse_here * ctx.scale, out=d_x.flatten(0, -2)[rows])
-            found.addcmul_(here, along, value=-1)
+        for b in range(len(x)):  # x is a part of a wider tensor: flattened it would be copied
+            for rows in spans(x[b]):
+                here, d_here, inverse_here = x[b, rows], d_y[b, rows], inverse[b, rows]
+                along = (d_here * here).sum(-1, keepdim=True).mul_(inverse_here.pow(3)).mul_(ctx.scale)
+                found = torch.mul(d_here, inverse_here * ctx.scale, out=d_x[b, rows])
+                found.addcmul_(here, along, value=-1)
         return d_x, None
 
 
