@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-from prism.dropin import conv, delta, mamba2, rg_lru
+from prism.dropin import conv, delta, mamba2, norms, rg_lru, scales
 from prism.dropin.documents import document_numbers, document_starts
 from prism.dropin.families import modeling_file
 from prism.engine import pieces
@@ -40,6 +40,32 @@ def test_convolution(tokens: int, bias: bool, activation: Any, cached: int, monk
     assert gradcheck(run, inputs) and gradgradcheck(run, inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_convolution_without_gradients_is_the_same(dtype: torch.dtype, activation: Any) -> None:
+    """Also where channels come first in memory, and inside an autocast block, which would round the taps."""
+    x, weight, bias = torch.randn(2, 5, 11).to(dtype), torch.randn(5, 4).to(dtype), torch.randn(5).to(dtype)
+    wanted = conv.causal_conv1d_fn(x.requires_grad_(), weight, bias, activation).detach()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = conv.causal_conv1d_fn(x.transpose(1, 2).contiguous().transpose(1, 2), weight, bias, activation)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, wanted)
+    exact = F.conv1d(x.double(), weight.double().unsqueeze(1), bias.double(), padding=3, groups=5)[..., :11]
+    exact = F.silu(exact) if activation else exact
+    torch.testing.assert_close(found, exact.to(dtype))
+
+
+def test_convolution_takes_gradients_with_channels_first() -> None:
+    """Slicing all tokens, as OLMo-hybrid does, makes autograd pass the gradient on in this layout."""
+    x, weight = torch.randn(2, 9, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    g = torch.randn(2, 5, 9)
+    wanted = torch.autograd.grad(
+        conv.causal_conv1d_fn(x.transpose(1, 2), weight, None, "silu"), (x, weight), g.mT.contiguous().mT
+    )
+    found = torch.autograd.grad(conv.causal_conv1d_fn(x.transpose(1, 2), weight, None, "silu"), (x, weight), g)
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_convolution_after_cached_tokens(tokens: int) -> None:
     x, weight, bias = torch.randn(2, 3, 4 + tokens), torch.randn(3, 4), torch.randn(3)
@@ -51,8 +77,38 @@ def test_convolution_after_cached_tokens(tokens: int) -> None:
 
 def test_unit_rows() -> None:
     x = doubles(2, 3, 5)
-    assert gradcheck(lambda z: delta._UnitRows.apply(z, 0.5), x)
-    assert gradgradcheck(lambda z: delta._UnitRows.apply(z, 0.5), x)
+    assert gradcheck(lambda z: norms._UnitRows.apply(z, 0.5), x)
+    assert gradgradcheck(lambda z: norms._UnitRows.apply(z, 0.5), x)
+
+
+@pytest.mark.parametrize("cached", [7, 2**16])
+def test_scaled_rows(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "_CACHED", cached)
+    x, y, row, head, channel = doubles(2, 3, 2, 4), doubles(2, 3, 2, 4), doubles(2, 3, 2), doubles(2), doubles(2, 4)
+    assert torch.equal(scales.scaled_rows(x, row), x * row.unsqueeze(-1))
+    assert gradcheck(scales.scaled_rows, (x, row)) and gradgradcheck(scales.scaled_rows, (x, row))
+    for scale in (head, channel):
+        wanted = y + x * (head.unsqueeze(-1) if scale is head else channel)
+        torch.testing.assert_close(scales.add_scaled(y.clone(), x, scale), wanted)
+        with torch.no_grad():
+            torch.testing.assert_close(scales.add_scaled(y.clone(), x, scale), wanted)
+
+        def run(*given: torch.Tensor) -> torch.Tensor:
+            return scales.add_scaled(given[0] * 1, *given[1:])  # a leaf cannot be written into
+
+        assert gradcheck(run, (y, x, scale)) and gradgradcheck(run, (y, x, scale))
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_one_cached_token_agrees_with_the_chunk_form(normalise: bool) -> None:
+    given = [torch.randn(2, 1, 3, 8, requires_grad=True) for _ in range(3)]
+    given += [(-torch.rand(2, 1, 3)).requires_grad_(), torch.rand(2, 1, 3, requires_grad=True)]
+    state = torch.randn(2, 3, 8, 8, requires_grad=True)
+    results = []
+    for rule in (delta.recurrent_gated_delta_rule, delta.chunk_gated_delta_rule):
+        o, end = rule(*given, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=normalise)
+        results.append((o, end, *torch.autograd.grad(o.sin().sum() + end.cos().sum(), [*given, state])))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_that_stay_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +128,60 @@ def test_rows_that_stay_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> No
         assert 0 < float((a - b).detach().float().norm() / b.detach().float().norm()) < 0.02
 
 
+@pytest.mark.parametrize("cached", [7, 2**16])
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gated_norm(gate_first: bool, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "_CACHED", cached)
+    given = doubles(2, 5, 6), doubles(2, 5, 6), doubles(2, 3)
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return norms.gated_norm(*tensors, 1e-3, gate_first)
+
+    wanted = norms._gated_norm(*by_groups(*given), 1e-3, gate_first).flatten(-2)
+    torch.testing.assert_close(run(*given), wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(run(*given), wanted)
+    assert gradcheck(run, given) and gradgradcheck(run, given)
+
+
+def by_groups(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.unflatten(-1, weight.shape), gate.unflatten(-1, weight.shape), weight
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "make", "settings"),
+    [
+        ("qwen3_5", "Qwen3_5RMSNormGated", delta.gated_norm, {}),
+        ("mamba2", "MambaRMSNormGated", mamba2.gated_norm, {}),
+        ("nemotron_h", "NemotronHRMSNormGated", mamba2.gated_norm, {"group_size": 4}),
+        ("qwen3_5", "Qwen3_5RMSNorm", norms.centred_rms_norm, {}),
+        ("olmo_hybrid", "OlmoHybridRMSNorm", norms.rms_norm, {}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_agree_with_the_originals(
+    model: str, kind: str, make: Any, settings: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(norms, "_SMALL", 1)
+    norm = getattr(import_module(modeling_file(model)), kind)(16, eps=1e-3, **settings).to(dtype)
+    torch.nn.init.normal_(norm.weight)
+    inputs = 2 if kind.endswith("Gated") else 1
+    given = [torch.randn(3, 5, 16, dtype=dtype, requires_grad=True) for _ in range(inputs)]
+
+    def run() -> list[torch.Tensor]:
+        y = norm(*given)
+        return [y, *torch.autograd.grad(y.square().sum(), [*given, norm.weight])]
+
+    wanted = run()
+    monkeypatch.setattr(type(norm), "forward", make(type(norm).forward))
+    found = run()
+    if dtype == torch.float32:
+        assert "GatedNorm" in str(found[0].grad_fn.next_functions) + found[0].grad_fn.name()  # type: ignore[union-attr]
+        torch.testing.assert_close(found, wanted)
+    else:  # transformers' own roundings
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @needs_kernels
 def test_the_norm_behind_the_memory_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     norm = import_module(modeling_file("qwen3_5")).Qwen3_5RMSNormGated(16, eps=1e-3)
@@ -84,7 +194,6 @@ def test_the_norm_behind_the_memory_in_one_kernel(monkeypatch: pytest.MonkeyPatc
 
     wanted = run()
     monkeypatch.setattr(type(norm), "forward", delta.gated_norm(type(norm).forward))
-    assert all(torch.equal(a, b) for a, b in zip(run(), wanted, strict=True))  # no GPU: the original
     monkeypatch.setattr(pieces, "use_kernel", lambda x: True)
     found = run()
     assert "GatedNorm" in found[0].grad_fn.name()  # type: ignore[union-attr]

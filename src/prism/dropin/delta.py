@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prism.dropin import norms
 from prism.dropin.documents import document_numbers, document_starts
+from prism.dropin.scales import scaled_rows
 from prism.engine import Update, fused, memory, pieces
 from prism.engine.checks import InvalidValueError
-from prism.engine.compat import have_tangents
 from prism.engine.fused import UNIT_EPS
 
 Result = tuple[Tensor, Tensor | None]
@@ -61,7 +62,7 @@ def chunk_gated_delta_rule(
     half = _half_on_gpu(query)
     q, k = (_half_rows if half else _rows)(query, key, use_qk_l2norm_in_kernel, scale)
     strength = beta.float()
-    w = value * beta.to(value.dtype).unsqueeze(-1) if half else value.float() * strength.unsqueeze(-1)
+    w = value * beta.to(value.dtype).unsqueeze(-1) if half else scaled_rows(value.float(), strength)
     reset = document_starts(document_numbers(batch, tokens, seq_idx, cu_seqlens))
     update = decayed(
         q, k.unsqueeze(3), w.unsqueeze(3), g.float(), erase_strength=strength, erase_first=True, reset=reset
@@ -101,12 +102,18 @@ def recurrent_gated_delta_rule(
             scale=scale,
         )
     assert initial_state is not None
-    q, k = _rows(query, key, use_qk_l2norm_in_kernel, scale)  # [B, 1, H, K]
-    q, k = q.transpose(1, 2), k.transpose(1, 2)  # [B, H, 1, K]
+    q, k, v = (x.float().transpose(1, 2) for x in (query, key, value))  # [B, H, 1, …]
+    size_q, size_k = key.shape[-1] ** -0.5 if scale is None else scale, None
+    if use_qk_l2norm_in_kernel:  # applied to results, which are fewer numbers
+        both = torch.cat([q, k], 2)
+        lengths = both.square_().sum(-1, keepdim=True).add_(UNIT_EPS).rsqrt_()  # [B, H, 2, 1]
+        size_q, size_k = lengths[:, :, :1] * size_q, lengths[:, :, 1:]
     kept = initial_state.float() * g.float().exp().transpose(1, 2).unsqueeze(-1)
-    error = (value.float().transpose(1, 2) - k @ kept) * beta.float().transpose(1, 2).unsqueeze(-1)  # [B, H, 1, V]
+    seen, strength = k @ kept, beta.float().transpose(1, 2).unsqueeze(-1)
+    error = v - seen if size_k is None else torch.addcmul(v, seen, size_k, value=-1)  # [B, H, 1, V]
+    error = error * (strength if size_k is None else strength * size_k)
     state = torch.addcmul(kept, k.mT, error)
-    o = (q @ state).transpose(1, 2).to(query.dtype)
+    o = (q @ state * size_q).transpose(1, 2).to(query.dtype)
     return o, state if output_final_state else None
 
 
@@ -124,12 +131,15 @@ def decayed(q: Tensor, k: Tensor, w: Tensor, log_decay: Tensor, **more: Any) -> 
 
 
 def gated_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make the `forward` of the norm behind the memory, RMSNorm(o) ⊙ silu(gate): one kernel on a GPU."""
+    """Make the `forward` of the norm behind the memory, RMSNorm(o) ⊙ silu(gate): one kernel on a GPU, few passes on a CPU."""
 
     @functools.wraps(original)
     def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
-        if self.activation == "silu" and pieces.gated_norm_serves(hidden_states, gate, self.weight):
-            return pieces.gated_norm(hidden_states, gate, self.weight, self.variance_epsilon)
+        given, eps = (hidden_states, gate, self.weight), self.variance_epsilon
+        if self.activation == "silu" and pieces.gated_norm_serves(*given):
+            return pieces.gated_norm(*given, eps)
+        if self.activation == "silu" and norms.serves(*given):
+            return norms.gated_norm(*given, eps, gate_first=False)
         return original(self, hidden_states, gate)
 
     return forward
@@ -153,29 +163,4 @@ def _rows(query: Tensor, key: Tensor, normalise: bool, scale: float | None) -> t
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if not normalise:
         return q * scale, k
-    if torch.compiler.is_compiling() or have_tangents(q, k):
-        return _unit(q, scale), _unit(k, 1.0)
-    return _UnitRows.apply(q, scale), _UnitRows.apply(k, 1.0)
-
-
-def _unit(x: Tensor, scale: float) -> Tensor:
-    return x * (torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS) * scale)
-
-
-class _UnitRows(torch.autograd.Function):
-    """`scale` x / sqrt(Σx² + ε), with a backward of three passes instead of autograd's six."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        inverse = torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS)
-        ctx.scale = scale
-        ctx.save_for_backward(x, inverse)
-        return x * (inverse * scale)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
-        x, inverse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
-            return torch.autograd.grad(_unit(x, ctx.scale), x, d_y, create_graph=True)[0], None
-        along = (d_y * x).sum(-1, keepdim=True) * inverse.pow(3) * ctx.scale
-        return (d_y * (inverse * ctx.scale)).addcmul_(x, along, value=-1), None
+    return norms.unit_rows(q, scale), norms.unit_rows(k, 1.0)

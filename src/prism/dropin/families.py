@@ -33,22 +33,27 @@ _CONV = {
     "causal_conv1d_fn": "prism.dropin.conv:causal_conv1d_fn",
     "causal_conv1d_update": "prism.dropin.conv:causal_conv1d_update",
 }
+_DELTA = (
+    ("qwen3_next", "Qwen3Next"),
+    ("qwen3_5", "Qwen3_5"),
+    ("qwen3_5_moe", "Qwen3_5Moe"),
+    ("olmo_hybrid", "OlmoHybrid"),
+)
 FAMILIES = (
     Family(
         "Gated DeltaNet",
-        ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"),
+        tuple(model for model, _ in _DELTA),
         {
             "torch_chunk_gated_delta_rule": "prism.dropin.delta:chunk_gated_delta_rule",
             "torch_recurrent_gated_delta_rule": "prism.dropin.delta:recurrent_gated_delta_rule",
             **_CONV,
         },
         methods={
-            f"{model}.{prefix}RMSNormGated.forward": "prism.dropin.delta:gated_norm"
-            for model, prefix in (
-                ("qwen3_next", "Qwen3Next"),
-                ("qwen3_5", "Qwen3_5"),
-                ("qwen3_5_moe", "Qwen3_5Moe"),
-                ("olmo_hybrid", "OlmoHybrid"),
+            f"{model}.{prefix}{norm}.forward": ours
+            for model, prefix in _DELTA
+            for norm, ours in (
+                ("RMSNormGated", "prism.dropin.delta:gated_norm"),
+                ("RMSNorm", f"prism.dropin.norms:{'rms_norm' if model == 'olmo_hybrid' else 'centred_rms_norm'}"),
             )
         },
         backbones=("Qwen3NextModel", "Qwen3_5TextModel", "Qwen3_5MoeTextModel", "OlmoHybridModel"),
@@ -62,7 +67,14 @@ FAMILIES = (
             "mamba2_split_conv1d_scan_combined": "prism.dropin.mamba2:no_fused_layer",
             **_CONV,
         },
-        methods={"mamba2.Mamba2ForCausalLM.forward": "prism.dropin.documents:passing_documents"},
+        methods={
+            "mamba2.Mamba2ForCausalLM.forward": "prism.dropin.documents:passing_documents",
+            "mamba2.MambaRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+            "bamba.BambaRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+            "granitemoehybrid.GraniteMoeHybridRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+            "nemotron_h.NemotronHRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+            "zamba2.Zamba2RMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+        },
         backbones=(
             "Mamba2Model",
             "BambaModel",

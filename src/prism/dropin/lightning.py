@@ -14,7 +14,7 @@ from prism.engine import Update, memory
 
 
 def lightning_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the layer's `forward`. One cached token stays with the original, which is as short."""
+    """Make the layer's `forward`. One cached token and one block stay with the original, which is as short."""
 
     @functools.wraps(original)
     def forward(
@@ -28,8 +28,9 @@ def lightning_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         **unused: Any,
     ) -> tuple[Tensor, Tensor]:
         batch, tokens, _ = hidden_states.shape
+        exact = hidden_states.dtype == torch.float32 and seq_idx is None and cu_seq_lens_q is None
         state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
-        if tokens == 1 and state is not None:
+        if (tokens == 1 and state is not None) or (tokens <= self.block_size and state is None and exact):
             return original(self, hidden_states, position_embeddings, attention_mask, past_key_values)
         mixed = self.act_fn(self.qkv_proj(hidden_states))
         if attention_mask is not None:

@@ -8,14 +8,18 @@ products of all chunks at once; the engine keeps groups and a few chunks in the 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism.dropin import norms
 from prism.dropin.delta import decayed
 from prism.dropin.documents import document_numbers, document_starts
+from prism.dropin.scales import add_scaled, scaled_rows
 from prism.engine import memory
 
 
@@ -64,12 +68,12 @@ def chunk_scan(
     update = decayed(
         C.float(),
         B.float().unsqueeze(3),
-        (x * step.unsqueeze(-1)).unsqueeze(3),
+        scaled_rows(x, step).unsqueeze(3),
         A.float() * step,
         reset=document_starts(numbers),
     )
     y, state = memory(update, None if initial_states is None else initial_states.mT)
-    y = _skip(y, x, D)
+    y = y if D is None else add_scaled(y, x, D)
     y = y if z is None else y * F.silu(z.float())
     return (y, state.mT.contiguous()) if return_final_states else y
 
@@ -111,6 +115,19 @@ def selective_state_update(
     y = _skip((new @ C.mT).squeeze(-1), x, D)
     y = y if z is None else y * F.silu(z.float())
     return y.to(hidden_states.dtype)
+
+
+def gated_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the `forward` of the norm behind the memory, RMSNorm(y ⊙ silu(gate)) by groups of channels: few passes on a CPU."""
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None or not norms.serves(hidden_states, gate, self.weight):
+            return original(self, hidden_states, gate)
+        weight = self.weight.view(-1, getattr(self, "group_size", len(self.weight)))
+        return norms.gated_norm(hidden_states, gate, weight, self.variance_epsilon, gate_first=True)
+
+    return forward
 
 
 def no_fused_layer(*unused: Any, **ignored: Any) -> None:

@@ -1,4 +1,4 @@
-"""Chunks in turn, the form for large states where nothing is kept, agree with the definition."""
+"""Chunks that are computed in turn, because of an erase, agree with the definition."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from prism.engine import Update
-from prism.engine.linear import head_chunks
+from prism.engine.linear import chunk_segment
 from prism.engine.linear.chunkwise import chunkwise
 from prism.engine.linear.recurrent import recurrent
 
 
 @pytest.mark.parametrize("erase", ["first", "separate", "undecayed"])
 @pytest.mark.parametrize(("tokens", "writes", "packed"), [(1, 1, False), (70, 1, True), (131, 2, True), (64, 2, False)])
-def test_chunks_in_turn_agree_with_the_definition(
-    erase: str, tokens: int, writes: int, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_in_turn_agree_with_the_definition(erase: str, tokens: int, writes: int, packed: bool) -> None:
     torch.manual_seed(0)
     B, H, K, V = 2, 3, 5, 4
     unit = F.normalize(torch.randn(B, tokens, H, writes, K, dtype=torch.float64), dim=-1)
@@ -34,10 +32,20 @@ def test_chunks_in_turn_agree_with_the_definition(
         **kind,
     )
     state = torch.randn(B, H, K, V, dtype=torch.float64)
-    calls = []
-    original = head_chunks.chain_in_turn
-    monkeypatch.setattr(head_chunks, "_IN_TURN", 0)
-    monkeypatch.setattr(head_chunks, "chain_in_turn", lambda *a: calls.append(1) or original(*a))
     for found, wanted in zip(chunkwise(update, state, chunk=16), recurrent(update, state), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    assert calls
+
+
+@pytest.mark.parametrize(("strength", "dtype"), [(1.0, torch.float32), (1.5, torch.float64), (-0.5, torch.float64)])
+def test_inverses_are_made_in_float64_unless_every_step_contracts(
+    strength: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    original = chunk_segment.unit_lower_inverse
+    monkeypatch.setattr(chunk_segment, "unit_lower_inverse", lambda lower: seen.append(lower.dtype) or original(lower))
+    unit = F.normalize(torch.randn(1, 20, 2, 1, 6), dim=-1)
+    beta = torch.rand(1, 20, 2)
+    beta[0, 7, 1] = strength
+    update = Update(unit[..., 0, :], unit, unit, erase_strength=beta, erase_first=True)
+    chunkwise(update)
+    assert seen == [dtype]

@@ -10,23 +10,26 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import prism
-from prism.engine.linear.head_chunks import FIELDS, Kind, head_chunks
+from prism.engine.linear.chunk_segment import Kind
+from prism.engine.linear.head_chunks import FIELDS, head_chunks
 from prism.engine.linear.head_chunks_operator import _operator, head_chunks_operator
 from prism.engine.linear.steps import Steps
 from tests.helpers import examples
 
-ERASES = ("none", "write", "first")
+ERASES = ("none", "groups", "write", "first")
 
 
 def random_steps(tokens: int, erase: str, decays: bool, resets: bool, seed: int = 0) -> tuple[Steps, Tensor]:
-    """Steps without an erase ("none"), with separate columns for it ("write") or along the first key ("first")."""
+    """Steps without an erase ("none"; "groups": heads share queries and keys), with separate columns for it ("write") or
+    along the first key ("first")."""
     torch.manual_seed(seed)
     shape = (2, tokens, 2)
     beta = torch.rand(*shape, dtype=torch.float64)
     keys = torch.nn.functional.normalize(torch.randn(3, *shape, 8, dtype=torch.float64), dim=-1)
+    shared = slice(1 if erase == "groups" else None)
     steps = Steps(
-        q=keys[0],
-        k=torch.stack([keys[1], keys[2]], 3),
+        q=keys[0][:, :, shared],
+        k=torch.stack([keys[1], keys[2]], 3)[:, :, shared],
         w=torch.randn(*shape, 2, 4, dtype=torch.float64),
         log_decay=-torch.rand(*shape, dtype=torch.float64) if decays else None,
         erase_key=keys[1] if erase == "write" else None,

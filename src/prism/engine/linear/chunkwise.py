@@ -22,6 +22,9 @@ from prism.engine.linear.steps import Steps, resolve_keeping_first
 from prism.engine.update import Update
 
 SEGMENT = 512
+"""Rows whose blocks are computed at once where autograd differentiates the block equations."""
+HEAD_SEGMENT = 1024
+"""At most this many rows at once in the form with a hand-written backward."""
 
 
 def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = None) -> tuple[Tensor, Tensor]:
@@ -30,11 +33,11 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
     `chunk` is the number of tokens in a chunk. Work inside a chunk grows with its length; work between chunks, with the
     size of the state.
     """
-    steps = resolve_keeping_first(update)
+    steps = resolve_keeping_first(update, groups=not update.erases and not update.per_channel)
     S = steps.initial(state)
     if chunk is None:
         chunk = 32 if max(update.key_dim, update.value_dim) <= 64 else 64
-    size = max(1, SEGMENT // chunk) * chunk
+    size, segment = (max(1, rows // chunk) * chunk for rows in (SEGMENT, HEAD_SEGMENT))
     # The hand-written backward supports neither tangents nor vmap.
     inputs = (*update.tensors, state)
     transformed = compat.have_tangents(*inputs) or compat.transforms_active(*inputs)
@@ -45,15 +48,16 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
         steps = steps.with_erase_columns()
     # An exported program must run where this library is not installed, so export traces the equations.
     if torch.compiler.is_compiling() and not compat.is_exporting() and S.device.type == "cpu":
-        o, S = head_chunks_operator(steps, S, chunk, size)
+        o, S = head_chunks_operator(steps, S, chunk, segment)
     else:
-        o, S = head_chunks(steps, S, chunk, size, differentiable=_in_blocks)
+        o, S = head_chunks(steps, S, chunk, segment, differentiable=_in_blocks)
     return steps.read(o), S
 
 
 def _in_blocks(steps: Steps, S: Tensor, chunk: int, size: int) -> tuple[Tensor, Tensor]:
     """By the block equations, which autograd can differentiate any number of times."""
     outputs = []
+    steps = steps.with_all_heads()
     for segment in _segments(steps, size):
         o, S = _run(to_blocks(segment, min(chunk, segment.rows)), S)
         outputs.append(from_blocks(o, segment.rows))

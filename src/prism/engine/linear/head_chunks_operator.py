@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from prism.engine.autocast import without_autocast
-from prism.engine.linear.head_chunks import FIELDS, Kept, Kind, backward, forward, segment_rows
+from prism.engine.linear.chunk_segment import Kind, segment_rows
+from prism.engine.linear.head_chunks import FIELDS, Kept, backward, forward
 from prism.engine.linear.steps import Steps
 
 
@@ -47,17 +48,17 @@ def _operator(
     kind = Kind(chunk, segment, look_before, read_before)
     fields = (q, k, w, log_decay, erase_write, erase_key, erase_strength)
     o, end, kept = without_autocast(forward, fields, reset, state, kind, save)
-    inverse, minus_R, P, incoming = (_joined([each[i] for each in kept], w) for i in range(4))
-    return o, end, inverse, minus_R, P, incoming
+    E, F, first, incoming = (_joined([each[i] for each in kept], w) for i in range(4))
+    return o, end, E, F, first, incoming
 
 
 @_operator.register_fake
 def _(*inputs: Any) -> tuple[Tensor, ...]:
     q, _, w, _, erase_write, _, erase_strength, *_, chunk, _, _, _, save = inputs
-    B, rows, H, K = q.shape
-    V = w.shape[-1]
+    B, rows, G, K = q.shape
+    H, V = w.shape[2], w.shape[-1]
     C = min(chunk, rows)
-    m = (rows + C - 1) // C * B * H
+    m = (rows + C - 1) // C * B * G
 
     def kept(needed: bool, *shape: int) -> Tensor:
         return w.new_empty(shape) if save and needed else w.new_empty(0)
@@ -67,9 +68,9 @@ def _(*inputs: Any) -> tuple[Tensor, ...]:
         w.new_empty(B, rows, H, V),
         w.new_empty(B, H, K, V),
         kept(erases, m, C, C),
+        kept(erases, m, C, K),
         kept(erases, m, C, V),
-        kept(erases, m, K, K),
-        kept(True, m, K, V),
+        kept(True, m, K, V) if erases else kept(True, m, K, H // G, V),
     )
 
 
@@ -85,9 +86,9 @@ def _backward_operator(
     erase_key: Tensor | None,
     erase_strength: Tensor | None,
     reset: Tensor | None,
-    inverse: Tensor,
-    minus_R: Tensor,
-    P: Tensor,
+    E: Tensor,
+    F: Tensor,
+    first: Tensor,
     incoming: Tensor,
     chunk: int,
     segment: int,
@@ -95,15 +96,15 @@ def _backward_operator(
     read_before: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of the fields, q to erase_strength (empty where there is none), and of the state."""
-    B, rows, H, _ = q.shape
+    B, rows, G, _ = q.shape
     fields = (q, k, w, log_decay, erase_write, erase_key, erase_strength)
     kind = Kind(chunk, segment, look_before, read_before)
-    size = segment_rows(fields, kind) // min(chunk, rows) * B * H  # chunks in a segment
+    size = segment_rows(fields, kind) // min(chunk, rows) * B * G  # chunks in a segment
     erases = erase_write is not None or erase_strength is not None
     kept: list[Kept] = []
-    for first in range(0, incoming.shape[0], size):
-        part = slice(first, first + size)
-        erase = (inverse[part], minus_R[part], P[part]) if erases else (None, None, None)
+    for start in range(0, incoming.shape[0], size):
+        part = slice(start, start + size)
+        erase = (E[part], F[part], first[part]) if erases else (None, None, None)
         kept.append((*erase, incoming[part]))
     *gradients, _, d_state = without_autocast(backward, fields, reset, kept, d_o, d_end, kind)
     given = [w.new_empty(0) if x is None else x.contiguous() for x in gradients]

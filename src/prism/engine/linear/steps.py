@@ -21,8 +21,8 @@ class Steps:
     Without `erase_write` an erase writes with k's first key: a = β k_1 and b = k_1, or a = k_1 and `erase_key`.
     """
 
-    q: Tensor  # [B, R, H, K]
-    k: Tensor  # [B, R, H, L, K]
+    q: Tensor  # [B, R, H, K]; [B, R, G, K] if groups of heads share queries and keys
+    k: Tensor  # [B, R, H, L, K]; [B, R, G, L, K]
     w: Tensor  # [B, R, H, L, V]
     log_decay: Tensor | None  # [B, R, H] or [B, R, H, K]
     erase_key: Tensor | None  # b, [B, R, H, K]
@@ -62,8 +62,13 @@ class Steps:
         """The incoming memory `[B, H, K, V]`, zeros if there is none."""
         if state is not None:
             return state.to(self.q.dtype)
-        B, _, H, K = self.q.shape
-        return self.q.new_zeros(B, H, K, self.w.shape[-1])
+        B, _, H, _, V = self.w.shape
+        return self.q.new_zeros(B, H, self.q.shape[-1], V)
+
+    def with_all_heads(self) -> Steps:
+        """The same steps with q and k repeated to all heads."""
+        heads = self.w.shape[2]
+        return replace(self, q=repeat_heads(self.q, heads), k=repeat_heads(self.k, heads))
 
 
 def resolve(u: Update) -> Steps:
@@ -71,16 +76,22 @@ def resolve(u: Update) -> Steps:
     return resolve_keeping_first(u).with_erase_columns()
 
 
-def resolve_keeping_first(u: Update) -> Steps:
-    """The steps of an update. An erase that is declared to write with the first key has no `erase_write`."""
+def resolve_keeping_first(u: Update, groups: bool = False) -> Steps:
+    """The steps of an update. An erase that is declared to write with the first key has no `erase_write`.
+
+    With `groups` q and k have one head for each group of heads that shares both.
+    """
     n, H, dtype = u.substeps, u.heads, u.state_dtype
+    shared = max(u.q.shape[2], u.k.shape[2])
+    if not groups or shared % u.q.shape[2] or shared % u.k.shape[2]:
+        shared = H
     per_row = repeat_mask(u.mask, n)
 
-    def prepare(x: Tensor | None, mask: Tensor | None) -> Tensor | None:
-        return None if x is None else repeat_heads(zero_padding(x.to(dtype), mask), H)
+    def prepare(x: Tensor | None, mask: Tensor | None, heads: int = H) -> Tensor | None:
+        return None if x is None else repeat_heads(zero_padding(x.to(dtype), mask), heads)
 
-    q, g = prepare(u.q, u.mask), prepare(u.log_decay, u.mask)
-    k, w = prepare(u.k, per_row), prepare(u.w, per_row)
+    q, g = prepare(u.q, u.mask, shared), prepare(u.log_decay, u.mask)
+    k, w = prepare(u.k, per_row, shared), prepare(u.w, per_row)
     a = None if u.erase_write_first else prepare(u.erase_write, per_row)
     b = None if u.erase_first else prepare(u.erase_key, per_row)
     beta = prepare(u.erase_strength, per_row)

@@ -191,7 +191,8 @@ def _products(layout: Layout, log: Tensor | None) -> tuple[Tensor | None, Tensor
     if log is None:
         return None, None
     decay = HeadDecay(layout.to_chunks(log), None)
-    return decay.weights(strict=False, before=False), decay.inclusive.to(decay.dtype).exp().unsqueeze(-1)
+    one = log.new_ones((), dtype=decay.dtype)
+    return decay.weights(strict=False, before=False), decay.from_start(one, before=False)
 
 
 def _occupied(u: InnerUpdate, layout: Layout) -> Tensor:

@@ -1,0 +1,191 @@
+"""Norms of layers with a memory on a CPU, with fewer passes over the tokens than autograd makes.
+
+    unit rows:  scale · x / sqrt(Σx² + ε)
+    RMS norm:   norm(x) ⊙ w                                                             norm(x) = x / sqrt(mean x² + ε)
+    gated norm: norm(x) ⊙ w ⊙ silu(gate)   or, gate first,   norm(x ⊙ silu(gate)) ⊙ w
+
+Both directions run over spans of rows so short that they stay in the cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from prism.engine.compat import have_tangents, transforms_active
+from prism.engine.fused import UNIT_EPS
+
+_CACHED = 2**17
+"""Numbers of a span."""
+_SMALL = 2**13
+"""Fewer numbers stay with the original: a call costs more than a pass over them."""
+
+
+def unit_rows(x: Tensor, scale: float) -> Tensor:
+    """`scale` x / sqrt(Σx² + ε) over the last dimension."""
+    if not torch.is_grad_enabled() or traced(x):
+        return _unit(x, scale)
+    return _UnitRows.apply(x, scale)
+
+
+def serves(x: Tensor, *others: Tensor) -> bool:
+    """Whether `gated_norm` computes what transformers does, faster: in half precision its intermediate roundings differ."""
+    return x.numel() >= _SMALL and all(z.dtype == torch.float32 and z.device.type == "cpu" for z in (x, *others))
+
+
+def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool = False) -> Tensor:
+    """RMS norm over the last dimension, times silu(gate) before or after it.
+
+    Args:
+        x, gate: `[…, D]`; without a gate nothing is multiplied.
+        weight: `[D]`, or `[n, D/n]` for n groups of channels.
+        eps: added to the mean square.
+        gate_first: norm(x ⊙ silu(gate)) instead of norm(x) ⊙ silu(gate).
+    """
+    opened = None if gate is None else gate.reshape(-1, *weight.shape)
+    given = x.reshape(-1, *weight.shape), opened, weight, eps, gate_first
+    if traced(x, weight):
+        return _gated_norm(*given).view(x.shape)
+    return (_GatedNorm.apply if torch.is_grad_enabled() else _in_spans)(*given).view(x.shape)
+
+
+def rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the `forward` of a norm without a gate, norm(x) ⊙ w."""
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if not serves(hidden_states, self.weight):
+            return original(self, hidden_states)
+        return gated_norm(hidden_states, None, self.weight, self.variance_epsilon)
+
+    return forward
+
+
+def centred_rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make the `forward` of a norm whose weight is stored minus 1, norm(x) ⊙ (1 + w)."""
+
+    @functools.wraps(original)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return gated_norm(x, None, 1.0 + self.weight, self.eps) if serves(x, self.weight) else original(self, x)
+
+    return forward
+
+
+def traced(*given: Tensor) -> bool:
+    """Whether a compiler or a transform follows the operations: autograd functions are not for them."""
+    return torch.compiler.is_compiling() or have_tangents(*given) or transforms_active(*given)
+
+
+def _unit(x: Tensor, scale: float) -> Tensor:
+    return x * (torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS) * scale)
+
+
+def _gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+    before, after = (gate, None) if gate_first else (None, gate)
+    x = x if before is None else x * F.silu(before)
+    x = F.rms_norm(x, x.shape[-1:], eps=eps) * weight
+    return x if after is None else x * F.silu(after)
+
+
+def spans(x: Tensor) -> Iterator[slice]:
+    """Spans of the first dimension, so short that a few tensors like x stay in the cache."""
+    rows = max(1, _CACHED * len(x) // max(1, x.numel()))
+    return (slice(start, start + rows) for start in range(0, len(x), rows))
+
+
+def _inverse_length(x: Tensor, count: int, eps: float) -> Tensor:
+    """1 / sqrt(Σx² / count + ε) over the last dimension."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(count).add_(eps).rsqrt_()
+
+
+def _in_spans(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+    """`_gated_norm`, with temporaries of one span."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for rows in spans(x):
+        y, opened = out[rows], None if gate is None else F.silu(gate[rows])
+        h = x[rows] if opened is None or not gate_first else torch.mul(x[rows], opened, out=y)
+        torch.mul(h, _inverse_length(h, h.shape[-1], eps), out=y).mul_(weight)
+        if opened is not None and not gate_first:
+            y.mul_(opened)
+    return out
+
+
+class _UnitRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        inverse = _inverse_length(x, 1, UNIT_EPS)
+        ctx.scale = scale
+        ctx.save_for_backward(x, inverse)
+        return x * (inverse * scale)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
+        x, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
+            return torch.autograd.grad(_unit(x, ctx.scale), x, d_y, create_graph=True)[0], None
+        d_x = torch.empty_like(d_y)
+        for b in range(len(x)):  # x is a part of a wider tensor: flattened it would be copied
+            for rows in spans(x[b]):
+                here, d_here, inverse_here = x[b, rows], d_y[b, rows], inverse[b, rows]
+                along = (d_here * here).sum(-1, keepdim=True).mul_(inverse_here.pow(3)).mul_(ctx.scale)
+                found = torch.mul(d_here, inverse_here * ctx.scale, out=d_x[b, rows])
+                found.addcmul_(here, along, value=-1)
+        return d_x, None
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+        ctx.eps, ctx.gate_first = eps, gate_first
+        ctx.save_for_backward(x, gate, weight)
+        return _in_spans(x, gate, weight, eps, gate_first)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
+            inputs = [z for z in (x, gate, weight) if z is not None and z.requires_grad]
+            again = _gated_norm(x, gate, weight, ctx.eps, ctx.gate_first)
+            found = iter(torch.autograd.grad(again, inputs, d_out, create_graph=True))
+            given = [next(found) if z is not None and z.requires_grad else None for z in (x, gate, weight)]
+            return (*given, None, None)
+        d_x, d_gate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
+        d_weight = torch.zeros_like(weight)
+        for rows in spans(x):
+            opened = None if gate is None else F.silu(gate[rows])
+            d_opened = _span_back(x[rows], opened, weight, ctx.eps, ctx.gate_first, d_out[rows], d_x[rows], d_weight)
+            if gate is not None and d_gate is not None:
+                torch.ops.aten.silu_backward.grad_input(d_opened, gate[rows], grad_input=d_gate[rows])
+        return d_x, d_gate, d_weight, None, None
+
+
+def _span_back(
+    x: Tensor,
+    opened: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    gate_first: bool,
+    d_y: Tensor,
+    d_x: Tensor,
+    d_weight: Tensor,
+) -> Tensor | None:
+    """Write d_x, add to d_weight and return the gradient of `opened`, silu(gate), for one span of rows."""
+    before, after = (opened, None) if gate_first else (None, opened)
+    h = x if before is None else x * before
+    inverse = _inverse_length(h, h.shape[-1], eps)
+    unit = h * inverse
+    d_unit = d_y if after is None else d_y * after
+    along = unit * d_unit
+    d_weight += along.sum(0)
+    mean = along.mul_(weight).mean(-1, keepdim=True)
+    d_h = torch.mul(d_unit, weight, out=along).addcmul_(unit, mean, value=-1).mul_(inverse)
+    if before is None:
+        d_x.copy_(d_h)
+        return None if after is None else unit.mul_(weight).mul_(d_y)
+    torch.mul(d_h, before, out=d_x)
+    return d_h.mul_(x)
