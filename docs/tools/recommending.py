@@ -65,8 +65,8 @@ def _code(commands: Iterable[str]) -> str:
     """Commands as a block, each over two lines, so that they fit."""
     lines = []
     for command in commands:
-        head, found, tail = command.partition(" --models")
-        lines.append(f"{head} \\\n    --models{tail}" if found else command)
+        head, found, tail = command.partition(" --peer ")
+        lines.append(f"{head} \\\n   {found}{tail}" if found else command)
     return "\n".join(["```sh", *lines, "```"])
 
 
