@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from wording import joined, number, paragraph, shown, table
+from wording import WIDTH, joined, number, paragraph, shown, table
 
 from prism.compare.statistics import estimate
 
@@ -57,16 +58,16 @@ def sasrec() -> str:
         log = next(label for key, label in LOGS.items() if key in name)
         rows.append([log, f"{settings['epochs']}, {trained}", f"{len(runs['sasrec'])}", *cells])
         commands.append(found["command"])
-    header = ["data", "epochs", "seeds", "NDCG@10, ours", "RecTools", "HR@10, ours", "RecTools"]
+    header = ["data", "epochs", "seeds", "NDCG@10, ours", "RecTools"]
     return joined(table(header, rows, left=2), _code(commands))
 
 
 def _code(commands: Iterable[str]) -> str:
-    """Commands as a block, each over two lines, so that they fit."""
-    lines = []
-    for command in commands:
-        head, found, tail = command.partition(" --peer ")
-        lines.append(f"{head} \\\n   {found}{tail}" if found else command)
+    """Commands as a block, broken so that they fit."""
+    lines = [
+        " \\\n".join(textwrap.wrap(command, WIDTH - 2, subsequent_indent="    ", break_on_hyphens=False))
+        for command in commands
+    ]
     return "\n".join(["```sh", *lines, "```"])
 
 
