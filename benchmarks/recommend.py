@@ -170,8 +170,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seeds", action="store_true", help="each repeat has the next seed")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--epochs", type=int, default=SETTINGS["epochs"], help="passes over the events")
     for name, value in SETTINGS.items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+        if name != "epochs":
+            parser.add_argument(f"--{name}", type=type(value), default=value)
     parser.add_argument("--plain", action="store_true", help="train our models without schedule, decay and clipping")
     parser.add_argument("--part", choices=("test", "validation"), default="test", help="events to rank")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "recommend.json")

@@ -152,7 +152,7 @@ def gram(s: Segment) -> tuple[Tensor, bool]:
     """[N; M] = (Z Xᵀ) ⊙ Γ, `[m, 2C, J·C]`, and whether every step contracts: I - β k kᵀ with 0 ≤ β|k|² ≤ 1 up to rounding."""
     product = s.z @ s.x.mT
     contracts = False
-    if s.strength is not None:
+    if s.strength is not None and product.device.type == "cpu":  # elsewhere reading a value would wait for the device
         low, high = as_grid(product, s)[:, 1, :, 0].diagonal(dim1=1, dim2=2).aminmax()
         contracts = bool(low >= 0) and bool(high <= 1 + 1e-5)
     return weighted(product, s), contracts
