@@ -50,6 +50,11 @@ BASELINES = ("ease", "als")
 MODELS = ("sasrec", "prism", "gated_delta")
 
 
+def passed(started: float, read: float, trained: float, ranked: float) -> dict[str, float]:
+    """Seconds of each part of a run, from the clock at its borders."""
+    return {"read": read - started, "train": trained - read, "evaluate": ranked - trained, "all": ranked - started}
+
+
 def run_baseline(path: str, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Fit and evaluate one of the baselines, end to end."""
     import polars  # noqa: F401
@@ -73,12 +78,7 @@ def run_baseline(path: str, name: str, settings: dict[str, Any]) -> dict[str, An
         found = evaluate_split(fitted, split, settings["part"], max_length=settings["length"])
         ranked = time.perf_counter()
     return {
-        "seconds": {
-            "read": read - started,
-            "train": trained - read,
-            "evaluate": ranked - trained,
-            "all": ranked - started,
-        },
+        "seconds": passed(started, read, trained, ranked),
         "seconds_per_epoch": trained - read,
         "HR@10": found["metrics"]["HR@10"],
         "NDCG@10": found["metrics"]["NDCG@10"],
@@ -135,12 +135,7 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         found = evaluate_split(recommender, split, settings["part"], max_length=settings["length"])
         ranked = time.perf_counter()
     return {
-        "seconds": {
-            "read": read - started,
-            "train": trained - read,
-            "evaluate": ranked - trained,
-            "all": ranked - started,
-        },
+        "seconds": passed(started, read, trained, ranked),
         "seconds_per_epoch": (trained - read) / settings["epochs"],
         "HR@10": found["metrics"]["HR@10"],
         "NDCG@10": found["metrics"]["NDCG@10"],

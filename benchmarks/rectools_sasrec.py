@@ -22,6 +22,8 @@ from rectools import Columns
 from rectools.dataset import Dataset, Interactions
 from rectools.models import EASEModel, ImplicitALSWrapperModel, SASRecModel
 
+from recommend import passed
+
 
 def read_events(path: str) -> pd.DataFrame:
     """Events in order with user_id, item_id and timestamp, of a .inter file or of lines "user item" in order; also .xz."""
@@ -84,12 +86,7 @@ def main(path: str, settings: dict) -> dict:
     hits = lists.merge(test[[Columns.User, Columns.Item]], on=[Columns.User, Columns.Item])
     ranked = time.perf_counter()
     return {
-        "seconds": {
-            "read": read - started,
-            "train": trained - read,
-            "evaluate": ranked - trained,
-            "all": ranked - started,
-        },
+        "seconds": passed(started, read, trained, ranked),
         "seconds_per_epoch": (trained - read) / settings["epochs"],
         "HR@10": len(hits) / len(users),
         "NDCG@10": sum(1 / math.log2(1 + rank) for rank in hits[Columns.Rank]) / len(users),

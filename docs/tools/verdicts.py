@@ -220,7 +220,7 @@ def retrieval(evidence: Evidence) -> Finding:
     rare = [pair for pair in text if any(pair.first.values(RARE)) and any(pair.second.values(RARE))]
     guess = [p for p in rare if min(g.score(RARE).mean for g in (p.first, p.second)) > 0.8 * math.log(VOCABULARY)]
     counted = [pair for pair in rare if pair not in guess]
-    open_tasks = [pair for pair in recall if not same_by_design(pair)]
+    open_tasks = [pair for pair in recall if not shows_no_difference(pair)]
     tests: list[tuple[Pair, str | None]] = [*((pair, None) for pair in open_tasks), *((pair, RARE) for pair in counted)]
     if not (tests or guess) or not text:
         return Finding(NOT_RUN, "", joined("Runs on text and on recall with both ranks are needed.", against(recall)))
@@ -257,7 +257,7 @@ def retrieval(evidence: Evidence) -> Finding:
     return Finding(verdict, figure, text_of)
 
 
-def same_by_design(pair: Pair) -> bool:
+def shows_no_difference(pair: Pair) -> bool:
     """Whether a task can show no difference: both rules solve it, or neither is better than its baseline."""
     scores = [group.score().mean for group in (pair.first, pair.second)]
     guess = pair.first.line.get("result", {}).get("baseline", {}).get(pair.first.main, 0.0)

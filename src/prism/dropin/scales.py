@@ -18,7 +18,7 @@ def scaled_rows(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def add_scaled(y: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """y + scale ⊙ x, written into y: `[B, T, H, V]`, scale `[H]` or `[H, V]`."""
+    """y + scale ⊙ x, which may overwrite y: `[B, T, H, V]`, scale `[H]` or `[H, V]`."""
     scale = scale.unsqueeze(-1) if scale.ndim == 1 else scale
     if not torch.is_grad_enabled() or traced(y, x, scale):
         return torch.addcmul(y, x, scale)
