@@ -6,7 +6,8 @@
 One seed of every candidate is trained first, side by side; no test event is looked at. A candidate that has not finished
 within `--search-limit` seconds is not chosen. Then the candidate with the best validation NDCG@10 is trained with the seeds
 0, 1, 2 and tested, together with the reference (the settings of docs/recommendation-results.md). Every run has the same
-number of epochs unless its name says otherwise. One JSON line per run is appended as it ends.
+number of epochs unless its name says otherwise. One JSON line per run is appended as it ends; a run whose line says `done` is
+not repeated, `failed` and `stopped` are.
 `--tiny` makes each run a few steps: does everything work?
 """
 
@@ -48,6 +49,8 @@ CANDIDATES = {
     "hybrid, 4 layers": "prism*3+softmax@model.num_hidden_layers=4,model.dropout=0.3",
     "hybrid, history 400": f"prism*3+softmax@model.num_hidden_layers=4,model.dropout=0.3,{LONG}",
     "Mamba-2, 4 layers": "mamba2@model.num_hidden_layers=4,model.dropout=0.3",
+    "Mamba-2, 6 layers": "mamba2@model.num_hidden_layers=6,model.dropout=0.35,optimizer.lr=1.5e-3",
+    "Mamba-2, history 400": f"mamba2@model.num_hidden_layers=4,model.dropout=0.3,{LONG}",
     "HSTU, 8 layers": "hstu@model.num_hidden_layers=8,model.dropout=0.3,optimizer.lr=1e-3",
     "4 layers, 80 epochs": "prism-3@model.num_hidden_layers=4,model.dropout=0.4,epochs=80",
     "4 layers, sampled": "prism-3@model.num_hidden_layers=4,model.dropout=0.3,loss.name=sampled_softmax,loss.count=1024",
@@ -66,8 +69,10 @@ class Runs:
         self.provenance = {"machine": machine(), "prism": __version__, "command": command}
 
     def go(self, wanted: list[tuple[str, int]], test: bool, deadline: float) -> list[dict[str, Any]]:
-        """Train (candidate, seed) pairs until the deadline; the rows of those that ended."""
-        rows = []
+        """Train (candidate, seed) pairs until the deadline; the rows of those that ended, now or in an earlier call."""
+        rows = [row for row in self._done(test) if (row["candidate"], row["seed"]) in wanted]
+        known = {(row["candidate"], row["seed"]) for row in rows}
+        wanted = [pair for pair in wanted if pair not in known]
         context = multiprocessing.get_context("spawn")
         with context.Pool(self.arguments.jobs, maxtasksperchild=1) as pool:
             waiting = {pair: pool.apply_async(run, (self._job(*pair, test),)) for pair in wanted}
@@ -81,6 +86,14 @@ class Runs:
         for name, seed in waiting:
             self._write({"candidate": name, "seed": seed, "status": "stopped", "error": "the time was up"})
         return rows
+
+    def _done(self, test: bool) -> list[dict[str, Any]]:
+        """Rows of earlier calls with these settings: searched ones, or tested ones."""
+        if not self.arguments.output.exists():
+            return []
+        rows = [json.loads(line) for line in self.arguments.output.read_text(encoding="utf-8").splitlines()]
+        rows = [row for row in rows if row["status"] == "done" and row["settings"] == list(self.settings)]
+        return [row for row in rows if bool(row["test"]) == test and row["model"] == CANDIDATES[row["candidate"]]]
 
     def _job(self, name: str, seed: int, test: bool) -> tuple[Any, ...]:
         model = CANDIDATES[name]
