@@ -1,4 +1,4 @@
-"""Gated DeltaNet by flash-linear-attention, for comparison: its kernel in our model, and its own whole model."""
+"""Gated DeltaNet by flash-linear-attention, for comparison: its kernel or its layer in our model, and its own whole model."""
 
 from __future__ import annotations
 
@@ -13,29 +13,65 @@ import prism
 from candidates import compile_candidates_together
 from prism.engine import dispatch
 from prism.engine.fused import Columns
-from prism.models import PrismConfig
+from prism.models import PrismForCausalLM
+from prism.nn import Block, State
 from prism.rules import delta
 
 
-def fla_model(ours: PrismConfig, head_dim: int) -> nn.Module:
+def fla_model(ours: PrismForCausalLM, head_dim: int) -> nn.Module:
     """Their own model at the sizes of ours, with its fused norms, SwiGLU, convolutions and linear cross-entropy."""
+    prepare_fla()
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM
 
-    return GatedDeltaNetForCausalLM(
+    sizes = ours.config
+    theirs = GatedDeltaNetForCausalLM(
         GatedDeltaNetConfig(
-            hidden_size=ours.hidden_size,
-            num_heads=ours.num_heads,
+            hidden_size=sizes.hidden_size,
+            num_heads=sizes.num_heads,
             head_dim=head_dim,
             expand_v=1.0,  # values as wide as keys
-            num_hidden_layers=ours.num_hidden_layers,
-            intermediate_size=ours.intermediate_size,
-            vocab_size=ours.vocab_size,
+            num_hidden_layers=sizes.num_hidden_layers,
+            intermediate_size=sizes.intermediate_size,
+            vocab_size=sizes.vocab_size,
             tie_word_embeddings=True,
             fuse_cross_entropy=False,  # one of the two, and this one keeps no logits
             fuse_linear_cross_entropy=True,
             use_cache=False,
         )
     )
+    _check_sizes(_size(ours), theirs)
+    return theirs
+
+
+class FlaMixer(nn.Module):
+    """Their layer in the place of a `prism.Mixer`, for training: no state goes in or comes out."""
+
+    def __init__(self, width: int, heads: int, head_dim: int) -> None:
+        from fla.layers import GatedDeltaNet
+
+        super().__init__()
+        self.layer = GatedDeltaNet(width, expand_v=1.0, head_dim=head_dim, num_heads=heads)
+
+    def forward(self, x: Tensor, *_: Any) -> tuple[Tensor, State]:
+        return self.layer(x)[0], State()
+
+
+def with_fla_layers(model: nn.Module, head_dim: int) -> None:
+    """Put their layers into our model: projections, convolutions, gates, memory and gated norm are theirs, the rest is ours."""
+    prepare_fla()
+    count = _size(model)
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        block.mixer = FlaMixer(model.config.hidden_size, model.config.num_heads, head_dim)
+    _check_sizes(count, model)
+
+
+def _size(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _check_sizes(ours: int, theirs: nn.Module) -> None:
+    if _size(theirs) != ours:
+        raise AssertionError(f"the models have {ours} and {_size(theirs)} parameters: they must have equal sizes")
 
 
 def prepare_fla() -> None:

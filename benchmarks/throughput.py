@@ -11,9 +11,9 @@ gradient norm and update, in bfloat16 autocast; only the tokens are random. Ever
 every context, so that a column shows the cost of the context itself. Models run one after the other in one process. The
 contexts of a model take turns, because a GPU that has worked for some seconds is slower by two per cent; figures are the
 median over all turns. A turn starts with an empty queue, as only the first step of a run does, so it has several steps.
-`gated_delta-fla` is our model with flash-linear-attention's kernel for the memory; `fla-gated_delta` is that library's own
-whole model at the same sizes, with all its fused parts, in the same steps. With `--graph`, forward and backward are a CUDA
-graph: otherwise memories that process mini-batch after mini-batch wait for Python.
+`gated_delta-fla` is our model with flash-linear-attention's kernel for the memory, `gated_delta-fla-layer` with that library's
+whole layer in place of ours, and `fla-gated_delta` is its own whole model, all at the same sizes and in the same steps. With
+`--graph`, forward and backward are a CUDA graph: otherwise memories that process mini-batch after mini-batch wait for Python.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from peer_model import fla_kernels, fla_model, prepare_fla
+from peer_model import fla_kernels, fla_model, with_fla_layers
 from prism.language.model import build_model
 from prism.language.settings import DataSettings, ModelSettings, Settings
 from prism.language.task import LanguageTask
@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "prism-4": {"layers": "prism", "options": ("prism.steps=4",)},
     "gated_delta": {"layers": "gated_delta"},
     "gated_delta-fla": {"layers": "gated_delta"},
+    "gated_delta-fla-layer": {"layers": "gated_delta"},
     "fla-gated_delta": {"layers": "gated_delta"},
     "mamba2": {"layers": "mamba2", "num_heads": 12, "head_dim": None},
     "transformer": {"layers": "softmax", "num_heads": 12, "head_dim": None},
@@ -98,22 +99,28 @@ class RandomTokens(LanguageTask):
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None)
 
 
-class PeerTokens(RandomTokens):
-    """The same steps with flash-linear-attention's own model, which shifts the labels itself: the last token has none."""
+class PeerLayerTokens(RandomTokens):
+    """The same steps with flash-linear-attention's layers in our model."""
+
+    def initialize(self, model: nn.Module) -> None:
+        super().initialize(model)
+        with_fla_layers(model, self.settings.model.head_dim)
+
+
+class PeerModelTokens(RandomTokens):
+    """The same steps with that library's own model, which shifts the labels itself: the last token has none."""
 
     def build(self) -> nn.Module:
-        chosen = self.settings.model
-        if torch.cuda.is_available():
-            prepare_fla()
-        ours = super().build()
-        theirs = fla_model(ours.config, chosen.head_dim or chosen.hidden_size // chosen.num_heads)
-        counts = [sum(p.numel() for p in model.parameters()) for model in (ours, theirs)]
-        if counts[0] != counts[1]:
-            raise AssertionError(f"the models have {counts[0]} and {counts[1]} parameters: they must have equal sizes")
-        return theirs
+        return fla_model(super().build(), self.settings.model.head_dim)
 
     def loss(self, model: nn.Module, samples: Batch) -> torch.Tensor:
         return model(samples.inputs, labels=samples.inputs, use_cache=False).loss * samples.targets.numel()
+
+
+def task_of(name: str) -> type[RandomTokens]:
+    if name.startswith("fla-"):
+        return PeerModelTokens
+    return PeerLayerTokens if name.endswith("-fla-layer") else RandomTokens
 
 
 class Trainer:
@@ -125,7 +132,7 @@ class Trainer:
         self.model, self.steps, self.made = None, {}, 0
         for context in contexts:
             chosen = settings(name, context, max(1, tokens // context), arguments)
-            task = (PeerTokens if name.startswith("fla-") else RandomTokens)(chosen, form)
+            task = task_of(name)(chosen, form)
             if self.model is None:
                 self.model = spread(task.build, task.initialize, world).train()
                 stepper = Stepper(task, world, self.model)
