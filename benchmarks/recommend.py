@@ -10,7 +10,8 @@ separate process, whose imports are not timed. Models take turns, so that a dist
 fastest repeat is reported; all are in the file. Seen items are left out of the ranking, and at most `--length` events of a
 history are read by sequence models. No model validates while training. With `--part validation` the validation events are
 ranked: then EASE and ALS know the same events here and there. With `--plain` our models are trained as RecTools trains its
-own: a constant learning rate without warmup, no weight decay, no clipping.
+own: a constant learning rate without warmup, no weight decay, no clipping. `--device cuda --jobs 6` compares quality only: runs
+then share the GPU, and their times say nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +92,10 @@ def run_baseline(path: str, name: str, settings: dict[str, Any]) -> dict[str, An
 
 def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Train and evaluate one of our models, end to end."""
-    import polars  # noqa: F401  (otherwise the import would be timed with reading the events)
     import torch
 
+    if settings["prepared"] is None:
+        import polars  # noqa: F401  (otherwise the import would be timed with reading the events)
     from prism.models import PrismForRecommendation
     from prism.overrides import override
     from prism.recommend.evaluate import evaluate_split
@@ -105,7 +108,7 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
             preset(model if model in PRESETS else None),
             {
                 "out": f"{folder}/run",
-                "device": "cpu",
+                "device": settings["device"],
                 "epochs": float(settings["epochs"]),
                 "seed": settings["seed"],
                 "model": {
@@ -115,7 +118,12 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
                     "dropout": settings["dropout"],
                     **({} if model in PRESETS else {"layers": model}),
                 },
-                "data": {"source": path, "cache": f"{folder}/cache", "length": settings["length"], "order": "last"},
+                "data": {
+                    "source": settings["prepared"] or path,
+                    "cache": f"{folder}/cache",
+                    "length": settings["length"],
+                    "order": "last",
+                },
                 "batch": {"sequences": settings["batch"]},
                 "optimizer": {"lr": settings["lr"], **(PLAIN["optimizer"] if settings["plain"] else {})},
                 "schedule": PLAIN["schedule"] if settings["plain"] else {},
@@ -130,7 +138,7 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         outcome = train_rec(chosen, dataset, report=lambda step, loss: None)
         trained = time.perf_counter()
         assert outcome.model is not None
-        recommender = PrismForRecommendation.from_pretrained(outcome.model).eval()
+        recommender = PrismForRecommendation.from_pretrained(outcome.model).to(settings["device"]).eval()
         split = chosen.data.split_of(dataset.histories)
         found = evaluate_split(recommender, split, settings["part"], max_length=settings["length"])
         ranked = time.perf_counter()
@@ -169,12 +177,19 @@ def main() -> None:
     for name, value in SETTINGS.items():
         if name != "epochs":
             parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of sequence models, ours and theirs")
+    parser.add_argument(
+        "--prepared", help="the same events prepared by experiments/recommend.py, where there is no polars"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--plain", action="store_true", help="train our models without schedule, decay and clipping")
     parser.add_argument("--part", choices=("test", "validation"), default="test", help="events to rank")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "recommend.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    settings = {name: getattr(arguments, name) for name in (*SETTINGS, "threads", "part", "plain")}
+    settings = {
+        name: getattr(arguments, name) for name in (*SETTINGS, "threads", "part", "plain", "device", "prepared")
+    }
     if arguments.one:
         run = run_baseline if arguments.one in BASELINES else run_ours
         print(json.dumps(run(arguments.events, arguments.one, settings)))
@@ -187,16 +202,20 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {
         name: [] for name in [*arguments.models, *(f"rectools-{n}" for n in peers)]
     }
-    for repeat in range(arguments.repeats):
-        settings["seed"] = arguments.seed + (repeat if arguments.seeds else 0)
-        given = {name: value for name, value in settings.items() if name != "plain"}
-        flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        flags += ["--plain"] if settings["plain"] else []
-        for name in runs:
-            peer = name.removeprefix("rectools-") if name.startswith("rectools-") else None
-            ours = [sys.executable, __file__, arguments.events, "--one", name, *flags]
-            theirs = [str(arguments.peer), script, arguments.events, json.dumps({**settings, "model": peer})]
-            row = {**start(ours if peer is None else theirs), "seed": settings["seed"]}
+    waiting = []
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for repeat in range(arguments.repeats):
+            settings["seed"] = arguments.seed + (repeat if arguments.seeds else 0)
+            given = {name: value for name, value in settings.items() if name != "plain" and value is not None}
+            flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+            flags += ["--plain"] if settings["plain"] else []
+            for name in runs:
+                peer = name.removeprefix("rectools-") if name.startswith("rectools-") else None
+                ours = [sys.executable, __file__, arguments.events, "--one", name, *flags]
+                theirs = [str(arguments.peer), script, arguments.events, json.dumps({**settings, "model": peer})]
+                waiting.append((name, settings["seed"], pool.submit(start, ours if peer is None else theirs)))
+        for name, seed, result in waiting:
+            row = {**result.result(), "seed": seed}
             runs[name].append(row)
             print(
                 f"{name:16} {row['seconds']['all']:7.1f} s, {row['seconds_per_epoch']:.2f} s an epoch, "

@@ -5,9 +5,10 @@
 
 One seed of every candidate is trained first, side by side; no test event is looked at. A candidate that has not finished
 within `--search-limit` seconds is not chosen. Then the candidate with the best validation NDCG@10 is trained with the seeds
-0, 1, 2 and tested, together with the reference (the settings of docs/recommendation-results.md). Every run has the same
-number of epochs unless its name says otherwise. One JSON line per run is appended as it ends; a run whose line says `done` is
-not repeated, `failed` and `stopped` are.
+0, 1, 2 and tested, together with the reference (the settings of docs/recommendation-results.md) and with `--finalists`, which
+need no search: of those that are tested, the best in validation counts. Every run has the same number of epochs unless its
+name says otherwise. One JSON line per run is appended as it ends; a run whose line says `done` is not repeated, `failed` and
+`stopped` are.
 `--tiny` makes each run a few steps: does everything work?
 """
 
@@ -48,6 +49,7 @@ CANDIDATES = {
     "4 layers, width 256": f"prism-3@model.num_hidden_layers=4,{WIDE},model.dropout=0.5,optimizer.lr=1e-3,epochs=60",
     "hybrid, 4 layers": "prism*3+softmax@model.num_hidden_layers=4,model.dropout=0.3",
     "hybrid, history 400": f"prism*3+softmax@model.num_hidden_layers=4,model.dropout=0.3,{LONG}",
+    "hybrid, history 400, 80 epochs": f"prism*3+softmax@model.num_hidden_layers=4,model.dropout=0.4,epochs=80,{LONG}",
     "Mamba-2, 4 layers": "mamba2@model.num_hidden_layers=4,model.dropout=0.3",
     "Mamba-2, 6 layers": "mamba2@model.num_hidden_layers=6,model.dropout=0.35,optimizer.lr=1.5e-3",
     "Mamba-2, history 400": f"mamba2@model.num_hidden_layers=4,model.dropout=0.3,{LONG}",
@@ -128,7 +130,8 @@ class Runs:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder of prepared events")
-    parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES))
+    parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES), help="to search")
+    parser.add_argument("--finalists", nargs="+", default=[], choices=list(CANDIDATES), help="candidates to be tested")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the final runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--search-limit", type=float, default=float("inf"), help="seconds of the search")
@@ -143,7 +146,7 @@ def main() -> None:
         raise SystemExit("no candidate finished: give more time with --search-limit")
     best = max(searched, key=lambda row: row["validation"]["NDCG@10"])["candidate"]
     print(f"best in validation: {best} ({CANDIDATES[best]})", flush=True)
-    finalists = dict.fromkeys([best, "reference"])
+    finalists = dict.fromkeys([best, *arguments.finalists, "reference"])
     final = runs.go([(name, seed) for name in finalists for seed in arguments.seeds], True, started + arguments.limit)
     for name in finalists:
         mine = [row for row in final if row["candidate"] == name]
