@@ -103,11 +103,21 @@ def test_gated_norm(by_kernels: None, rows: tuple[int, ...]) -> None:
 
 def test_products(by_kernels: None) -> None:
     maps = [nn.Linear(12, size, bias=False) for size in (30, 8, 1)]
-    call = lambda x: tuple(pieces.products(x, *(m.weight for m in maps)))  # noqa: E731
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        """The products, and other readers of x: their gradients are part of the sum, and must not be changed by it."""
+        found, same = pieces.products(x, *(m.weight for m in maps))
+        return *found, same.square(), same.view_as(same)
+
     assert_equal(*both(call, [torch.randn(2, 5, 12)], maps))
     x = torch.randn(3, 12, device=DEVICE, requires_grad=True)
-    first, second, _ = pieces.products(x, *(m.float().weight for m in maps))
-    assert first.grad_fn is second.grad_fn
+    (first, second, _), same = pieces.products(x, *(m.float().weight for m in maps))
+    assert first.grad_fn is second.grad_fn is same.grad_fn
+    given = torch.randn_like(x)
+    before = given.clone()
+    total = torch.autograd.grad([first, same], x, [torch.ones_like(first), given], retain_graph=True)[0]
+    assert torch.equal(given, before)
+    torch.testing.assert_close(total, given + maps[0].weight.sum(0))
     found = torch.autograd.grad(second.sum(), [x, maps[1].weight, maps[0].weight], allow_unused=True)
     assert found[2] is None  # an output that nothing reads costs no product
     torch.testing.assert_close(found[0], maps[1].weight.sum(0).expand_as(x))
@@ -116,7 +126,7 @@ def test_products(by_kernels: None) -> None:
 def test_products_of_frozen_maps_have_the_gradient_of_their_input_only(by_kernels: None) -> None:
     maps = [nn.Linear(4, 6, bias=False, device=DEVICE).requires_grad_(frozen) for frozen in (False, True)]
     x = torch.randn(3, 4, device=DEVICE, requires_grad=True)
-    sum(y.sum() for y in pieces.products(x, *(m.weight for m in maps))).backward()  # type: ignore[union-attr]
+    sum(y.sum() for y in pieces.products(x, *(m.weight for m in maps))[0]).backward()  # type: ignore[union-attr]
     assert x.grad is not None and maps[0].weight.grad is None and maps[1].weight.grad is not None
     torch.testing.assert_close(x.grad, sum(m.weight.sum(0) for m in maps).expand_as(x))  # type: ignore[union-attr]
 
@@ -157,7 +167,7 @@ def test_half_precision_errs_at_most_twice_what_torch_does(piece: str, monkeypat
         "residual_norm": (lambda x, d: pieces.residual_norm(x, d, norm), [(2, 40, 32), (2, 40, 32)], [norm]),
         "swiglu": (lambda x: pieces.swiglu(x, *maps), [(2, 40, 32)], maps),
         "gated_output": (lambda o, g: gated_output(head, o, g, out), [(2, 40, 2, 16), (2, 40, 32)], [head, out]),
-        "products": (lambda x: tuple(pieces.products(x, *(m.weight for m in maps[:2]))), [(2, 40, 32)], maps[:2]),
+        "products": (lambda x: tuple(pieces.products(x, *(m.weight for m in maps[:2]))[0]), [(2, 40, 32)], maps[:2]),
     }
     call, shapes, modules = calls[piece]
     given = [torch.randn(shape) for shape in shapes]

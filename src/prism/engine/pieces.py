@@ -5,7 +5,7 @@
     swiglu          down(silu(gate x) ⊙ up x)
     gated_norm      RMSNorm(o) ⊙ silu(g), per head
     gated_output    out(RMSNorm(o) ⊙ silu(g)), per head
-    products        x W₁ᵀ, x W₂ᵀ …: the gradient of x is summed inside the products of the backward pass
+    products        x W₁ᵀ, x W₂ᵀ … and x: the gradient of x is summed inside the products of the backward pass
 
 Each function is its definition in torch. In training on a GPU an autograd function takes its place, if every module in it is
 an ordinary one without hooks: the same values up to rounding, from the kernels in engine/kernels/pieces.py. It keeps its
@@ -98,14 +98,16 @@ def products_serve(x: Tensor) -> bool:
     return _serves(x) and x.dtype == _autocast_dtype(x)
 
 
-def products(x: Tensor, *weights: Tensor) -> list[Tensor]:
-    """x `[…, D]` and weights `[N_i, D]` → x W_iᵀ `[…, N_i]` for each weight.
+def products(x: Tensor, *weights: Tensor) -> tuple[list[Tensor], Tensor]:
+    """x `[…, D]` and weights `[N_i, D]` → x W_iᵀ `[…, N_i]` for each weight, and x itself for everything else that reads it.
 
-    The gradients of x by each product are otherwise summed by autograd, which reads and writes all of them once more.
+    The gradients of x by each product, and by all readers of the x that is returned, are otherwise summed by autograd, which
+    reads and writes all of them once more.
     """
-    if len(weights) > 1 and products_serve(x):
-        return list(_Products.apply(x, *weights))
-    return [F.linear(x, w) for w in weights]
+    if products_serve(x):
+        *found, same = _Products.apply(x, *weights)
+        return found, same
+    return [F.linear(x, w) for w in weights], x
 
 
 def plain_linear(m: nn.Module) -> bool:
@@ -298,17 +300,20 @@ class _Products(torch.autograd.Function):
         ctx.save_for_backward(flat, *cast)
         ctx.shape, ctx.dtypes = x.shape, [w.dtype for w in weights]
         ctx.set_materialize_grads(False)
-        return tuple((flat @ w.T).view(*x.shape[:-1], len(w)) for w in cast)
+        return *((flat @ w.T).view(*x.shape[:-1], len(w)) for w in cast), x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *d_ys: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
         x, *weights = ctx.saved_tensors
+        *d_ys, d_same = d_outputs
         rows = [None if d is None else _rows(d, len(w)) for d, w in zip(d_ys, weights, strict=True)]
-        d_x = None
+        d_x, own = None if d_same is None else _rows(d_same, x.shape[-1]), False
         for d, w in zip(rows, weights, strict=True):
             if d is not None and ctx.needs_input_grad[0]:
-                d_x = d @ w if d_x is None else d_x.addmm_(d, w)
+                # What autograd hands over may be used elsewhere, so only our own sum is added to in place.
+                d_x = d @ w if d_x is None else d_x.addmm_(d, w) if own else torch.addmm(d_x, d, w)
+                own = True
         wanted = zip(rows, ctx.dtypes, ctx.needs_input_grad[1:], strict=True)
         d_weights = [_weight_gradient(d, x, dtype) if d is not None and wants else None for d, dtype, wants in wanted]
         return None if d_x is None else d_x.view(ctx.shape), *d_weights

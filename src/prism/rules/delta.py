@@ -108,7 +108,7 @@ class DeltaFamily(Rule):
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
         """As in `Rule`; the extra is the gate's map of x, or None if `output` is to compute it."""
-        projected, rates, gate = self._maps(x)
+        projected, rates, gate, x = self._maps(x)
         beta, log_decay = self.beta_and_decay(x, rates)
         found, carried = self._columns(x, projected, beta, carry, span)
         q, k, w = found
@@ -125,13 +125,15 @@ class DeltaFamily(Rule):
         )
         return update, {**carried, **of_keys}, gate
 
-    def _maps(self, x: Tensor) -> tuple[Tensor, list[Tensor] | None, Tensor | None]:
-        """The outputs of `qkv`, of `rate_maps` and of the gate; the last two are None where they are computed later."""
+    def _maps(self, x: Tensor) -> tuple[Tensor, list[Tensor] | None, Tensor | None, Tensor]:
+        """The outputs of `qkv`, of `rate_maps` and of the gate, and x for everything else that reads it; rates and gate are
+        None where they are computed later."""
         gates = [] if self.gate is None else [(self.gate,)]
         found = linear_groups(x, (self.qkv,), self.rate_maps, *gates)
         if found is None:
-            return self.qkv(x), None, None
-        return found[0][0], found[1], found[2][0] if gates else None
+            return self.qkv(x), None, None, x
+        (projected,), rates, *gated = found[0]
+        return projected, rates, gated[0][0] if gates else None, found[1]
 
     def _columns(
         self, x: Tensor, projected: Tensor, beta: Tensor, carry: Carry, span: Span

@@ -38,8 +38,9 @@ def fused_linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     return [m(x) for m in maps] if weight is None else _outputs(F.linear(x, weight), maps)
 
 
-def linear_groups(x: Tensor, *groups: tuple[nn.Module, ...]) -> list[list[Tensor]] | None:
-    """`fused_linears` of several groups of maps, one product each, which sum the gradient of x (`products` in pieces.py).
+def linear_groups(x: Tensor, *groups: tuple[nn.Module, ...]) -> tuple[list[list[Tensor]], Tensor] | None:
+    """`fused_linears` of several groups of maps, one product each, and x for all else that reads it: the products sum the
+    gradient of x (`products` in pieces.py).
 
     None if the products cannot do that here, or a map was replaced, hooked or quantised: call `fused_linears` then.
     """
@@ -48,7 +49,8 @@ def linear_groups(x: Tensor, *groups: tuple[nn.Module, ...]) -> list[list[Tensor
     weights = [weight for group in groups if (weight := _joined_weight(group)) is not None]
     if len(weights) < len(groups):
         return None
-    return [_outputs(y, group) for y, group in zip(products(x, *weights), groups, strict=True)]
+    found, x = products(x, *weights)
+    return [_outputs(y, group) for y, group in zip(found, groups, strict=True)], x
 
 
 def _joined_weight(maps: tuple[nn.Module, ...]) -> Tensor | None:
