@@ -20,6 +20,7 @@ pytestmark = needs_kernels
 if CAN_START:
     from prism.engine.kernels import decode, memory, segments
     from prism.engine.kernels.configurations import Tiling, forced
+    from prism.engine.kernels.forward import PACE
     from prism.engine.kernels.runtime import Compiled, compiled
 
 
@@ -51,6 +52,17 @@ def test_segments_in_parallel() -> None:
     with forced(tiles(16, 16, segments=4)):
         assert_same(x)
         assert_same(x, reset=reset)
+
+
+def test_segments_whose_maps_end_at_zero() -> None:
+    """A map is looked at every PACE chunks. That of head 0, with a decay of e⁻⁸ per token, is 0 by then; head 1 forgets little."""
+    tokens = 2 * 16 * (PACE.value + 1)
+    x = {name: z.detach() for name, z in leaves(tokens, dtype=torch.float32).items()}
+    x["log_decay"] = torch.tensor([-8.0, -1e-3], device=x["q"].device).expand(1, tokens, 2).contiguous()
+    with forced(tiles(16, 16, segments=2)):
+        got = prism.memory(update(x), x["state"], "chunkwise", "triton")
+    for found, wanted in zip(got, prism.memory(update(x), x["state"], "chunkwise", "torch"), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_grouped_heads_and_substeps() -> None:

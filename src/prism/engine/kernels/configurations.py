@@ -46,6 +46,8 @@ class Configuration:
     key_block: int = 128
     prepare_warps: int = 1
     prepare_registers: int | None = None
+    carry_scan: Tiling | None = None
+    """Of a forward scan that only carries a state over a segment and reads nothing; None: as `forward_scan`."""
     segments: int | None = None
     """Segments of a sequence that run in parallel; None: as many as fill the GPU."""
 
@@ -72,7 +74,9 @@ MEASURED: dict[tuple[int, int, int, str], Configuration] = {
     (64, 64, 3, "sm90"): _SHORT_64,
     (64, 64, 4, "sm90"): _SHORT_64,
     (128, 128, 1, "sm90"): replace(_HOPPER, forward_scan=Tiling(64, stages=3), prepare_registers=168),
-    (128, 128, 2, "sm90"): replace(_HOPPER, forward_scan=Tiling(128, warps=8, stages=3)),
+    (128, 128, 2, "sm90"): replace(
+        _HOPPER, forward_scan=Tiling(128, warps=8, stages=3), carry_scan=Tiling(64, stages=3)
+    ),
     (128, 128, 3, "sm90"): _HOPPER,
     (128, 128, 4, "sm90"): replace(_HOPPER, forward_scan=Tiling(128, warps=8, stages=2)),
 }

@@ -2,7 +2,7 @@
 
 **Prepare** (parallel): what depends on the inputs only, which is the cumulative gates, T⁻¹, and how much each row sees of
 each column's write. These are C × C matrices of short chunks, a few dozen bytes per token; everything larger is cheaper to
-recompute than to send through memory. T⁻¹ is computed by forward substitution: row by row inside blocks of 16 rows, then
+recompute than to send through memory. T⁻¹ is computed by forward substitution: row by row inside blocks of 8 rows, then
 one block row after the other as matrix products. (An inverse by repeated squaring over the chunk is wrong by orders of
 magnitude when keys are correlated.)
 
@@ -32,6 +32,11 @@ from prism.engine.kernels.tiles import (
     store_rows,
     store_tokens,
 )
+
+ROWS = tl.constexpr(8)
+"""Rows of the blocks of T⁻¹ that are solved row by row: half as many take half as many steps on half the numbers."""
+PACE = tl.constexpr(16)
+"""Chunks after which a map is looked at: is it 0?"""
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded"])
@@ -148,22 +153,21 @@ def column_grams(
 @triton.jit
 def invert_unit_lower(upper, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + upperᵀ)⁻¹ for a strictly upper triangular `[C, C]`."""
-    BLOCKS: tl.constexpr = C // 16
-    # The diagonal blocks [BLOCKS, 16, 16], all inverted together. Transposed, a row's coefficients lie along the rows that they
+    R: tl.constexpr = ROWS
+    BLOCKS: tl.constexpr = C // R
+    # The diagonal blocks [BLOCKS, R, R], all inverted together. Transposed, a row's coefficients lie along the rows that they
     # multiply.
     block_row = tl.arange(0, BLOCKS)[:, None, None, None]
     block_column = tl.arange(0, BLOCKS)[None, None, :, None]
-    tiles = tl.reshape(upper, (BLOCKS, 16, BLOCKS, 16))
+    tiles = tl.reshape(upper, (BLOCKS, R, BLOCKS, R))
     blocks = tl.sum(tl.where(block_row == block_column, tiles, 0.0), 2)
-    r = tl.arange(0, 16)
+    r = tl.arange(0, R)
     unit = tl.where(r[None, :, None] == r[None, None, :], 1.0, 0.0)
-    solved = tl.zeros((BLOCKS, 16, 16), tl.float32) + unit
-    for i in range(1, 16):
+    solved = tl.zeros((BLOCKS, R, R), tl.float32) + unit
+    for i in range(1, R):
         coefficients = tl.sum(tl.where(r[None, None, :] == i, blocks, 0.0), 2)  # row i of every block
         known = tl.sum(coefficients[:, :, None] * solved, 1)
         solved -= tl.where(r[None, :, None] == i, known[:, None, :], 0.0)
-    if BLOCKS == 1:
-        return tl.reshape(solved, (C, C))
     diagonal = tl.reshape(tl.where(block_row == block_column, solved[:, :, None, :], 0.0), (C, C))
     below = tl.trans(tl.reshape(tl.where(block_row == block_column, 0.0, tiles), (C, C)))
     step = tl.dot(diagonal, below, input_precision=PRECISION)
@@ -234,57 +238,63 @@ def forward_scan_kernel(
     if INITIAL:
         S = tl.trans(initial.load([matrix, first_column]))
 
-    for n in range(segment * per_segment, tl.minimum(chunks, (segment + 1) * per_segment)):
-        t = n * C
-        chunk = bh * chunks + n
-        from_start, to_end, carried = borders(
-            cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, SUBSTEPS
-        )
-        incoming = S.to(x.dtype)
-        if SAVED:  # noqa: SIM102 (the outer condition is a compile-time constant)
-            if n % SAVED == 0:
-                states.store([chunk // SAVED * V + first_column, 0], incoming)
-        S = S * carried
-        out, wanted = S, S  # placeholders, where nothing is read or erased
-        if READ:
-            asked = load_tokens(q, b, t, group * K, T, H // GROUP * K, C, K, SUBSTEPS)
-            out = tl.dot(incoming, tl.trans(asked), input_precision=PRECISION) * from_start[None, :]
-        if ERASE:
-            key = load_rows(x, b, t, group * (J * K), C, K)
-            lookup = key if TIED else load_rows(erase_key, b, t, group * K, C, K)
-            if STRENGTH:
-                from_start *= load_gate(strengths, bh, t, padded, C)
-            wanted = tl.dot(incoming, tl.trans(lookup), input_precision=PRECISION) * -from_start[None, :]
-
-        # Writes that no erase feeds: extra columns of the same products.
-        if not MAP:
-            place = chunk * LATER * (1 + FED)
-            if J <= UNROLLED:
-                for j in tl.static_range(LATER):
-                    S, out, wanted = add_column(
-                        S, out, wanted, x, w, grams, to_end, b, h, group, t, place, first_column, j,
-                        J, K, V, BV, C, FED, LATER, ERASE, READ, PRECISION,
-                    )  # fmt: skip
-            else:
-                for j in range(LATER):
-                    S, out, wanted = add_column(
-                        S, out, wanted, x, w, grams, to_end, b, h, group, t, place, first_column, j,
-                        J, K, V, BV, C, FED, LATER, ERASE, READ, PRECISION,
-                    )  # fmt: skip
-
-        if ERASE:
-            if not MAP:
-                wanted += tl.trans(load_rows(w, b, t, h * (J * V) + first_column, C, BV)).to(tl.float32)
-            solve = inverse.load([chunk * C, 0])
-            written = tl.dot(wanted.to(x.dtype), tl.trans(solve), input_precision=PRECISION)
-            S = tl.dot((written * to_end[None, :]).to(x.dtype), key, S, input_precision=PRECISION)
+    begin, end = segment * per_segment, tl.minimum(chunks, (segment + 1) * per_segment)
+    pace = PACE if MAP else tl.maximum(end - begin, 1)
+    for start in range(begin, end, pace):
+        stop = tl.minimum(start + pace, end)
+        if MAP:  # under a decay most maps are 0 long before the segment ends, and stay 0
+            stop = tl.where(tl.max(tl.max((S != 0.0).to(tl.int32), 1), 0) > 0, stop, start)
+        for n in range(start, stop):
+            t = n * C
+            chunk = bh * chunks + n
+            from_start, to_end, carried = borders(
+                cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, SUBSTEPS
+            )
+            incoming = S.to(x.dtype)
+            if SAVED:  # noqa: SIM102 (the outer condition is a compile-time constant)
+                if n % SAVED == 0:
+                    states.store([chunk // SAVED * V + first_column, 0], incoming)
+            S = S * carried
+            out, wanted = S, S  # placeholders, where nothing is read or erased
             if READ:
-                gram = first.load([chunk * C, 0])
-                out = tl.dot(written.to(x.dtype), gram, out, input_precision=PRECISION)
-            if SAVED:
-                store_rows(fed, b, t, h * V + first_column, tl.trans(written), C, BV)
-        if READ:
-            store_tokens(o, b, t, h * V + first_column, tl.trans(out), T, H * V, C, BV, SUBSTEPS)
+                asked = load_tokens(q, b, t, group * K, T, H // GROUP * K, C, K, SUBSTEPS)
+                out = tl.dot(incoming, tl.trans(asked), input_precision=PRECISION) * from_start[None, :]
+            if ERASE:
+                key = load_rows(x, b, t, group * (J * K), C, K)
+                lookup = key if TIED else load_rows(erase_key, b, t, group * K, C, K)
+                if STRENGTH:
+                    from_start *= load_gate(strengths, bh, t, padded, C)
+                wanted = tl.dot(incoming, tl.trans(lookup), input_precision=PRECISION) * -from_start[None, :]
+
+            # Writes that no erase feeds: extra columns of the same products.
+            if not MAP:
+                place = chunk * LATER * (1 + FED)
+                if J <= UNROLLED:
+                    for j in tl.static_range(LATER):
+                        S, out, wanted = add_column(
+                            S, out, wanted, x, w, grams, to_end, b, h, group, t, place, first_column, j,
+                            J, K, V, BV, C, FED, LATER, ERASE, READ, PRECISION,
+                        )  # fmt: skip
+                else:
+                    for j in range(LATER):
+                        S, out, wanted = add_column(
+                            S, out, wanted, x, w, grams, to_end, b, h, group, t, place, first_column, j,
+                            J, K, V, BV, C, FED, LATER, ERASE, READ, PRECISION,
+                        )  # fmt: skip
+
+            if ERASE:
+                if not MAP:
+                    wanted += tl.trans(load_rows(w, b, t, h * (J * V) + first_column, C, BV)).to(tl.float32)
+                solve = inverse.load([chunk * C, 0])
+                written = tl.dot(wanted.to(x.dtype), tl.trans(solve), input_precision=PRECISION)
+                S = tl.dot((written * to_end[None, :]).to(x.dtype), key, S, input_precision=PRECISION)
+                if READ:
+                    gram = first.load([chunk * C, 0])
+                    out = tl.dot(written.to(x.dtype), gram, out, input_precision=PRECISION)
+                if SAVED:
+                    store_rows(fed, b, t, h * V + first_column, tl.trans(written), C, BV)
+            if READ:
+                store_tokens(o, b, t, h * V + first_column, tl.trans(out), T, H * V, C, BV, SUBSTEPS)
 
     final.store([matrix, first_column], tl.trans(S))
 

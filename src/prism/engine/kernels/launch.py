@@ -175,6 +175,8 @@ class Launch:
     ) -> Tensor:
         """The state after each segment, `[segments, B, H, K, V]`, or its map `[…, K, K]`. Writes o, states and fed."""
         u, tiling, C, K = self.u, self.configuration.forward_scan, self.step, self.K
+        if o is None:
+            tiling = self.configuration.carry_scan or tiling
         V = K if as_map else self.V
         block = min(tiling.block, V)
         final = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
