@@ -39,7 +39,8 @@ def first_write(tokens: int, seed: int = 0) -> tuple[torch.Tensor, First]:
 
 def one_memory(made: Branch, x: torch.Tensor, f: First, reset: torch.Tensor | None = None) -> torch.Tensor:
     """Outputs of a single memory that gets all L writes: the definition, token by token."""
-    c, _ = made.writes(x, {}, Span(reset=reset))
+    span = Span(reset=reset)
+    c, _ = made.writes(x, made.writes.anchor(x, {}, span)[0], {}, span)
     later = l2_normalize(c.keys) if c.keys is not None else f.k.unsqueeze(3).expand(-1, -1, -1, c.beta.shape[-1], -1)
     later = made.writes.placed(torch.cat([f.k.unsqueeze(3), later], 3), {}, Span())[0][..., 1:, :]
     w = solved_writes(f.v, c.expected, c.gains, c.beta, c.scale, c.solver)

@@ -83,7 +83,8 @@ class Branch(nn.Module):
         dtype = self.writes.beta.weight.dtype
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(dtype)  # adapters of half-precision models are float32
-        c, carried = self.writes(x, carry, span)
+        u, anchored = self.writes.anchor(x, carry, span)
+        c, carried = self.writes(x, u, carry, span)
         k = first.k.unsqueeze(3)
         later = k.expand(-1, -1, -1, c.beta.shape[-1], -1) if c.keys is None else l2_normalize(c.keys).to(k.dtype)
         later = self.writes.placed(torch.cat([k, later], 3), carry, span)[0][..., 1:, :]
@@ -98,7 +99,7 @@ class Branch(nn.Module):
             reset=span.reset,
             mask=span.mask,
         )
-        return update, carried
+        return update, {**anchored, **carried}
 
     def empty_carry(self, x: Tensor) -> dict[str, Tensor]:
         """The carry before the first token of x `[B, T, width]`."""

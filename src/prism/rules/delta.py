@@ -47,7 +47,7 @@ class DeltaFamily(Rule):
 
     shared_maps = ("gate", "out")
     query_first_maps = ("qkv",)
-    planned = ("update", "output", "beta_and_decay", "corrections", "placed", "erasure")
+    planned = ("update", "output", "beta_and_decay", "anchor", "corrections", "placed", "erasure")
 
     def __init__(
         self,
@@ -94,8 +94,14 @@ class DeltaFamily(Rule):
         beta = beta.sigmoid() if self.beta_scale == 1.0 else self.beta_scale * beta.sigmoid()
         return beta, None if self.decay is None else self.decay(decay[0])
 
-    def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
-        """Further writes of each token after its first, and their carry. Only PRISM has them."""
+    def anchor(self, x: Tensor, carry: Carry, span: Span) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What further writes are computed from, `[B, T, width]`, and its carry. Only PRISM has it."""
+        return None, {}
+
+    def corrections(
+        self, x: Tensor, u: Tensor | None, carry: Carry, span: Span
+    ) -> tuple[Corrections | None, dict[str, Tensor]]:
+        """Further writes of each token after its first, from x and the anchor u, and their carry. Only PRISM has them."""
         return None, {}
 
     def placed(self, k: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
@@ -141,24 +147,28 @@ class DeltaFamily(Rule):
         """The columns, and what the next call needs. What is cheap to compute again is not kept for the backward pass."""
         window = carry.get("conv")
 
-        def later(x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Corrections | None, dict[str, Tensor]]]:
-            corrections, carried = self.corrections(x, carry, span)
+        def later(
+            x: Tensor, u: Tensor | None
+        ) -> tuple[tuple[Tensor, ...], tuple[Corrections | None, dict[str, Tensor]]]:
+            corrections, carried = self.corrections(x, u, carry, span)
             found = () if corrections is None else corrections[:4]
             return tuple(z for z in found if z is not None), (corrections, carried)
 
         def columns(x: Tensor, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
             mixed, conv_state = self.conv(projected, window, span)
-            corrections, carried = self.corrections(x, carry, span)
+            u, anchored = self.anchor(x, carry, span)
+            corrections, carried = self.corrections(x, u, carry, span)
             found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
-            return found, {"conv": conv_state, **carried}
+            return found, {"conv": conv_state, **anchored, **carried}
 
         taps = self._taps_of_one_operator(projected, window, span)
         if taps is None:
             return cheap(columns, x, projected, beta)
-        # The operator saves its inputs only. To keep q, k and w is faster than to compute them again.
-        _, (corrections, carried) = cheap(later, x)
+        # The operator saves its inputs only. To keep q, k, w and the anchor is faster than to compute them again.
+        u, anchored = self.anchor(x, carry, span)
+        _, (corrections, carried) = cheap(later, x, u)
         found = conv_columns(projected, taps, window, span.documents, beta, self.key_dim, corrections)
-        return found, {"conv": self.conv.next_state(projected, window, span), **carried}
+        return found, {"conv": self.conv.next_state(projected, window, span), **anchored, **carried}
 
     def _taps_of_one_operator(self, projected: Tensor, window: Tensor | None, span: Span) -> Tensor | None:
         """The convolution's weights if one operator computes the columns, convolution included."""

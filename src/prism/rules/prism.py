@@ -169,8 +169,15 @@ class Prism(GatedDelta):
         preset = inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, default="lm", annotation="str")
         return {"preset": preset, **super().option_parameters()}
 
-    def corrections(self, x: Tensor, carry: Carry, span: Span) -> tuple[Corrections | None, dict[str, Tensor]]:
-        return (None, {}) if self.writes is None else self.writes(x, carry, span, self._read_below(span))
+    def anchor(self, x: Tensor, carry: Carry, span: Span) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return (None, {}) if self.writes is None else self.writes.anchor(x, carry, span)
+
+    def corrections(
+        self, x: Tensor, u: Tensor | None, carry: Carry, span: Span
+    ) -> tuple[Corrections | None, dict[str, Tensor]]:
+        if self.writes is None or u is None:
+            return None, {}
+        return self.writes(x, u, carry, span, self._read_below(span))
 
     def placed(self, k: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
         return (k, {}) if self.writes is None else self.writes.placed(k, carry, span)

@@ -105,15 +105,19 @@ class ResidualWrites(nn.Module):
             values |= {name: self.up_std * torch.randn(shape) for name, shape in self.ups.items()}
         return values
 
+    def anchor(self, x: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
+        """The anchor u of x `[B, T, width]`, and what the next call needs."""
+        u, following = self.conv(x, carry.get("anchor"), span)
+        return u, {"anchor": following}
+
     def forward(
-        self, x: Tensor, carry: Carry, span: Span, below: Tensor | None = None
+        self, x: Tensor, u: Tensor, carry: Carry, span: Span, below: Tensor | None = None
     ) -> tuple[Corrections, dict[str, Tensor]]:
-        """x `[B, T, width]` → the corrections, and what the next call needs.
+        """x and its anchor u `[B, T, width]` → the corrections, and what the next call needs.
 
         `below` `[B, T, H, V]` is what the layer below has read; the residual is v without it.
         """
-        u, anchor = self.conv(x, carry.get("anchor"), span)
-        carried = {"anchor": anchor}
+        carried: dict[str, Tensor] = {}
         H, n = self.heads, self.count
         of_u = (None if self.key_conv is not None else self.key, self.gain, None if self.below else self.expected)
         *outputs, beta = fused_linears(u, *[m for m in of_u if m is not None], self.beta)
