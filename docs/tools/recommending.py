@@ -106,18 +106,17 @@ def best() -> str:
         runs = [line for line in tested if line["candidate"] == name]
         cells = [shown(estimate(run[part][figure] for run in runs)) for part, figure in _COLUMNS]
         rows.append([name, f"{runs[0]['parameters'] / 1e6:.2f} M", *cells])
-    searched = {line["candidate"]: line for line in lines if not line.get("test")}
-    ended = [
-        f"{name} {number(line['validation']['NDCG@10'], 4)}" for name, line in searched.items() if "validation" in line
-    ]
-    stopped = [name for name, line in searched.items() if line["status"] == "stopped"]
-    said = paragraph(
-        f"`{lines[0]['command']}` on an {lines[0]['machine']['gpu']}.",
-        f"Validation NDCG@10 of one seed chose: {', '.join(ended)}.",
-        f"Not finished within the search's time, so not chosen: {'; '.join(stopped)}.",
+    searched = {line["candidate"]: line for line in lines if not line.get("test")}  # a later line replaces an earlier one
+    ended = sorted(
+        ((line["validation"]["NDCG@10"], name) for name, line in searched.items() if "validation" in line), reverse=True
     )
+    stopped = [name for name, line in searched.items() if line["status"] == "stopped"]
+    said = [f"Validation NDCG@10 in the search, one seed: {'; '.join(f'{name} {number(v, 4)}' for v, name in ended)}."]
+    if stopped:
+        said.append(f"Not finished within the search's time, so not chosen: {'; '.join(stopped)}.")
     header = ["candidate", "parameters", "validation NDCG@10", "test HR@10", "test NDCG@10"]
-    return joined(table(header, rows), said)
+    commands = dict.fromkeys(line["command"] for line in lines)
+    return joined(table(header, rows), paragraph(*said), f"On an {lines[0]['machine']['gpu']}:", _code(commands))
 
 
 _COLUMNS = (("validation", "NDCG@10"), ("test", "HR@10"), ("test", "NDCG@10"))
