@@ -106,7 +106,9 @@ def best() -> str:
         runs = [line for line in tested if line["candidate"] == name]
         cells = [shown(estimate(run[part][figure] for run in runs)) for part, figure in _COLUMNS]
         rows.append([name, f"{runs[0]['parameters'] / 1e6:.2f} M", *cells])
-    searched = {line["candidate"]: line for line in lines if not line.get("test")}  # a later line replaces an earlier one
+    searched = {
+        line["candidate"]: line for line in lines if not line.get("test")
+    }  # a later line replaces an earlier one
     ended = sorted(
         ((line["validation"]["NDCG@10"], name) for name, line in searched.items() if "validation" in line), reverse=True
     )

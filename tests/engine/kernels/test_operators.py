@@ -55,7 +55,7 @@ def test_segments_in_parallel() -> None:
 
 
 def test_segments_whose_maps_end_at_zero() -> None:
-    """A map is looked at every PACE chunks. That of head 0, with a decay of e⁻⁸ per token, is 0 by then; head 1 forgets little."""
+    """A map is looked at every PACE chunks. That of head 0, under a decay of e⁻⁸, is 0 by then; head 1 forgets little."""
     tokens = 2 * 16 * (PACE.value + 1)
     x = {name: z.detach() for name, z in leaves(tokens, dtype=torch.float32).items()}
     x["log_decay"] = torch.tensor([-8.0, -1e-3], device=x["q"].device).expand(1, tokens, 2).contiguous()
