@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import prism
-from prism.dropin import delta_layer, delta_segments, linear_maps, swiglu
+from prism.dropin import delta_layer, delta_segments, linear_maps, rotary, swiglu
 from prism.dropin.families import modeling_file
 from prism.dropin.plain import is_linear, is_plain
 from prism.engine.linear import chunk_segment
@@ -62,7 +62,7 @@ def called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None
 
 def assert_near(found: list[Tensor], wanted: list[Tensor]) -> None:
     for a, b in zip(found, wanted, strict=True):
-        assert float((a - b).detach().norm()) < 1e-4 * float(b.norm()) + 1e-6
+        assert float((a - b).detach().norm()) < 1e-4 * float(b.detach().norm()) + 1e-6
 
 
 @pytest.mark.parametrize("cached", [2**18, 2**11])
@@ -159,6 +159,36 @@ def test_gradients_of_an_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gate, up, down = given
     torch.testing.assert_close(swiglu.swiglu(*given), (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t())
     assert gradcheck(swiglu.swiglu, given) and gradgradcheck(swiglu.swiglu, given)
+
+
+@pytest.mark.parametrize("name", DELTA)
+@pytest.mark.parametrize("width", [4, 8])
+def test_rotations_agree_with_the_originals(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all channels and, but for OLMo-hybrid, of some."""
+    if name == "olmo_hybrid" and width < 8:
+        pytest.skip("it rotates all channels")
+    q, k = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(2))
+    cos, sin = torch.randn(2, 2, 5, width)
+    results = []
+    for small, rotate in (
+        (0, import_module(modeling_file(name)).apply_rotary_pos_emb),
+        (0, rotary.apply_rotary_pos_emb),
+        (1000, rotary.apply_rotary_pos_emb),
+    ):
+        monkeypatch.setattr(rotary, "_SMALL", small)
+        y = rotate(q, k, cos, sin)
+        results.append([*y, *torch.autograd.grad(y[0].square().sum() + y[1].sin().sum(), (q, k))])
+    assert_near(results[1], results[0])
+    assert_near(results[2], results[0])
+    half = [x.detach().bfloat16() for x in (q, k, cos, sin)]
+    wanted = import_module(modeling_file(name)).apply_rotary_pos_emb(*half)
+    assert all(torch.equal(a, b) for a, b in zip(rotary.apply_rotary_pos_emb(*half), wanted, strict=True))
+
+
+def test_gradients_of_a_rotation() -> None:
+    cos, sin = torch.randn(2, 2, 1, 3, 4, dtype=torch.float64)
+    assert gradcheck(lambda x: rotary._Rotated.apply(x, cos, sin), doubles(2, 2, 3, 6))
+    assert gradgradcheck(lambda x: rotary._Rotated.apply(x, cos, sin).square(), doubles(2, 2, 3, 6))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -55,6 +55,7 @@ FAMILIES = (
         {
             "torch_chunk_gated_delta_rule": "prism.dropin.delta:chunk_gated_delta_rule",
             "torch_recurrent_gated_delta_rule": "prism.dropin.delta:recurrent_gated_delta_rule",
+            "apply_rotary_pos_emb": "prism.dropin.rotary:apply_rotary_pos_emb",
             **_CONV,
         },
         methods={
