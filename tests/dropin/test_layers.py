@@ -100,6 +100,24 @@ def test_delta_layers_with_documents_or_overflow_run_as_before(monkeypatch: pyte
     assert calls == []
 
 
+def test_adapters_hear_the_memory_of_accelerated_layers() -> None:
+    """They pass a function on through the layer, which only the memory function calls."""
+    compat = pytest.importorskip("prism.adapters.compat")
+    prism.accelerate(quiet=True)
+    layer, heard = layer_of("qwen3_5", accelerate=False), []
+
+    def branches(o: Tensor, *given: Any, **more: Any) -> Tensor:
+        heard.append(o.shape[1])
+        return o
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in compat.MEMORY_FUNCTIONS:  # put back what `listen` replaces
+            patch.setattr(compat.module_of(layer), name, getattr(compat.module_of(layer), name))
+        compat.listen(layer)
+        layer(torch.randn(1, 150, 32), **{compat.PASSED_ON: branches})
+    assert heard == [150]
+
+
 def test_delta_layers_compile_without_a_break() -> None:
     layer, x = layer_of("qwen3_5"), torch.randn(1, 150, 32, requires_grad=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

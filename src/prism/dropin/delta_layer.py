@@ -1,7 +1,7 @@
 """Run the Gated DeltaNet layers of Qwen3-Next, Qwen3.5 and OLMo-hybrid in segments of tokens on a CPU (delta_segments.py).
 
 Their linear maps are called as they are, so that LoRA, quantisation and hooks keep working. With a cache, packed documents,
-a compiler, half precision or few tokens the layers run as before, with the replaced functions.
+adapters, a compiler, half precision or few tokens the layers run as before, with the replaced functions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,11 @@ def _made(original: Forward, project: Callable[[Any, Tensor], Projected], norm: 
         **more: Any,
     ) -> Tensor:
         last: Any = getattr(self, norm)
-        if cache_params is not None or any(more.get(name) is not None for name in _DOCUMENTS):
+        documents = any(more.get(name) is not None for name in _DOCUMENTS)
+        listeners = any(
+            callable(each) for each in more.values()
+        )  # adapters, who wait for a call of the memory function
+        if cache_params is not None or documents or listeners:
             return original(self, hidden_states, cache_params, attention_mask, **more)
         if not _serves(self, hidden_states, last):
             return original(self, hidden_states, cache_params, attention_mask, **more)
