@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import prism
-from prism.dropin import delta_layer, delta_segments, linear_maps, rotary, swiglu
+from prism.dropin import delta_layer, delta_segments, linear_maps, rotary
 from prism.dropin.families import modeling_file
-from prism.dropin.plain import is_linear, is_plain
+from prism.dropin.linear_maps import is_linear, is_plain
 from prism.engine.linear import chunk_segment
 from prism.engine.linear.chunk_segment import Kind
 from tests.dropin.models import tiny, torch_functions
@@ -154,14 +154,14 @@ def test_gradients_of_a_delta_layer(strength: float, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("model", "kind"), MLPS)
 @pytest.mark.parametrize("span", [2**9, 2**19])
 def test_mlps_agree_with_the_originals(model: str, kind: str, span: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swiglu, "_SPAN", span)
-    calls = called(monkeypatch, swiglu, "swiglu")
+    monkeypatch.setattr(linear_maps, "_SPAN", span)
+    calls = called(monkeypatch, linear_maps, "swiglu")
     file = import_module(modeling_file(model))
     config = tiny(model).config
     layer = getattr(file, kind)(*((config, 48) if model in ("qwen3_5", "qwen3_5_moe") else (config,)))
     x = torch.randn(2, 150, 32, requires_grad=True)
     wanted = results(layer, x)
-    layer.forward = swiglu.mlp(type(layer).forward).__get__(layer)
+    layer.forward = linear_maps.mlp(type(layer).forward).__get__(layer)
     assert_near(results(layer, x), wanted)
     with torch.no_grad():
         assert_near([layer(x)], wanted[:1])
@@ -172,11 +172,11 @@ def test_mlps_agree_with_the_originals(model: str, kind: str, span: int, monkeyp
 
 
 def test_gradients_of_an_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swiglu, "_SPAN", 8)
+    monkeypatch.setattr(linear_maps, "_SPAN", 8)
     given = doubles(2, 3, 2), doubles(3, 2), doubles(3, 2), doubles(4, 3)
     x, gate, up, down = given
-    torch.testing.assert_close(swiglu.swiglu(*given), (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t())
-    assert gradcheck(swiglu.swiglu, given) and gradgradcheck(swiglu.swiglu, given)
+    torch.testing.assert_close(linear_maps.swiglu(*given), (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t())
+    assert gradcheck(linear_maps.swiglu, given) and gradgradcheck(linear_maps.swiglu, given)
 
 
 @pytest.mark.parametrize("name", DELTA)

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.dropin.delta_segments import Layout, Sizes, Weights, gated_delta_layer
-from prism.dropin.linear_maps import linear
-from prism.dropin.plain import is_plain, untouched
+from prism.dropin.linear_maps import is_plain, linear, untouched
 
 _DOCUMENTS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 _SMALL = 128

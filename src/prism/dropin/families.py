@@ -63,7 +63,7 @@ FAMILIES = (
             for model, prefix in _DELTA
             for part, ours in (
                 ("GatedDeltaNet", f"prism.dropin.delta_layer:{model.removesuffix('_moe')}"),
-                ("MLP", "prism.dropin.swiglu:mlp"),
+                ("MLP", "prism.dropin.linear_maps:mlp"),
                 ("RMSNormGated", "prism.dropin.delta:gated_norm"),
                 ("RMSNorm", _RMS_NORM if model == "olmo_hybrid" else "prism.dropin.norms:centred_rms_norm"),
             )
@@ -86,7 +86,7 @@ FAMILIES = (
             "granitemoehybrid.GraniteMoeHybridRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
             "nemotron_h.NemotronHRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
             "zamba2.Zamba2RMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
-            "bamba.BambaMLP.forward": "prism.dropin.swiglu:mlp",
+            "bamba.BambaMLP.forward": "prism.dropin.linear_maps:mlp",
             **{f"{model}.{prefix}RMSNorm.forward": _RMS_NORM for model, prefix in _MAMBA2},
         },
         backbones=(

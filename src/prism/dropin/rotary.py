@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.dropin.plain import untouched
+from prism.dropin.linear_maps import untouched
 
 _SMALL = 2**16
 """Of fewer numbers a call costs more than the passes."""
