@@ -2,8 +2,8 @@
 
     q, k, v = silu(conv(rows))     q, k of length 1, q times K^-½     o = gated delta rule     y = norm(o) ⊙ w ⊙ silu(gate)
 
-Done one after the other over all tokens, each of these steps writes tensors of full size in both directions, and on a CPU
-touching fresh memory takes longer than the arithmetic. Here only the inputs, the outputs of the memory and what the engine
+Done one after the other over all tokens, each of these steps writes tensors of full size in both directions.
+Here only the inputs, the outputs of the memory and what the engine
 keeps have full size; the backward pass makes the rest again, segment by segment, and writes the gradient of each linear
 map's output once.
 """

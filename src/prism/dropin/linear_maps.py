@@ -1,7 +1,7 @@
 """Linear maps and MLPs of many tokens on a CPU, from the weights of their modules.
 
-Maps: torch computes them by MKL. On processors that are not Intel's, oneDNN is faster by a sixth, and by more where another
-process holds a core, because its threads wait less for each other. A convolution with one tap is the way to it.
+Maps: torch computes them by MKL. With two threads of an AMD EPYC, oneDNN was faster by about a sixth, and by more where
+another process held a core. A convolution with one tap is the way to it.
 
 MLPs, down(silu(gate(x)) ⊙ up(x)): autograd keeps four tensors of the inner width and makes four more in the backward pass.
 This keeps two, and the rest lives in the cache for one span of tokens.
