@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-from prism.dropin import conv, delta, mamba2, norms, rg_lru, scales
+from prism.dropin import conv, delta, mamba2, mlstm, norms, rg_lru, scales
 from prism.dropin.documents import document_numbers, document_starts
 from prism.dropin.families import modeling_file
 from prism.engine import pieces
@@ -203,6 +204,17 @@ def test_the_norm_behind_the_memory_in_one_kernel(monkeypatch: pytest.MonkeyPatc
 def test_recurrence_over_tokens() -> None:
     x, a, start = doubles(2, 5, 3), torch.rand(2, 5, 3, dtype=torch.float64, requires_grad=True), doubles(2, 3)
     assert gradcheck(rg_lru._Loop.apply, (x, a, start)) and gradgradcheck(rg_lru._Loop.apply, (x, a, start))
+
+
+@pytest.mark.parametrize(("tokens", "theirs"), [(1, True), (8, True), (16, True), (9, False), (24, False)])
+def test_short_sequences_of_mlstm_stay_with_the_original(tokens: int, theirs: bool) -> None:
+    def original(self: Any, query: torch.Tensor, *more: Any) -> str:
+        return "theirs"
+
+    config = SimpleNamespace(mode="train", chunk_size=8, eps=1e-6, return_last_states=False)
+    q, gates = torch.randn(1, 2, tokens, 4), torch.randn(1, 2, tokens)
+    found = mlstm.backend(original)(SimpleNamespace(config=config), q, q, q, gates, gates)
+    assert found == "theirs" if theirs else found.shape == q.shape
 
 
 def test_a_state_update_with_a_decay_per_number() -> None:

@@ -92,11 +92,11 @@ def _activation(name: str) -> Any:
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """The sum of taps of x `[B, T, D]`, then SiLU if asked for; weight `[D, W]`."""
-    y = _padded(x, weight, bias)[:, : x.shape[1]]
+    y = taps_over(x, weight, bias)[:, : x.shape[1]]
     return F.silu(y, inplace=True) if silu else y
 
 
-def _padded(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def taps_over(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`[B, T + W - 1, D]`: taps over x with zeros on both sides."""
     image = _tokens_first(x).unsqueeze(1).permute(0, 3, 1, 2)  # [B, D, 1, T], channels last
     taps, padding = weight[:, None, None], (0, weight.shape[1] - 1)
@@ -139,22 +139,38 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The gradients of x, the weight and the bias, over spans of tokens so short that they stay in the cache."""
     (B, T, D), W = x.shape, weight.shape[1]
-    d_x, d_taps, d_bias = torch.empty_like(d_out), x.new_zeros(W, D), x.new_zeros(D)
+    d_x, d_weight = torch.empty_like(d_out), torch.zeros_like(weight)
+    d_bias = None if bias is None else torch.zeros_like(bias)
     span = max(W, _CACHED // (B * D))
-    after = x.new_zeros(B, W - 1, D)  # d_y of the W - 1 tokens after the span
+    after = x.new_zeros(B, W - 1, D)
     for start in reversed(range(0, T, span)):
         stop, seen = min(start + span, T), max(0, start - W + 1)
-        d_y = d_out[:, start:stop]
+        rows, d_y = x[:, seen:stop], d_out[:, start:stop]
         if silu:
-            y = _padded(x[:, seen:stop], weight, bias)[:, start - seen : stop - seen]
-            d_y = torch.ops.aten.silu_backward(d_y, y)
-        for back in range(min(W, stop)):
-            first = max(start, back)  # a product and a sum: einsum would copy channel by channel
-            d_taps[-1 - back] += (d_y[:, first - start :] * x[:, first - back : stop - back]).sum((0, 1))
-        if bias is not None:
-            d_bias += d_y.sum((0, 1))
-        # The gradient of a token comes from the tokens after it: the same convolution backwards.
-        wide = torch.cat([d_y, after], 1)
-        d_x[:, start:stop] = _padded(wide, weight.flip(1))[:, W - 1 : W - 1 + stop - start]
-        after = wide[:, : W - 1]
-    return d_x, d_taps.t(), None if bias is None else d_bias
+            d_y = torch.ops.aten.silu_backward(d_y, taps_over(rows, weight, bias)[:, start - seen : stop - seen])
+        d_x[:, start:stop], after = span_back(rows, weight, d_y, after, d_weight, d_bias)
+    return d_x, d_weight, d_bias
+
+
+def span_back(
+    rows: Tensor, weight: Tensor, d_y: Tensor, after: Tensor, d_weight: Tensor, d_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Add a span's part to the gradients of weight and bias; return the gradient of its tokens, and the next `after`.
+
+    Args:
+        rows: the n tokens of the span behind up to W - 1 earlier ones, `[B, ≤ W - 1 + n, D]`.
+        weight: `[D, W]`.
+        d_y: the gradient of the sum of taps, `[B, n, D]`.
+        after: `d_y` of the W - 1 tokens after the span, zeros after the last.
+        d_weight, d_bias: added to, in place.
+    """
+    n, W = d_y.shape[1], weight.shape[1]
+    past = rows.shape[1] - n
+    for back in range(min(W, past + n)):
+        first = max(0, back - past)  # a product and a sum: einsum would copy channel by channel
+        d_weight[:, -1 - back] += (d_y[:, first:] * rows[:, past + first - back : past + n - back]).sum((0, 1))
+    if d_bias is not None:
+        d_bias += d_y.sum((0, 1))
+    # The gradient of a token comes from the tokens after it: the same convolution backwards.
+    wide = torch.cat([d_y, after], 1)
+    return taps_over(wide, weight.flip(1))[:, W - 1 : W - 1 + n], wide[:, : W - 1]

@@ -39,6 +39,15 @@ _DELTA = (
     ("qwen3_5_moe", "Qwen3_5Moe"),
     ("olmo_hybrid", "OlmoHybrid"),
 )
+_MAMBA2 = (
+    ("mamba2", "Mamba2"),
+    ("bamba", "Bamba"),
+    ("falcon_h1", "FalconH1"),
+    ("granitemoehybrid", "GraniteMoeHybrid"),
+    ("nemotron_h", "NemotronH"),
+    ("zamba2", "Zamba2"),
+)
+_RMS_NORM = "prism.dropin.norms:rms_norm"
 FAMILIES = (
     Family(
         "Gated DeltaNet",
@@ -46,21 +55,24 @@ FAMILIES = (
         {
             "torch_chunk_gated_delta_rule": "prism.dropin.delta:chunk_gated_delta_rule",
             "torch_recurrent_gated_delta_rule": "prism.dropin.delta:recurrent_gated_delta_rule",
+            "apply_rotary_pos_emb": "prism.dropin.rotary:apply_rotary_pos_emb",
             **_CONV,
         },
         methods={
-            f"{model}.{prefix}{norm}.forward": ours
+            f"{model}.{prefix}{part}.forward": ours
             for model, prefix in _DELTA
-            for norm, ours in (
+            for part, ours in (
+                ("GatedDeltaNet", f"prism.dropin.delta_layer:{model.removesuffix('_moe')}"),
+                ("MLP", "prism.dropin.linear_maps:mlp"),
                 ("RMSNormGated", "prism.dropin.delta:gated_norm"),
-                ("RMSNorm", f"prism.dropin.norms:{'rms_norm' if model == 'olmo_hybrid' else 'centred_rms_norm'}"),
+                ("RMSNorm", _RMS_NORM if model == "olmo_hybrid" else "prism.dropin.norms:centred_rms_norm"),
             )
         },
         backbones=("Qwen3NextModel", "Qwen3_5TextModel", "Qwen3_5MoeTextModel", "OlmoHybridModel"),
     ),
     Family(
         "Mamba-2",
-        ("mamba2", "bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
+        tuple(model for model, _ in _MAMBA2),
         {
             "mamba2_chunk_scan": "prism.dropin.mamba2:chunk_scan",
             "mamba2_selective_state_update": "prism.dropin.mamba2:selective_state_update",
@@ -74,6 +86,8 @@ FAMILIES = (
             "granitemoehybrid.GraniteMoeHybridRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
             "nemotron_h.NemotronHRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
             "zamba2.Zamba2RMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
+            "bamba.BambaMLP.forward": "prism.dropin.linear_maps:mlp",
+            **{f"{model}.{prefix}RMSNorm.forward": _RMS_NORM for model, prefix in _MAMBA2},
         },
         backbones=(
             "Mamba2Model",
@@ -87,7 +101,10 @@ FAMILIES = (
     Family(
         "lightning attention",
         ("minimax",),
-        methods={"minimax.MiniMaxLightningAttention.forward": "prism.dropin.lightning:lightning_attention"},
+        methods={
+            "minimax.MiniMaxLightningAttention.forward": "prism.dropin.lightning:lightning_attention",
+            "minimax.MiniMaxRMSNorm.forward": _RMS_NORM,
+        },
         backbones=("MiniMaxModel",),
     ),
     Family("mLSTM", ("xlstm",), methods={"xlstm.xLSTMBackend.forward": "prism.dropin.mlstm:backend"}),

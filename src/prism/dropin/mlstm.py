@@ -25,7 +25,7 @@ State = tuple[Tensor, Tensor, Tensor]
 
 
 def backend(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the `forward` of transformers' mLSTM. One token stays with the original step."""
+    """Make the `forward` of transformers' mLSTM. One token, and one or two whole chunks, stay with the original: as short."""
 
     @functools.wraps(original)
     def forward(
@@ -42,7 +42,8 @@ def backend(original: Callable[..., Any]) -> Callable[..., Any]:
         mode: str | None = None,
     ) -> Any:
         mode = mode or self.config.mode
-        if query.shape[2] == 1 or "with_padding" in mode:
+        tokens, chunk = query.shape[2], self.config.chunk_size
+        if tokens == 1 or tokens in (chunk, 2 * chunk) or "with_padding" in mode:
             return original(
                 self, query, key, value, igate, fgate, c_initial, n_initial, m_initial, return_last_states, mode
             )

@@ -20,10 +20,10 @@ from torch import Tensor
 from prism.engine.compat import have_tangents, transforms_active
 from prism.engine.fused import UNIT_EPS
 
-_CACHED = 2**17
+_CACHED = 2**18
 """Numbers of a span."""
 _SMALL = 2**13
-"""Fewer numbers stay with the original: a call costs more than a pass over them."""
+"""Of fewer numbers a call costs more than a pass over them."""
 
 
 def unit_rows(x: Tensor, scale: float) -> Tensor:
@@ -34,8 +34,13 @@ def unit_rows(x: Tensor, scale: float) -> Tensor:
 
 
 def serves(x: Tensor, *others: Tensor) -> bool:
-    """Whether `gated_norm` computes what transformers does, faster: in half precision its intermediate roundings differ."""
-    return x.numel() >= _SMALL and all(z.dtype == torch.float32 and z.device.type == "cpu" for z in (x, *others))
+    """Whether `gated_norm` computes what transformers does, faster."""
+    return x.numel() >= _SMALL and in_float32(x, *others)
+
+
+def in_float32(*given: Tensor) -> bool:
+    """Whether all are in float32 on a CPU: in half precision transformers' intermediate roundings differ."""
+    return all(z.dtype == torch.float32 and z.device.type == "cpu" for z in given)
 
 
 def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool = False) -> Tensor:
@@ -51,7 +56,7 @@ def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_
     given = x.reshape(-1, *weight.shape), opened, weight, eps, gate_first
     if traced(x, weight):
         return _gated_norm(*given).view(x.shape)
-    return (_GatedNorm.apply if torch.is_grad_enabled() else _in_spans)(*given).view(x.shape)
+    return (_GatedNorm.apply if torch.is_grad_enabled() else gated_norm_forward)(*given).view(x.shape)
 
 
 def rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -59,9 +64,9 @@ def rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(original)
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if not serves(hidden_states, self.weight):
+        if not in_float32(hidden_states, self.weight):
             return original(self, hidden_states)
-        return gated_norm(hidden_states, None, self.weight, self.variance_epsilon)
+        return _rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
     return forward
 
@@ -71,9 +76,16 @@ def centred_rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
-        return gated_norm(x, None, 1.0 + self.weight, self.eps) if serves(x, self.weight) else original(self, x)
+        return _rms_norm(x, 1.0 + self.weight, self.eps) if in_float32(x, self.weight) else original(self, x)
 
     return forward
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """norm(x) ⊙ w; of a few tokens in one call of torch, which costs less than the operations one by one."""
+    if x.numel() < _SMALL:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return gated_norm(x, None, weight, eps)
 
 
 def traced(*given: Tensor) -> bool:
@@ -98,18 +110,18 @@ def spans(x: Tensor) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, len(x), rows))
 
 
-def _inverse_length(x: Tensor, count: int, eps: float) -> Tensor:
+def inverse_length(x: Tensor, count: int, eps: float) -> Tensor:
     """1 / sqrt(Σx² / count + ε) over the last dimension."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(count).add_(eps).rsqrt_()
 
 
-def _in_spans(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-    """`_gated_norm`, with temporaries of one span."""
+def gated_norm_forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+    """norm(x) as in `gated_norm`, with temporaries of one span; x and gate `[n, *weight.shape]`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for rows in spans(x):
         y, opened = out[rows], None if gate is None else F.silu(gate[rows])
         h = x[rows] if opened is None or not gate_first else torch.mul(x[rows], opened, out=y)
-        torch.mul(h, _inverse_length(h, h.shape[-1], eps), out=y).mul_(weight)
+        torch.mul(h, inverse_length(h, h.shape[-1], eps), out=y).mul_(weight)
         if opened is not None and not gate_first:
             y.mul_(opened)
     return out
@@ -118,7 +130,7 @@ def _in_spans(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_f
 class _UnitRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        inverse = _inverse_length(x, 1, UNIT_EPS)
+        inverse = inverse_length(x, 1, UNIT_EPS)
         ctx.scale = scale
         ctx.save_for_backward(x, inverse)
         return x * (inverse * scale)
@@ -143,7 +155,7 @@ class _GatedNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
         ctx.eps, ctx.gate_first = eps, gate_first
         ctx.save_for_backward(x, gate, weight)
-        return _in_spans(x, gate, weight, eps, gate_first)
+        return gated_norm_forward(x, gate, weight, eps, gate_first)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -154,14 +166,21 @@ class _GatedNorm(torch.autograd.Function):
             found = iter(torch.autograd.grad(again, inputs, d_out, create_graph=True))
             given = [next(found) if z is not None and z.requires_grad else None for z in (x, gate, weight)]
             return (*given, None, None)
-        d_x, d_gate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
-        d_weight = torch.zeros_like(weight)
-        for rows in spans(x):
-            opened = None if gate is None else F.silu(gate[rows])
-            d_opened = _span_back(x[rows], opened, weight, ctx.eps, ctx.gate_first, d_out[rows], d_x[rows], d_weight)
-            if gate is not None and d_gate is not None:
-                torch.ops.aten.silu_backward.grad_input(d_opened, gate[rows], grad_input=d_gate[rows])
-        return d_x, d_gate, d_weight, None, None
+        return (*gated_norm_back(x, gate, weight, ctx.eps, ctx.gate_first, d_out), None, None)
+
+
+def gated_norm_back(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, gate_first: bool, d_out: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The gradients of x, gate and weight; x, gate and d_out `[n, *weight.shape]`."""
+    d_x, d_gate = torch.empty_like(x), None if gate is None else torch.empty_like(gate)
+    d_weight = torch.zeros_like(weight)
+    for rows in spans(x):
+        opened = None if gate is None else F.silu(gate[rows])
+        d_opened = _span_back(x[rows], opened, weight, eps, gate_first, d_out[rows], d_x[rows], d_weight)
+        if gate is not None and d_gate is not None:
+            torch.ops.aten.silu_backward.grad_input(d_opened, gate[rows], grad_input=d_gate[rows])
+    return d_x, d_gate, d_weight
 
 
 def _span_back(
@@ -177,7 +196,7 @@ def _span_back(
     """Write d_x, add to d_weight and return the gradient of `opened`, silu(gate), for one span of rows."""
     before, after = (opened, None) if gate_first else (None, opened)
     h = x if before is None else x * before
-    inverse = _inverse_length(h, h.shape[-1], eps)
+    inverse = inverse_length(h, h.shape[-1], eps)
     unit = h * inverse
     d_unit = d_y if after is None else d_y * after
     along = unit * d_unit

@@ -51,8 +51,12 @@ _CACHED = 2**18
 def segment_rows(fields: tuple, kind: Kind) -> int:
     """Rows that are computed at once, whole chunks: so many that the temporaries of all rows and heads fit in a cache."""
     B, _, H, _, V = fields[2].shape
-    fitting = _CACHED // (B * H * max(V, fields[0].shape[-1]))
-    return max(1, min(kind.segment, fitting) // kind.chunk) * kind.chunk
+    return fitting_rows(B * H * max(V, fields[0].shape[-1]), kind)
+
+
+def fitting_rows(width: int, kind: Kind) -> int:
+    """As `segment_rows`, for rows of `width` numbers."""
+    return max(1, min(kind.segment, _CACHED // width) // kind.chunk) * kind.chunk
 
 
 def segment_at(fields: tuple, reset: Tensor | None, start: int, length: int, kind: Kind) -> Segment:

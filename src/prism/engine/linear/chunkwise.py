@@ -36,7 +36,7 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
     steps = resolve_keeping_first(update, groups=not update.erases and not update.per_channel)
     S = steps.initial(state)
     if chunk is None:
-        chunk = 32 if max(update.key_dim, update.value_dim) <= 64 else 64
+        chunk = chunk_length(update.key_dim, update.value_dim)
     size, segment = (max(1, rows // chunk) * chunk for rows in (SEGMENT, HEAD_SEGMENT))
     # The hand-written backward supports neither tangents nor vmap.
     inputs = (*update.tensors, state)
@@ -52,6 +52,11 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
     else:
         o, S = head_chunks(steps, S, chunk, segment, differentiable=_in_blocks)
     return steps.read(o), S
+
+
+def chunk_length(key_dim: int, value_dim: int) -> int:
+    """Tokens of a chunk if the caller does not say."""
+    return 32 if max(key_dim, value_dim) <= 64 else 64
 
 
 def _in_blocks(steps: Steps, S: Tensor, chunk: int, size: int) -> tuple[Tensor, Tensor]:
