@@ -89,6 +89,7 @@ def test_only_the_text_goes_to_the_output(folder: Path, capsys: Captured) -> Non
     [
         (["nowhere", "--prompt", "x"], "there is no model folder nowhere"),
         (["MODEL", "--prompt", "x", "--file", "y"], "--prompt and --file were both given"),
+        (["MODEL", "--prompt", "a\udcff"], "prompt cannot be encoded as UTF-8: surrogates not allowed at 1"),
         (["MODEL", "--file", "nowhere.txt"], "there is no file nowhere.txt"),
         (["MODEL", "--prompt", "x", "--state", "nowhere.safetensors"], "there is no state file nowhere.safetensors"),
         (["MODEL", "--prompt", "x", "--save-state", "state.pt"], "must be a file name that ends in .safetensors"),

@@ -33,6 +33,15 @@ def test_a_marker_in_the_text_is_text() -> None:
         assert tokenizer.end not in tokens and tokenizer.decode(tokens) == text
 
 
+@pytest.mark.parametrize("tokenizer", [BYTES, BPE], ids=["bytes", "bpe"])
+def test_half_a_character_is_refused_in_a_sentence(tokenizer: Tokenizer) -> None:
+    wanted = "the text cannot be encoded as UTF-8: surrogates not allowed at 1; give text in UTF-8"
+    with pytest.raises(ValueError, match=wanted):
+        tokenizer.encode(["a", "b\ud800"])
+    with pytest.raises(ValueError, match=wanted):
+        tokenizer.encode_marked("b\ud800")
+
+
 def test_bpe_compresses_and_is_the_same_every_time() -> None:
     assert BPE.size <= 400 and len(BPE.encode(TEXT[:1])[0]) < len(TEXT[0]) / 2
     assert train_bpe(TEXT, 400).definition == BPE.definition

@@ -17,6 +17,7 @@ from prism.language.adapted import open_adaptable, with_adapter
 from prism.language.batch import Continuation, Journal, Prompt, continue_all, prompts_sha256, read_prompts
 from prism.language.export import write_model
 from prism.language.generate import LanguageModel, Sampling, Session, open_model
+from prism.language.tokenizer import check_unicode
 from prism.messages import INTERRUPTED, progress_bars, say
 from prism.models.loading import fingerprint
 from prism.train.export import resolve_model_folder
@@ -182,6 +183,7 @@ def _prompt(prompt: str | None, file: Path | None, state: Path | None) -> str:
     if prompt is not None and file is not None:
         raise ValueError("--prompt and --file were both given: use one of them")
     if prompt is not None:
+        check_unicode(prompt, "prompt")
         return prompt
     if file is not None and str(file) != "-":
         if not file.is_file():

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from prism.files import read_json
-from prism.language.tokenizer import Tokenizer, load_tokenizer
+from prism.language.tokenizer import Tokenizer, check_unicode, load_tokenizer
 from prism.messages import did_you_mean
 from prism.models.compat import compile_chat_template
 
@@ -256,12 +256,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise ValueError(f"the content of {where} must be text, got {_shown(content)}")
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:  # JSON may hold an unpaired surrogate
-        raise ValueError(
-            f"the content of {where} cannot be encoded as UTF-8: {error.reason} at {error.start}"
-        ) from error
+    check_unicode(content, f"the content of {where}")
     return {**message, "content": content}
 
 

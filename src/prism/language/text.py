@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prism.files import inner_suffix, not_there, open_bytes
+from prism.language.tokenizer import check_unicode
 
 Document = Iterable[str]
 
@@ -168,8 +169,5 @@ def _text_of(row: Any, field: str, where: str) -> str:
     text = row[field]
     if not isinstance(text, str):
         raise ValueError(f"{where} has {'nothing' if text is None else type(text).__name__} under {field!r}, not text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # JSON may hold an unpaired surrogate
-        raise ValueError(f"{where} cannot be encoded as UTF-8: {error.reason} at {error.start}") from error
+    check_unicode(text, where)
     return text

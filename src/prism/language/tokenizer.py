@@ -43,7 +43,12 @@ class Tokenizer:
 
     def encode(self, pieces: list[str]) -> list[np.ndarray]:
         """The tokens of each piece, int64, without the special tokens that the tokenizer would add around a text."""
-        encodings = self._fast.encode_batch(pieces, add_special_tokens=False)
+        try:
+            encodings = self._fast.encode_batch(pieces, add_special_tokens=False)
+        except TypeError:  # what tokenizers raises for half a character
+            for piece in pieces:
+                check_unicode(piece, "the text")
+            raise
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def encode_marked(self, text: str, plain: bool = False) -> tuple[np.ndarray, np.ndarray]:
@@ -54,6 +59,7 @@ class Tokenizer:
         Args:
             plain: take special tokens for plain characters, as `encode` does.
         """
+        check_unicode(text, "the text")
         found = (self._fast if plain else self._marking).encode(text, add_special_tokens=False)
         offsets = np.asarray(found.offsets, dtype=np.int64).reshape(-1, 2)
         return np.asarray(found.ids, dtype=np.int64), offsets
@@ -104,7 +110,24 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, pieces: list[str]) -> list[np.ndarray]:
         """The same tokens as the definition gives, without running it."""
-        return [np.frombuffer(piece.encode(), dtype=np.uint8) for piece in pieces]
+        try:
+            return [np.frombuffer(piece.encode(), dtype=np.uint8) for piece in pieces]
+        except UnicodeEncodeError:
+            return super().encode(pieces)  # says what is wrong
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raise ValueError for a text with half a character, as JSON (`"\\ud800"`) and words of a command line may hold.
+
+    Args:
+        what: the text in the message.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} cannot be encoded as UTF-8: {error.reason} at {error.start}; give text in UTF-8"
+        ) from error
 
 
 def load_tokenizer(path: Path, end_token: str | None = None) -> Tokenizer:
