@@ -237,6 +237,25 @@ def test_what_cannot_be_served_is_refused_with_a_reason(
     assert answer.status_code == status and why in answer.json()["error"]["message"]
 
 
+HALF = r"\ud800"
+"""Half a character, which JSON can hold and UTF-8 cannot."""
+HALVES = [
+    ("/v1/completions", f'{{"prompt": "{HALF}"}}', 400, "prompt cannot be encoded as UTF-8"),
+    ("/v1/completions", f'{{"prompt": ["a", "{HALF}"]}}', 400, "prompt cannot be encoded as UTF-8"),
+    ("/v1/completions", f'{{"prompt": "a", "stop": "{HALF}"}}', 422, "stop"),
+    ("/v1/completions", f'{{"prompt": "a", "stop": ["{HALF}"]}}', 422, "stop"),
+    ("/v1/completions", f'{{"prompt": "a", "model": "{HALF}"}}', 404, "there is no model"),
+    ("/v1/chat/completions", f'{{"messages": [{{"role": "user", "content": "{HALF}"}}]}}', 400, "message 1 cannot be"),
+    ("/v1/states", f'{{"input": "{HALF}"}}', 400, "input cannot be encoded as UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "why"), HALVES)
+def test_half_a_character_is_refused(served: Served, path: str, body: str, status: int, why: str) -> None:
+    answer = served[0].post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == status and why in answer.json()["error"]["message"]
+
+
 def test_neutral_values_of_unknown_fields_are_accepted(served: Served) -> None:
     neutral = {"presence_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "user": "me", "temperature": None}
     answer = served[0].post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **neutral})

@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from prism.files import check_target, read_json
 from prism.language.chat import TEMPLATE, ChatFormat, check_messages, load_chat_format, stop_tokens
 from prism.language.generate import LanguageModel, Sampling, open_model
+from prism.language.tokenizer import check_unicode
 from prism.serve.errors import ApiError
 from prism.serve.lm.scheduler import Full, Job, Scheduler
 from prism.serve.lm.schemas import ChatRequest, CompletionRequest, ModelFacts, Request, Stats, Usage
@@ -133,9 +134,10 @@ class LmService:
     async def encode(self, text: str, param: str) -> list[int]:
         """The tokens of a text."""
         try:
-            found = (await run_in_threadpool(self.lm.tokenizer.encode, [text]))[0]
-        except ValueError as error:  # an unpaired surrogate
-            raise ApiError(400, f"{param} cannot be encoded as UTF-8: {error}", param) from error
+            check_unicode(text, param)
+        except ValueError as error:
+            raise ApiError(400, str(error), param) from error
+        found = (await run_in_threadpool(self.lm.tokenizer.encode, [text]))[0]
         return self._within_limit(found.astype("int64").tolist(), param)
 
     def _known(self, tokens: Any) -> list[int]:
