@@ -20,6 +20,7 @@ def convert(
     steps: int | None = None,
     options: tuple[str, ...] = (),
     seed: int = 0,
+    norm_eps: float | None = None,
     force: bool = False,
 ) -> None:
     """Convert a Gated DeltaNet language model of flash-linear-attention or transformers to ours, with the same logits.
@@ -36,6 +37,8 @@ def convert(
         steps: Writes per token of --rule prism. None: 2.
         options: Options of PRISM's further writes as option=value, for example rank=32 keys=rotated.
         seed: Random seed of PRISM's new weights.
+        norm_eps: Epsilon of all norms of the model of --to fla, for example 1e-5. It changes the logits a little where the
+            model has another one. None: the model's, if it has one for all.
         force: Replace an existing model folder.
     """
     chosen = dict(_option(text) for text in options)
@@ -49,7 +52,17 @@ def convert(
         bars.update(task, completed=done, total=total)
 
     try:
-        written = convert_model(model, output, to=to, rule=rule, options=chosen, force=force, seed=seed, report=report)
+        written = convert_model(
+            model,
+            output,
+            to=to,
+            rule=rule,
+            options=chosen,
+            force=force,
+            seed=seed,
+            norm_eps=norm_eps,
+            report=report,
+        )
     finally:
         bars.stop()
     print(f"converted {model} to {written}")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from prism.cli import main
 from prism.models import PrismConfig, PrismForCausalLM, convert_model
 from prism.models.convert import fla
 from tests.helpers import assert_close
@@ -138,7 +139,11 @@ def test_what_has_no_counterpart_is_named(change: dict[str, Any], complaint: str
         ("prism", {}, "layer 0 is PRISM with 2 writes, which flash-linear-attention's Gated DeltaNet does not have"),
         ("gated_delta+mamba2", {}, "layer 1 is 'mamba2'"),
         ("softmax", {}, "the model has no gated_delta layer"),
-        ("gated_delta", {}, "norm_eps is 1e-06 in the model and 1e-05 in its rule"),
+        (
+            "gated_delta",
+            {},
+            "norm_eps is 1e-06 in the model and 1e-05 in its rule.*--norm-eps 1e-05.*train with --model.norm-eps 1e-05",
+        ),
         ("gated_delta+gated_delta(gate=false)", {"norm_eps": 1e-5}, "layers 0 and 1 have different use_gate"),
         ("gated_delta", {"norm_eps": 1e-5, "intermediate_size": 0}, "intermediate_size is 0"),
         (
@@ -159,3 +164,23 @@ def test_what_fla_does_not_have_is_named(layers: str, settings: dict[str, Any], 
     with pytest.raises(ValueError, match=complaint):
         convert_model(tmp_path / "ours", tmp_path / "theirs", to="fla")
     assert not (tmp_path / "theirs").exists()
+
+
+def test_one_epsilon_for_all_norms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model trained with the defaults has two, and is converted with the one that is given."""
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "num_hidden_layers": 2}
+    before = PrismForCausalLM(PrismConfig(layers="gated_delta", **sizes)).eval()
+    before.save_pretrained(tmp_path / "ours")
+    command = ["convert", str(tmp_path / "ours"), "--output", str(tmp_path / "theirs"), "--to", "fla"]
+    assert main([*command, "--norm-eps", "1e-5"]) == 0
+    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["norm_eps"] == 1e-5
+    after = PrismForCausalLM.from_pretrained(convert_model(tmp_path / "theirs", tmp_path / "back")).eval()
+    assert after.config.norm_eps == after.model.layers[0].mixer.rule.norm.norm.eps == 1e-5
+    tokens = torch.randint(40, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert_close("logits", after(tokens).logits, before(tokens).logits, 0.05)
+    for epsilon in ("0", "-1", "nan", "1"):
+        assert main([*command, "--force", "--norm-eps", epsilon]) == 2
+        assert "norm_eps must be above 0 and below 1" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="a model of ours keeps its epsilons: leave it out"):
+        convert_model(tmp_path / "theirs", tmp_path / "again", norm_eps=1e-5)

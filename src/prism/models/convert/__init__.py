@@ -87,6 +87,7 @@ def convert_model(
     options: dict[str, Any] | None = None,
     force: bool = False,
     seed: int = 0,
+    norm_eps: float | None = None,
     shard_bytes: int = 4_000_000_000,
     report: Report | None = None,
 ) -> Path:
@@ -102,17 +103,22 @@ def convert_model(
         options: options of the rule `prism` that describe its further writes: `{"steps": 3, "rank": 16}`.
         force: whether to replace an existing model folder.
         seed: seed of PRISM's new weights.
+        norm_eps: epsilon of all norms of a model for `"fla"`, which has one number for them; ours has one between layers
+            and one in the rule (1e-6 and 1e-5 by default). Another epsilon changes the logits a little. None: the
+            model's, if they are equal.
         shard_bytes: size of the weight files.
         report: called with the bytes written so far and in all.
     """
     source, output = Path(source), Path(output)
     extra = _checked(to, rule, dict(options or {}))
+    if norm_eps is not None:
+        _check_norm_eps(to, norm_eps)
     config = _config_of(source)
     _check_output(source, output, force)
     weights = Weights(source)
     kind = config["model_type"]
     if to == "fla":
-        plan = _to_fla(source, config, weights)
+        plan = _to_fla(source, config, weights, norm_eps)
     elif kind == "prism":
         plan = _to_prism_rule(source, rule, extra, weights, seed)
     else:
@@ -146,6 +152,15 @@ def _checked(to: str, rule: str | None, options: dict[str, Any]) -> dict[str, An
     if options.get("scaling") == "fixed":
         raise ValueError("scaling is 'fixed', but γ starts at 0 and must be trained: use 'channel' or 'head'")
     return options
+
+
+def _check_norm_eps(to: str, norm_eps: float) -> None:
+    if to != "fla":
+        raise ValueError(
+            f"norm_eps is {norm_eps:g}, but a model of ours keeps its epsilons: leave it out, or use to='fla'"
+        )
+    if not 0 < norm_eps < 1:
+        raise ValueError(f"norm_eps must be above 0 and below 1, for example 1e-5, got {norm_eps:g}")
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
@@ -292,12 +307,12 @@ def _to_prism_rule(source: Path, rule: str | None, extra: dict[str, Any], weight
     return _into_ours(model, [Entry(name, (name,)) for name in kept], weights, seed)
 
 
-def _to_fla(source: Path, config: dict[str, Any], weights: Weights) -> Plan:
+def _to_fla(source: Path, config: dict[str, Any], weights: Weights, norm_eps: float | None) -> Plan:
     if config["model_type"] != "prism":
         raise ValueError(f"{source} holds no model of ours: model_type is {config['model_type']!r} in its config.json")
     model = on_meta(PrismConfig.from_pretrained(source))
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    theirs = fla.config_to(model, 1)  # refuses what fla does not have
+    theirs = fla.config_to(model, 1, norm_eps)  # refuses what fla does not have
     _check_names(set(shapes), weights, model.config.tie_word_embeddings, "model.embed_tokens.weight")
     for name, shape in shapes.items():
         if weights.like(name).shape != shape:
@@ -305,7 +320,7 @@ def _to_fla(source: Path, config: dict[str, Any], weights: Weights) -> Plan:
                 f"{source} has {name} of shape {list(weights.like(name).shape)}, but its config.json needs {list(shape)}"
             )
     group = fla.group_in(model, weights)
-    theirs = fla.config_to(model, group)
+    theirs = fla.config_to(model, group, norm_eps)
     steps = [Step((entry.ours,), entry.theirs, partial(_split, entry)) for entry in fla.entries(model, group)]
     return Plan(theirs, steps, iter(()))
 

@@ -114,8 +114,12 @@ def _attention_from(attn: Any, width: int) -> dict[int, dict[str, Any]]:
     return places
 
 
-def config_to(model: PrismForCausalLM, group: int) -> dict[str, Any]:
-    """fla's configuration for a model of ours, with `group` value heads per key head."""
+def config_to(model: PrismForCausalLM, group: int, norm_eps: float | None = None) -> dict[str, Any]:
+    """fla's configuration for a model of ours, with `group` value heads per key head.
+
+    Args:
+        norm_eps: epsilon of all norms; None: the model's, which must then be one number.
+    """
     config = model.config
     found = {index: _sizes(rule) for index, rule in enumerate(rules_of(model)) if is_gated_delta(rule)}
     attention = _attention_to(model)
@@ -129,10 +133,13 @@ def config_to(model: PrismForCausalLM, group: int) -> dict[str, Any]:
                 f"layers {place} and {index} have different {differing}, but in flash-linear-attention all Gated "
                 "DeltaNet layers have the same"
             )
-    if first["norm_eps"] != config.norm_eps:
+    if norm_eps is not None:
+        first["norm_eps"] = norm_eps
+    elif first["norm_eps"] != config.norm_eps:
         raise ValueError(
-            f"norm_eps is {config.norm_eps} in the model and {first['norm_eps']} in its rule, but one number in "
-            "flash-linear-attention"
+            f"norm_eps is {config.norm_eps:g} in the model and {first['norm_eps']:g} in its rule, but one number in "
+            f"flash-linear-attention: convert with --norm-eps {first['norm_eps']:g} (norm_eps in Python), which changes "
+            f"the logits a little, or train with --model.norm-eps {first['norm_eps']:g}"
         )
     if not config.intermediate_size:
         raise ValueError("intermediate_size is 0, but layers of flash-linear-attention have SwiGLUs")
