@@ -69,10 +69,7 @@ def parse_settings(
     from prism.train.run import resumed_settings  # other commands start without the trainer
 
     _check_assignments(arguments)
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--preset", "--config", "--out"):
-        early.add_argument(flag)
-    given, _ = early.parse_known_args(arguments)
+    given = _early(arguments)
     toml = {} if given.config is None else read_toml(Path(given.config))
     override(blank, toml, str(given.config))  # reports errors in the file before any of it is used
     name: str | None = given.preset or toml.get("preset")
@@ -98,6 +95,22 @@ def parse_settings(
         raise ValueError(f"unknown setting {unknown[0]}{hint}; --help lists them all")
     parsed.check()
     return replace(parsed, config=None)  # the file is applied: a resumed run must not apply it again
+
+
+def given_settings(arguments: Sequence[str], section: str) -> set[str]:
+    """Names of a section's settings that the words of the command line or its TOML file give."""
+    config, flag = _early(arguments).config, f"--{section}."
+    found: Any = {} if config is None else read_toml(Path(config)).get(section, {})
+    words = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith(flag)]
+    return {*found, *(word.removeprefix(flag).removeprefix("no-").replace("-", "_") for word in words)}
+
+
+def _early(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags that decide where the other settings start."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("--preset", "--config", "--out"):
+        early.add_argument(flag)
+    return early.parse_known_args(arguments)[0]
 
 
 def _check_assignments(arguments: Sequence[str]) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Collection
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from prism import rules
 from prism.files import read_json
-from prism.language.settings import DataSettings, ModelSettings, Settings
+from prism.language.settings import DataSettings, ModelSettings, Settings, preset
 from prism.language.tokens import Manifest
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.models.loading import check_kind
-from prism.nn.pattern import format_layers
+from prism.nn.pattern import LayerSpec, format_layers, parse_layers
+from prism.rules.description import options_of
 from prism.train.model import rule_options
 
 Builder = Callable[[ModelSettings, int, int], nn.Module]
@@ -43,8 +46,14 @@ def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module
     return model
 
 
-def started_from(settings: Settings) -> Settings:
-    """The settings with `init` replaced by what it stands for: the model's layers, sizes, weights and tokenizer."""
+def started_from(settings: Settings, given: Collection[str] = ()) -> Settings:
+    """The settings with `init` replaced by what it stands for: the model's layers, sizes, weights and tokenizer.
+
+    A model setting that says otherwise is refused: one that differs from its preset, and any that is in `given`.
+
+    Args:
+        given: names of model settings that the user gave, which may have the values of the preset.
+    """
     folder = settings.init
     if folder is None:
         return settings
@@ -52,6 +61,7 @@ def started_from(settings: Settings) -> Settings:
         raise FileNotFoundError(f"init is {folder}, but there is no such model folder")
     check_kind(PrismForCausalLM, folder)
     config = PrismConfig.from_pretrained(folder)
+    _check_model_settings(settings, given, config)
     model = replace(
         settings.model,
         layers=format_layers(config.layer_plan),
@@ -67,6 +77,41 @@ def started_from(settings: Settings) -> Settings:
         weights=folder,
     )
     return replace(settings, init=None, model=model, data=_with_tokenizer(settings.data, folder))
+
+
+def _check_model_settings(settings: Settings, given: Collection[str], config: PrismConfig) -> None:
+    """Refuse model settings that say otherwise than the model in `init`."""
+    ours, start, plan = settings.model, preset(settings.preset or "tiny").model, config.layer_plan
+    names = [field.name for field in fields(ours) if field.name != "gradient_checkpointing"]
+    for name in names:
+        value = getattr(ours, name)
+        if value is None or (value == getattr(start, name) and name not in given):
+            continue
+        there: Any = format_layers(plan)
+        if name == "layers":
+            wanted = parse_layers(value, len(plan))
+            same = [layer.rule for layer in wanted] == [layer.rule for layer in plan]
+            same = same and all(_has(layer, more.options) for layer, more in zip(plan, wanted, strict=True))
+        elif name in ("head_dim", "options"):
+            only = replace(ours, layers=there, **{"head_dim": None, "options": (), name: value})
+            chosen = rule_options(only)
+            same = all(_has(layer, chosen.get(layer.rule, {})) for layer in plan)
+        else:
+            there = settings.init if name == "weights" else getattr(config, name)
+            same = value.resolve() == there.resolve() if isinstance(value, Path) else value == there
+        if not same:
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            flag = f"--model.{name.replace('_', '-')}"
+            raise ValueError(
+                f"model.{name} is {shown}, but the model in {settings.init} has {there}: leave out {flag}, or train a new "
+                "model without --init"
+            )
+
+
+def _has(layer: LayerSpec, options: dict[str, Any]) -> bool:
+    """Whether a layer has these options, as its own or by default."""
+    all_options = {option.name: option.default for option in options_of(rules.get(layer.rule))} | layer.options
+    return all(all_options.get(name) == value for name, value in options.items())
 
 
 def _with_tokenizer(data: DataSettings, folder: Path) -> DataSettings:

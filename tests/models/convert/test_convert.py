@@ -150,6 +150,34 @@ def test_prism_train_continues_from_the_folder(tmp_path: Path, capsys: pytest.Ca
     assert main([*words.split(), "--steps", "2"]) == 0  # resumes
 
 
+def test_model_settings_that_disagree_with_init_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if they are those of the preset: the model would not be what was asked for."""
+    sizes = {"vocab_size": 257, "hidden_size": 32, "num_heads": 2, "num_hidden_layers": 2}
+    layers = {"layers": "gated_delta", "rule_options": {"gated_delta": {"key_dim": 16, "value_dim": 16}}}
+    PrismForCausalLM(PrismConfig(**sizes, **layers)).save_pretrained(tmp_path / "ours")
+    command = ["train", "lm", "--init", str(tmp_path / "ours"), "--out", str(tmp_path / "run")]
+    command += ["--data.sources", str(tmp_path / "nothing")]
+    (tmp_path / "settings.toml").write_text('[model]\nlayers = "prism"\n')
+    for words, named in {
+        "--model.layers mamba2": "model.layers is mamba2",
+        "--model.layers prism": "model.layers is prism",
+        f"--config {tmp_path / 'settings.toml'}": "model.layers is prism",
+        "--model.layers=gated_delta(gate=false)": "model.layers is gated_delta(gate=false)",
+        "--model.hidden-size 64": "model.hidden_size is 64",
+        "--model.head-dim 64": "model.head_dim is 64",
+        "--model.options gated_delta.conv_size=3": "model.options is gated_delta.conv_size=3",
+        "--model.no-tie-word-embeddings": "model.tie_word_embeddings is False",
+        "--model.weights elsewhere": "model.weights is elsewhere",
+    }.items():
+        assert main([*command, *words.split()]) == 2
+        error = capsys.readouterr().err
+        assert named in error and f"but the model in {tmp_path / 'ours'} has" in error and "leave out --model." in error
+    agreeing = "--model.layers gated_delta --model.hidden-size 32 --model.head-dim 16 --preset 30m"
+    assert main([*command, *agreeing.split(), "--model.options", "gated_delta.conv_size=4"]) == 2
+    assert "there is no file or folder" in capsys.readouterr().err  # the data: nothing else is wrong
+    assert not (tmp_path / "run").exists()
+
+
 def test_training_refuses_a_folder_of_another_library(
     theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
