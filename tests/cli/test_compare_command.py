@@ -54,7 +54,7 @@ def test_a_probe_is_a_plan_of_one_task(
     words = ["probe", "recall", *SMALL, "--set", "pairs=2", "length=8", "vocabulary=16", *SETS]
     assert main([*words, "--learning-rates", "1e-2", "--output", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert "difference to gated_delta" in printed and "two standard errors" in printed
+    assert "difference to gated_delta" in printed and "2 seeds are too few for a verdict" in printed
     lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     done = [line for line in lines if line["status"] == "done"]
     assert len(done) == 4 and {line["settings"]["task_options"]["pairs"] for line in done} == {2}

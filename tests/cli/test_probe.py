@@ -80,8 +80,8 @@ def test_several_seeds_are_shown_with_their_error_and_paired_differences(
     assert main(["probe", "mqar", *arguments]) == 0
     said = capsys.readouterr().out
     assert "0.400 ± 0.115" in said and "0.500 ± 0.115" in said and "+0.100 ± 0.000 *" in said
-    assert "easy, gla: better than linear by 0.100 ± 0.000, beyond two standard errors" in said
-    assert "easy, delta: +0.083 ± 0.067 against linear, within two standard errors" in said
+    assert "easy, gla: better than linear by 0.100 ± 0.000, beyond two standard errors (3 seeds)" in said
+    assert "easy, delta: +0.083 ± 0.067 against linear, within two standard errors (3 seeds)" in said
 
 
 @pytest.mark.parametrize(

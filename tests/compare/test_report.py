@@ -70,9 +70,9 @@ def test_findings_are_those_of_the_file(found: Findings) -> None:
     assert gain.mean == pytest.approx(0.25) and gain.error == pytest.approx(0.05 / 3**0.5) and gain.significant
     assert not same.difference(base, "length=16").significant
     assert found.sentences()[0] == (
-        "recall, better, state 64: better than base by 0.250 ± 0.029, beyond two standard errors"
+        "recall, better, state 64: better than base by 0.250 ± 0.029, beyond two standard errors (3 seeds)"
     )
-    assert found.sentences()[1].endswith("+0.000 ± 0.058 against base, within two standard errors")
+    assert found.sentences()[1].endswith("+0.000 ± 0.058 against base, within two standard errors (3 seeds)")
     assert [line["error"] for line in base.failures] == ["FloatingPointError: too fast"]
     assert not base.at_edge and found.commands == ["prism compare x.toml"]
 
@@ -97,7 +97,18 @@ def test_a_report_names_the_commands_and_machines_of_its_own_runs(tmp_path: Path
 )
 def test_better_is_lower_for_a_loss(mean: float, lower: bool, words: str) -> None:
     assert verdict(Estimate(mean, 0.1, 3), "base", lower).startswith(f"{words} base by 0.500 ± 0.100")
-    assert "one seed" in verdict(Estimate(mean, float("nan"), 1), "base", lower)
+    assert verdict(Estimate(mean, float("nan"), 1), "base", lower).endswith("; 1 seed is too few for a verdict")
+    assert verdict(Estimate(mean, 0.01, 2), "base", lower).endswith("; 2 seeds are too few for a verdict")
+
+
+@pytest.mark.parametrize(("baseline", "at_chance"), [(0.1, False), (0.84, True), (0.9, True)])
+def test_scores_at_the_baseline_are_said_to_be_at_chance(found: Findings, baseline: float, at_chance: bool) -> None:
+    """The better score is 0.850 ± 0.029."""
+    for finding in found.found:
+        for run in finding.runs.values():
+            run["baseline"] = {"length=16": baseline}
+    said = found.sentences()[0]
+    assert ("both are at chance: the better score, 0.850 ± 0.029, is not above the baseline of" in said) == at_chance
 
 
 class _Page(HTMLParser):

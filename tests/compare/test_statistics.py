@@ -45,6 +45,7 @@ def test_differences_are_paired_by_seed() -> None:
         (-0.21, 0.1, 3, True),
         (0.19, 0.1, 3, False),
         (5.0, math.nan, 1, False),
+        (5.0, 0.1, 2, False),
         (0.0, 0.0, 3, False),
     ],
 )

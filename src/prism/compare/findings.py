@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from prism.compare.entries import Entry
 from prism.compare.grid import Records, best_rate
 from prism.compare.plan import Plan
-from prism.compare.statistics import Estimate, estimate, paired
+from prism.compare.statistics import ERRORS, FEWEST, Estimate, estimate, paired
 
 
 @dataclass(frozen=True)
@@ -86,19 +87,35 @@ class Findings:
             label = finding.labels[0]
             difference = finding.difference(reference, label)
             lower = finding.first("better") == "lower"
-            said.append(f"{finding.entry.name}: {verdict(difference, self.plan.reference, lower)}")
+            words = verdict(difference, self.plan.reference, lower)
+            said.append(f"{finding.entry.name}: {words}{_at_chance(finding, reference, label, lower)}")
         return said
 
 
 def verdict(difference: Estimate, reference: str, lower: bool) -> str:
     """A difference in words."""
-    if difference.count < 2:
-        return f"{difference.text(sign=True)} against {reference}; one seed says nothing about chance"
+    seeds = f"{difference.count} seed{'s' * (difference.count != 1)}"
+    if difference.count < FEWEST:
+        few = "is" if difference.count == 1 else "are"
+        return f"{difference.text(sign=True)} against {reference}; {seeds} {few} too few for a verdict"
     better = (difference.mean < 0) == lower and difference.mean != 0
     if not difference.significant:
-        return f"{difference.text(sign=True)} against {reference}, within two standard errors"
+        return f"{difference.text(sign=True)} against {reference}, within two standard errors ({seeds})"
     size = Estimate(abs(difference.mean), difference.error, difference.count).text()
-    return f"{'better' if better else 'worse'} than {reference} by {size}, beyond two standard errors"
+    return f"{'better' if better else 'worse'} than {reference} by {size}, beyond two standard errors ({seeds})"
+
+
+def _at_chance(finding: Finding, reference: Finding, label: str, lower: bool) -> str:
+    """What to add to a verdict if not even the better score is above the baseline; empty if it is, or there is none."""
+    baseline = finding.first("baseline", {}).get(label)
+    if baseline is None:
+        return ""
+    sign = -1.0 if lower else 1.0
+    best = max((finding.score(label), reference.score(label)), key=lambda score: sign * score.mean)
+    error = 0.0 if math.isnan(best.error) else best.error
+    if sign * (best.mean - baseline) > ERRORS * error:
+        return ""
+    return f"; both are at chance: the better score, {best.text()}, is not above the baseline of {baseline:.3f}"
 
 
 def findings(plan: Plan, records: Records) -> Findings:

@@ -9,7 +9,7 @@ from typing import Any
 
 from prism import __version__
 from prism.compare.findings import Finding, Findings
-from prism.compare.statistics import Estimate, estimate
+from prism.compare.statistics import FEWEST, Estimate, estimate
 from prism.files import write_atomically
 from prism.reports.charts import Series, line_chart
 from prism.reports.page import commands, facts, figure, header, heading, page, paragraph, table, tiles
@@ -114,8 +114,8 @@ def _body(found: Findings) -> list[str]:
             if len(said) == 1
             else f"{len(plan.rules)} rules on {len(plan.tasks)} task{'s' * (len(plan.tasks) > 1)}, against {plan.reference}.",
             "Scores are means over seeds ± standard error. Differences are paired by seed: at one seed every rule sees the "
-            "same data. A difference is marked if it exceeds two standard errors; with fewer than five seeds that is weak "
-            "evidence. In tables of scores the best mean of a column is blue.",
+            "same data. A difference over three seeds or more is marked if it exceeds two standard errors; with fewer than "
+            "five seeds that is weak evidence. In tables of scores the best mean of a column is blue.",
         ),
         tiles(
             [
@@ -162,7 +162,10 @@ def _task_section(found: Findings, task: str) -> list[str]:
     differences = [finding for finding in rows if found.reference(finding) is not None]
     if differences:
         parts += [
-            paragraph(f"Differences from {found.plan.reference}, paired by seed; * beyond two standard errors."),
+            paragraph(
+                f"Differences from {found.plan.reference}, paired by seed; * beyond two standard errors, with {FEWEST} seeds "
+                "or more."
+            ),
             table(
                 ["rule", "state size", *(label or metric for label in labels)],
                 [_difference_row(found, f, labels) for f in differences],

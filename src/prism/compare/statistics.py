@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 ERRORS = 2.0
 """A difference counts if it exceeds this many standard errors."""
+FEWEST = 3
+"""Seeds that a verdict needs: two may agree by chance, and their standard error is then far too small."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Estimate:
 
     @property
     def significant(self) -> bool:
-        """Whether the mean differs from 0 by more than two standard errors; never with fewer than two values."""
-        return self.count > 1 and abs(self.mean) > ERRORS * self.error
+        """Whether the mean differs from 0 by more than two standard errors; never with fewer than three values."""
+        return self.count >= FEWEST and abs(self.mean) > ERRORS * self.error
 
     def text(self, digits: int = 3, sign: bool = False) -> str:
         """`0.941 ± 0.021`, or without the error if there is none."""
