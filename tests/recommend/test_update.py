@@ -290,9 +290,19 @@ def test_added_items_are_saved_and_bad_tables_are_refused(tmp_path: Path) -> Non
         ({"item": ["x"], "vectors": [[1.0]]}, "have 1 numbers, those of training 2"),
         ({"item": ["x"], "kind": [["a", "b"]]}, "lists of kind, those of training one value each"),
         ({"item": []}, "there is no item in it"),
+        (
+            {"item": ["x"], "colour": ["red"]},
+            r"give at least one of kind \(a value\), vectors \(a vector of 2 numbers\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             it.add_items(table)
+    (tmp_path / "items.csv").write_text("item,colour\nx,red\n")
+    with pytest.raises(ValueError, match="has none of the columns that the model knows items by"):
+        it.add_items(tmp_path / "items.csv")
+    plain = Recommender.fit(clustered()[:600], steps=1, **QUICK)
+    with pytest.raises(ValueError, match=r"the model has no features of items.*train it with features of items"):
+        plain.add_items({"item": ["x"], "kind": ["a"]})
     with pytest.raises(ValueError, match="trained without features of users"):
         it.start(2, {"country": ["de", "fr"]})
 

@@ -18,7 +18,7 @@ from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender
 from prism.recommend.events import Catalogue
 from prism.recommend.events.ids import Feature
-from prism.serve.rec.new_items import NO_FEATURES, Kind, NewItems, features_of
+from prism.serve.rec.new_items import Kind, NewItems, features_of
 from tests.serve.services import event, recommender, replayed, serving, until
 from tests.serve.test_rec_service import post, recommended, rereading
 
@@ -123,7 +123,7 @@ def test_a_model_without_features_says_so_and_a_later_one_reads_the_descriptions
     with serving(recommender(), tmp_path / "s.db") as client:
         post(client, event("ann", "new1", 1), event("ann", "i1", 2))
         said = describe(client, "new1", "new2")
-        assert said["Scored"] == 0 and said["Message"] == NO_FEATURES
+        assert said["Scored"] == 0 and said["Message"].startswith("The model has no features of items: it scores")
         assert "new1" not in recommended(client, "ann", n=99) and not knows(client, "new1")
     with serving(MODEL, tmp_path / "s.db", rebuild=True) as client:
         assert recommended(client, "ann", n=99) == replayed(grown("new1", "new2"), ["new1", "i1"], 99)

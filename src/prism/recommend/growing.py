@@ -43,7 +43,8 @@ class Growing:
         will be added: features alone then carry what is learned of an item.
 
         Args:
-            items: a frame, a mapping of columns or a file: the ids, and the features of training. Known items stay as they are.
+            items: a frame, a mapping of columns or a file: the ids, and one or more of the features of training. Known items
+                stay as they are.
             item: column of the ids.
         """
         from prism.recommend.new_items import add_items

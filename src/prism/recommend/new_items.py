@@ -14,6 +14,8 @@ from prism.recommend.events import Catalogue
 from prism.recommend.events.columns import KeyedColumns
 from prism.recommend.learner import described
 
+NO_FEATURES = "the model has no features of items: it scores the items that it was trained on"
+
 
 def add_items(
     model: PrismForRecommendation, catalogue: Catalogue, items: Any, key: str, separator: str | None
@@ -21,8 +23,8 @@ def add_items(
     """A model and its catalogue with more items; those it had keep their rows and vectors.
 
     Args:
-        items: a table (a frame, a mapping of columns, or a file) with the items' ids and the features of training; features
-            that it lacks are unknown. Items that the catalogue has are left as they are.
+        items: a table (a frame, a mapping of columns, or a file) with the items' ids and at least one of the features of
+            training; those that it lacks are unknown. Items that the catalogue has are left as they are.
         key: column of the ids, or "auto".
         separator: splits texts of features into lists.
     """
@@ -33,6 +35,8 @@ def add_items(
 
     catalogue = with_vectors(model, catalogue)
     known = (*catalogue.features, *catalogue.vectors)
+    if not known:
+        raise ValueError(f"{NO_FEATURES}; train it with features of items, or add items by `update` with their events")
     if isinstance(items, (str, Path)):
         where, path = str(items), Path(items).expanduser()
         there = column_names(path)
@@ -45,6 +49,11 @@ def add_items(
         columns = wanted.found(table.columns, where)
     if not len(table):
         raise ValueError(f"{where} is empty: there is no item in it")
+    if not columns.features:
+        raise ValueError(
+            f"{where} has none of the columns that the model knows items by: give at least one of "
+            f"{feature_names(model, catalogue)}"
+        )
     names = ids(table[columns.key], where)
     distinct = names.unique(maintain_order=True)
     rows = names.replace_strict(distinct, pl.int_range(len(distinct), eager=True), return_dtype=pl.Int64).to_numpy() + 1
@@ -66,6 +75,13 @@ def add_items(
     counts = np.concatenate([model.item_counts.cpu().numpy(), np.zeros(len(whole) - len(catalogue), dtype=np.int64)])
     grown.describe_items(counts, described(whole))
     return grown, whole
+
+
+def feature_names(model: PrismForRecommendation, catalogue: Catalogue) -> str:
+    """The features of a model's items, for messages: `genre (a list), photo (a vector of 64 numbers)`."""
+    vectors: dict[str, int] = model.config.item_vectors
+    words = [f"{name} ({'a list' if it.is_list else 'a value'})" for name, it in catalogue.features.items()]
+    return ", ".join(words + [f"{name} (a vector of {size} numbers)" for name, size in vectors.items()])
 
 
 def with_vectors(model: PrismForRecommendation, catalogue: Catalogue) -> Catalogue:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from prism.recommend import Recommender
 from prism.recommend.frames import free_name
-from prism.recommend.new_items import add_items
+from prism.recommend.new_items import NO_FEATURES, add_items, feature_names
 from prism.serve.rec.store import Store, StoreError
 
 log = logging.getLogger("prism.serve")
@@ -28,7 +28,6 @@ MOST_VALUES = 100
 """Most values of one feature of one item: every item gets the room of the longest list."""
 LARGEST_FLOAT = 3.4e38
 """Of float32, which vectors are."""
-NO_FEATURES = "The model has no features of items: it scores the items that it was trained on."
 
 
 class Kind(NamedTuple):
@@ -120,8 +119,7 @@ class NewItems:
 
     def names(self) -> str:
         """The features of the model, for messages."""
-        words = [f"{name} ({'a list' if kind.is_list else 'a value'})" for name, kind in self._kinds.items()]
-        return ", ".join(words + [f"{name} (a vector of {size} numbers)" for name, size in self._vectors.items()])
+        return feature_names(self.trained.model, self.trained.catalogue)
 
     def _grown(self) -> Recommender:
         used = {name for features in self._features.values() for name in features}
@@ -202,7 +200,7 @@ def reply(new: NewItems, items: Sequence[tuple[str, str]]) -> tuple[int, int, st
     """
     trained = sum(new.was_trained(item) for item, _ in items)
     if not new.possible:
-        return trained, 0, NO_FEATURES
+        return trained, 0, f"{NO_FEATURES[0].upper()}{NO_FEATURES[1:]}."
     scored = [(item, labels) for item, labels in items if item in new]
     words = [f"Items scored by their features: {len(scored):,}."] if scored else []
     if kept := [item for item, labels in scored if new.changed(item, labels)]:
