@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prism.files import fresh_folder, replace_folder
+from prism.files import fresh_folder, replace_folder, write_atomically
 from prism.language.corpus import Recipe, prepare
 from prism.recommend.events import EventRecipe, prepare_dataset
 
@@ -25,6 +25,11 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
         replace_folder(folder(tmp_path / ".model.partial", content), tmp_path / "model")
         assert (tmp_path / "model" / "file").read_text() == content
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_file_in_no_folder_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere to write x\.csv in: create it first"):
+        write_atomically(tmp_path / "nowhere" / "x.csv", "")
 
 
 def test_the_new_one_is_there_before_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,10 +52,17 @@ def sync(path: Path) -> None:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file atomically: it holds either its old content or all of the new."""
     partial = path.with_name(f".{path.name}.partial")
+    check_parent(path)
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
     sync(partial)
     partial.replace(path)
     sync(path.parent)
+
+
+def check_parent(path: Path) -> None:
+    """Raise FileNotFoundError for a file in a folder that does not exist."""
+    if not path.parent.exists():
+        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} in: create it first")
 
 
 def check_target(path: Path, folder: bool, name: str = "output") -> Path:

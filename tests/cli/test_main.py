@@ -110,7 +110,8 @@ def test_one_unknown_rule_and_a_page_of_one_rule_are_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["rules", "prsim"]) == 2
-    assert "did you mean 'prism'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "did you mean 'prism'" in error and error.startswith("prism rules: unknown rule 'prsim'")
     assert main(["rules", "prism", "--output", str(tmp_path / "page.md")]) == 2
     assert "leave out the name 'prism'" in capsys.readouterr().err
 

@@ -221,9 +221,14 @@ def test_update_from_a_frame_and_on_the_command_line(
         "3",
         "--no-report",
     ]
+    capsys.readouterr()
     assert main([*words, "--data.source", str(base / "second.csv")]) == 0
+    assert "resuming" not in capsys.readouterr().err, "an update that starts resumes nothing"
     assert main(["train", "rec", "--out", str(tmp_path / "run"), "--steps", "4"]) == 0, "it resumes without the rest"
     assert "resuming from step-00000003" in capsys.readouterr().err
+    listed = ["recommend", str(tmp_path / "run"), "--users", "39", "--output", str(tmp_path / "none" / "x.csv")]
+    assert main(listed) == 2
+    assert f"there is no folder {tmp_path / 'none'} to write x.csv in" in capsys.readouterr().err
     assert main(["recommend", str(tmp_path / "run"), "--users", "39", "--k", "2", "--device", "cpu"]) == 0
 
 

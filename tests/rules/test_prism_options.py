@@ -234,6 +234,7 @@ def test_the_second_halves_of_maps_start_as_asked() -> None:
         ({"preset": "paper", "residual": "below"}, "residual must be one of anchored, value, got 'below'"),
         ({"keys": "previous", "shared_key": True}, "shared_key=True is keys='shared', but keys is 'previous'"),
         ({"keys": "rotated", "key_dim": 5}, "key_dim must be even for keys='rotated', got 5"),
+        ({"rank": "x"}, "^rank must be an integer ≥ 0, got 'x'"),
         ({"key_rank": -1}, "key_rank must be an integer ≥ 0, got -1"),
     ],
 )

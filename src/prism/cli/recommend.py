@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, UseAppendAction, arg
 
-from prism.files import check_state_target, check_target, not_there, write_atomically
+from prism.files import check_parent, check_state_target, check_target, not_there, write_atomically
 from prism.messages import say
 from prism.recommend import Recommendations, Recommender, UserStates
 
@@ -75,7 +75,7 @@ def recommend(
     if save_states is not None:
         check_state_target(save_states, "save_states")
     if output is not None:
-        check_target(output, folder=False)
+        check_parent(check_target(output, folder=False))
         if output.suffix not in ENDINGS:
             raise ValueError(f"output must end in {', '.join(ENDINGS)}, got {output}")
     _check_choice(users, all_users, sequences, times, states, save_states, similar_to, max_length)

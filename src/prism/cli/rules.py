@@ -97,8 +97,9 @@ def paths_taken(width: int, heads: int) -> dict[str, list[str]]:
 
 
 def _build(name: str, width: int, heads: int) -> Any:
+    kind = registry.get(name)  # an unknown name is no matter of sizes
     try:
-        return registry.get(name).build(width, heads)
+        return kind.build(width, heads)
     except ValueError as error:
         raise ValueError(f"width {width} with {heads} heads does not fit every rule: {name}: {error}") from error
 

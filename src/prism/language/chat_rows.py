@@ -240,7 +240,7 @@ def _write(recipe: ChatRecipe, files: list[Path], chat: ChatFormat, packing: boo
             raise ValueError(
                 f"{', '.join(recipe.sources)} leaves no {what} {use} ({number:,} read, 1 in {period} held out, "
                 f"{sum(each.left_out for each in facts.values()):,} too long): give more {what}, a larger "
-                "data.validation or a longer data.context"
+                "data.validation (a fraction, at most 0.5) or a longer data.context"
             )
     train = splits["train"]
     filled = train.places / train.writer.tokens

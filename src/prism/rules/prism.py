@@ -128,7 +128,7 @@ class Prism(GatedDelta):
         self.hands_over = residual == "below" and steps > 1
         rank = max(8, width // 32) if rank is None else rank
         key_rank = rank if key_rank is None else key_rank
-        check_integers(0, key_rank=key_rank, layer_index=layer_index)
+        check_integers(0, rank=rank, key_rank=key_rank, layer_index=layer_index)
         self.erase_by, self.erase = erase, None
         if erase != "tied":
             channels = heads * self.key_dim

@@ -224,7 +224,8 @@ class _Run:
         if random is not None:
             tensors.restore(random, self.world.device)
         self.saved = checkpoint
-        bar.say(f"resuming from {checkpoint.folder.name} in {self.folder}")
+        if self.step:  # an update starts from a checkpoint of step 0, which is no run that goes on
+            bar.say(f"resuming from {checkpoint.folder.name} in {self.folder}")
 
     def advance(self, log: Log | None, bar: Bar, stop: StopRequest) -> bool:
         """Make one step and everything that follows from it; True if a signal asked to stop here."""
