@@ -224,7 +224,7 @@ class _Run:
         if random is not None:
             tensors.restore(random, self.world.device)
         self.saved = checkpoint
-        if self.step:  # an update starts from a checkpoint of step 0, which is no run that goes on
+        if self.step:  # a run may begin with a checkpoint of step 0, which resumes nothing
             bar.say(f"resuming from {checkpoint.folder.name} in {self.folder}")
 
     def advance(self, log: Log | None, bar: Bar, stop: StopRequest) -> bool:
