@@ -180,10 +180,10 @@ def _pickled_as(kind: type[nn.Module]) -> dict[str, Any]:
         return new
 
     def shallow(self: Any) -> Any:
-        return copied(self, dict, type(self).__new__(type(self)))
+        return copied(self, dict, object.__new__(type(self)))
 
     def deep(self: Any, memo: dict[int, Any]) -> Any:
-        new = memo[id(self)] = type(self).__new__(type(self))
+        new = memo[id(self)] = object.__new__(type(self))
         return copied(self, lambda state: copy.deepcopy(state, memo), new)
 
     return {"__reduce_ex__": reduce_ex, "__copy__": shallow, "__deepcopy__": deep}
