@@ -172,7 +172,8 @@ def _pickled_as(kind: type[nn.Module]) -> dict[str, Any]:
     """Methods by which a module is pickled as one of its original class, and copied as one of its own."""
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        make, arguments, *rest = kind.__reduce_ex__(self, 0)  # from 2 on pickle insists on the own class
+        reduced: Any = kind.__reduce_ex__(self, 0)  # from 2 on pickle insists on the own class
+        make, arguments, *rest = reduced
         return make, tuple(kind if each is type(self) else each for each in arguments), *rest
 
     def copied(self: Any, change: Callable[[Any], Any], new: Any) -> Any:
