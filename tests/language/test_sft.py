@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prism.cli import main
 from prism.files import MANIFEST, check_weights
+from prism.language.adapted import write_merged
 from prism.language.chat import DEFAULT_TEMPLATE, TEMPLATE, load_chat_format, stop_tokens
 from prism.language.chat_rows import ChatRows, prepare_chats
 from prism.language.dpo import train_dpo
@@ -229,6 +230,13 @@ def test_a_model_of_transformers_gets_an_adapter_on_chats_one_by_one(tmp_path: P
     result = train_sft(settings, quiet)
     assert "are not reset where a chat starts: one chat per row" in capsys.readouterr().err
     assert (result.model / "adapter_model.safetensors").is_file()
+    merged = AutoModelForCausalLM.from_pretrained(write_merged(result.model, tmp_path / "merged")).eval()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert type(merged) is type(base) and merged.dtype == base.dtype
+    adapted: Any = PeftModel.from_pretrained(base, result.model).eval()
+    ids = torch.tensor([list(b"2+2")])
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
     chat = load_chat_format(tmp_path / "base", default=True)
     corpus = prepare_chats(settings.data.recipe(), chat, False, cache=tmp_path / "cache")
     assert len(ChatRows(corpus.stream("train"), 48, packing=False)) == 54
