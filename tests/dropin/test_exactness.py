@@ -117,6 +117,62 @@ def test_packed_documents_do_not_see_each_other(name: str, how: str) -> None:
     assert difference(found, wanted) < 1e-4
 
 
+WRONG_DOCUMENTS = {
+    "short seq_idx": (
+        {"seq_idx": torch.zeros(1, 12, dtype=torch.int)},
+        r"seq_idx must have a number .* \[1, 19\], got",
+    ),
+    "list": ({"seq_idx": [0] * 19}, "seq_idx must have a number for each token, .*got list"),
+    "short": ({"cu_seq_lens_q": [0, 7]}, r"cu_seq_lens_q must rise from 0 .*tokens, 19, got \[0, 7\]"),
+    "falling": ({"cu_seq_lens_q": [0, 12, 7, 19]}, r"cu_seq_lens_q must rise .* 19, got \[0, 12, 7, 19\]"),
+    "long": ({"cu_seq_lens_q": [0, 7, 25]}, r"cu_seq_lens_q must rise from 0 .*tokens, 19, got \[0, 7, 25\]"),
+    "not 0": ({"cu_seq_lens_q": [2, 7, 19]}, r"cu_seq_lens_q must rise from 0"),
+    "floats": ({"cu_seq_lens_q": [0.0, 19.0]}, "cu_seq_lens_q must be an integer tensor of n . 1 offsets"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_DOCUMENTS)
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next", "minimax"])
+def test_documents_that_do_not_cover_the_tokens_are_refused(name: str, case: str) -> None:
+    given, message = WRONG_DOCUMENTS[case]
+    given = {key: torch.tensor(value) if key == "cu_seq_lens_q" else value for key, value in given.items()}
+    model = accelerated(name)
+    with pytest.raises(ValueError, match=message):
+        model(tokens(1, 19), use_cache=False, **given)
+
+
+def test_positions_that_do_not_cover_the_tokens_are_refused() -> None:
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with pytest.raises(ValueError, match=r"position_ids must have a number for each token, \[1, 19\]"):
+        accelerated("mamba2")(tokens(1, 19), use_cache=False, position_ids=positions)
+
+
+def test_offsets_count_the_tokens_of_all_rows() -> None:
+    x, model = tokens(2, 7), accelerated("mamba2")
+    with torch.no_grad():
+        found = model(x, use_cache=False, cu_seq_lens_q=torch.tensor([0, 3, 7, 14])).logits
+        wanted = model(x, use_cache=False, seq_idx=torch.tensor([[0, 0, 0, 1, 1, 1, 1], [2] * 7])).logits
+    assert difference(found, wanted) == 0
+
+
+def test_generation_passes_the_documents_of_the_prompt_with_every_token() -> None:
+    x, model = tokens(1, 9), accelerated("bamba")
+    numbers = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
+    found = model.generate(x, seq_idx=numbers, max_new_tokens=4, do_sample=False)
+    assert found.shape == (1, 13)
+
+
+def test_documents_compile_without_a_graph_break() -> None:
+    x, model = tokens(1, 14), accelerated("mamba2")
+    offsets = torch.tensor([0, 5, 14])
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        wanted = model(x, use_cache=False, cu_seq_lens_q=offsets).logits
+        found = compiled(x, use_cache=False, cu_seq_lens_q=offsets).logits
+    assert difference(found, wanted) < 1e-4
+    torch.compiler.reset()
+
+
 def test_the_original_leaks_between_documents_given_by_positions() -> None:
     """If this fails, transformers has mended it: docs/howto/accelerate.md says that it leaks."""
     x, model = tokens(1, 14), tiny("qwen3_next")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import pickle
 import sys
 import types
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +114,26 @@ def test_one_model_is_changed_and_others_are_not() -> None:
     prism.restore()
     assert [type(module) for module in model.modules()] == kinds
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_a_pickled_model_is_the_original(name: str, tmp_path: Path) -> None:
+    model, x = tiny(name), tokens()
+    kinds = [type(module) for module in model.modules()]
+    prism.accelerate(model, quiet=True)
+    changed = [type(module) for module in model.modules()]
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert [type(module) for module in loaded.modules()] == kinds
+    assert [type(module) for module in pickle.loads(pickle.dumps(model, 0)).modules()] == kinds
+    for twin in (copy.deepcopy(model), copy.copy(model)):
+        assert [type(module) for module in twin.modules()] == changed
+    twin = copy.deepcopy(model)
+    assert next(twin.parameters()) is not next(model.parameters())
+    if hasattr(model, "lm_head") and model.config.tie_word_embeddings:
+        assert twin.lm_head.weight is twin.get_input_embeddings().weight
+    prism.accelerate(loaded, quiet=True)
+    assert torch.equal(loaded(x).logits, model(x).logits)
 
 
 def test_a_model_after_everything_and_everything_after_a_model() -> None:

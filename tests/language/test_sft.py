@@ -17,8 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prism.cli import main
-from prism.language.chat import DEFAULT_TEMPLATE, load_chat_format, stop_tokens
+from prism.files import MANIFEST, check_weights
+from prism.language.adapted import write_merged
+from prism.language.chat import DEFAULT_TEMPLATE, TEMPLATE, load_chat_format, stop_tokens
 from prism.language.chat_rows import ChatRows, prepare_chats
+from prism.language.dpo import train_dpo
 from prism.language.sft import SftTask, train_sft
 from prism.language.tokenizer import ByteTokenizer
 from prism.language.tune import opened, prepared
@@ -26,7 +29,7 @@ from prism.models import PrismForCausalLM
 from tests.adapters.bases import base as small_base
 from tests.adapters.bases import without_fla
 from tests.children import final_tensors, same_tensors
-from tests.language.tuning import Killed, at, quiet, small_sft, write_chats
+from tests.language.tuning import Killed, at, quiet, small_dpo, small_sft, write_chats
 from tests.tiny_lm import save_lm, save_tokenizer
 from tests.train.runs import losses
 
@@ -145,6 +148,60 @@ def test_the_adapter_is_what_peft_would_save(roots: dict[str, Path], tmp_path: P
     assert capsys.readouterr().out != written[0]
 
 
+def test_a_merged_adapter_is_a_model_for_every_command(
+    roots: dict[str, Path], tmp_path: Path, capsys: Captured
+) -> None:
+    run, base = roots["lora"] / "run", roots["lora"] / "base"
+    assert main(["export", str(run), "--merge"]) == 0
+    assert f"merged the adapter and its base into {run / 'merged'}" in capsys.readouterr().out
+    assert main(["export", str(run / "model"), "--merge", "--out", str(tmp_path / "whole")]) == 0
+    whole = tmp_path / "whole"
+    check_weights(whole)
+    assert (whole / MANIFEST).is_file() and "## Training" in (whole / "README.md").read_text()
+    assert (whole / TEMPLATE).read_text() == DEFAULT_TEMPLATE
+    adapted: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), run / "model").eval()
+    ids = torch.tensor([list(b"2+2")])
+    with torch.no_grad():
+        wanted = adapted(ids).logits
+        for place in (whole, run / "merged"):
+            found = AutoModelForCausalLM.from_pretrained(place).eval()(ids).logits
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    (tmp_path / "text.txt").write_text("2+2 is 4\n" * 5)
+    scores = []
+    for given in ([str(whole)], [str(base), "--adapter", str(run)], [str(base)]):
+        out = tmp_path / f"{len(scores)}.json"
+        command = ["evaluate", "lm", given[0], str(tmp_path / "text.txt"), *given[1:], "--output", str(out)]
+        assert main([*command, "--device", "cpu"]) == 0
+        (found,) = json.loads(out.read_text())["results"]["files"].values()
+        scores.append(found["nats_per_token"])
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4) and abs(scores[1] - scores[2]) > 1e-3
+    train_dpo(small_dpo(tmp_path, init=str(whole), steps=1), quiet)
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_what_cannot_be_merged_says_why(roots: dict[str, Path], tmp_path: Path, capsys: Captured) -> None:
+    lora = roots["lora"] / "run" / "model"
+    moved = shutil.copytree(lora, tmp_path / "moved")
+    config = json.loads((lora / "adapter_config.json").read_text())
+    (moved / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "gone"}))
+    prism_adapter = shutil.copytree(lora, tmp_path / "prism")
+    (prism_adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "PRISM"}))
+    merge = "`prism export RUN --merge` writes that model and a LoRA adapter as one"
+    for arguments, message in (
+        (["export", str(roots["whole"] / "run"), "--merge"], "so there is nothing to merge"),
+        (["export", str(tmp_path / "none"), "--merge"], "there is no folder"),
+        (["export", str(prism_adapter), "--merge"], "a PRISM adapter cannot be merged"),
+        (["export", str(moved), "--merge"], "there is no gone, the base of the adapter"),
+        (["export", str(lora), "--merge", "--format", "onnx"], "are two steps"),
+        (["evaluate", "lm", str(lora), str(tmp_path / "moved" / "README.md")], merge),
+        (["serve", "lm", str(lora), "--port", "0"], merge),
+        (["train", "dpo", str(lora), "--data", str(lora / "README.md"), "--out", str(tmp_path / "dpo")], merge),
+    ):
+        assert main(arguments) == 2, arguments
+        assert message in " ".join(capsys.readouterr().err.split()), arguments
+    assert not (tmp_path / "dpo").exists() and not (moved / "merged").exists()
+
+
 def test_a_template_is_trained_with_and_exported_with_its_end_of_turn(tmp_path: Path) -> None:
     turns = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|turn|>{% endfor %}"
     template = turns + "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -173,6 +230,13 @@ def test_a_model_of_transformers_gets_an_adapter_on_chats_one_by_one(tmp_path: P
     result = train_sft(settings, quiet)
     assert "are not reset where a chat starts: one chat per row" in capsys.readouterr().err
     assert (result.model / "adapter_model.safetensors").is_file()
+    merged = AutoModelForCausalLM.from_pretrained(write_merged(result.model, tmp_path / "merged")).eval()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert type(merged) is type(base) and merged.dtype == base.dtype
+    adapted: Any = PeftModel.from_pretrained(base, result.model).eval()
+    ids = torch.tensor([list(b"2+2")])
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
     chat = load_chat_format(tmp_path / "base", default=True)
     corpus = prepare_chats(settings.data.recipe(), chat, False, cache=tmp_path / "cache")
     assert len(ChatRows(corpus.stream("train"), 48, packing=False)) == 54

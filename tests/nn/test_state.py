@@ -1,9 +1,12 @@
-"""`State` prints on one line and is a pytree for torch.export."""
+"""`State` prints on one line, is a pytree for torch.export and goes into a safetensors file."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
 from prism import Mixer, State, rules
@@ -49,3 +52,13 @@ def test_a_mixer_is_exported(name: str, trainable: bool) -> None:
     assert torch.allclose(y, expected, atol=1e-6) and isinstance(end, State)
     for key, value in expected_end.tensors().items():
         assert torch.allclose(end.tensors()[key].double(), value.double(), atol=1e-6), key
+
+
+@pytest.mark.parametrize("rule", rules.names())
+def test_a_state_is_kept_on_disk(rule: str, tmp_path: Path) -> None:
+    mixer, x = Mixer(rule, width=16, heads=2).eval(), torch.randn(2, 9, 16)
+    with torch.no_grad():
+        _, state = mixer(x[:, :5])
+        save_file({name: value.contiguous() for name, value in state.tensors().items()}, tmp_path / "s.safetensors")
+        loaded = State.load(load_file(tmp_path / "s.safetensors"))
+        assert torch.equal(mixer(x[:, 5:], loaded)[0], mixer(x[:, 5:], state)[0])

@@ -44,6 +44,23 @@ def test_a_port_in_use(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         )
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_store_without_events_is_announced(
+    workers: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prism.serve.run.serve", lambda *given: 0)
+    monkeypatch.setattr("prism.serve.workers.supervise", lambda *given: 0)
+    store = tmp_path / "s.db"
+    command = ["serve", "rec", str(folder), "--store", str(store), "--port", "0", "--workers", str(workers)]
+    assert main([*command, "--device", "cpu"]) == 0
+    sentence = "holds no events yet: users of the training data are unknown to it until their events"
+    assert sentence in " ".join(capsys.readouterr().err.split())
+    with serving(recommender(), store, str(folder)) as client:
+        post(client, event("ann", "i1", 1))
+    assert main([*command, "--device", "cpu"]) == 0
+    assert "holds no events" not in capsys.readouterr().err
+
+
 def test_a_store_of_another_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(recommender(1), tmp_path / "s.db", "runs/first") as client:
         post(client, event("ann", "i1", 1))

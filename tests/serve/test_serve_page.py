@@ -1,4 +1,4 @@
-"""Every curl line of docs/howto/serve.md works, and answers what the page shows."""
+"""Every curl line of docs/howto/serve.md works, and answers what the page shows; so does its Python."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,3 +43,16 @@ def test_the_curl_lines_of_the_page_work(tmp_path: Path) -> None:
                 assert done.stdout == shown, command
             elif "metrics" not in command and " -i " not in command:
                 assert json.loads(done.stdout) is not None
+
+
+def test_the_function_of_the_page_posts_old_events(tmp_path: Path) -> None:
+    (source,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    found: dict[str, Any] = {}
+    exec(compile(source, "serve.md", "exec"), found)
+    rows = [f"c{n % 700},i{n % 9},{1_700_000_000 + n}" for n in reversed(range(6000))]
+    (tmp_path / "events.csv").write_text("\n".join(["customer,item,time", *rows]))
+    with serving(recommender(), tmp_path / "s.db") as client:
+        post = [tmp_path / "events.csv", str(client.base_url).rstrip("/"), "customer"]
+        assert found["post_events"](*post) == 6000
+        assert found["post_events"](*post) == 0
+        assert client.get("/api/stats").json()["Events"] == 6000

@@ -16,6 +16,7 @@ from rich.table import Table
 from tyro.conf import Positional, arg
 
 from prism.files import check_target
+from prism.language.adapted import with_adapter
 from prism.language.breakdown import RARE, Breakdown, count_bigrams
 from prism.language.corpus import Corpus, open_corpus
 from prism.language.export import write_model
@@ -46,6 +47,7 @@ def evaluate_lm(
     train_tokens: Path | None = None,
     rare: int = RARE,
     lambada: Path | None = None,
+    adapter: Path | None = None,
     output: Path | None = None,
     device: str = "auto",
 ) -> None:
@@ -67,6 +69,7 @@ def evaluate_lm(
             bigrams is shown, where a model can only recall what it read in the document, and the loss on the rest.
         rare: A bigram is rare if the training tokens hold it at most this many times.
         lambada: LAMBADA as a jsonl file with the field text: accuracy on the last word of each passage.
+        adapter: Folder of a saved adapter of the model, or run folder that trains one.
         output: Write the results, the command and the machine to this JSON file.
         device: cpu, cuda, cuda:1 and so on. auto: cuda if available, else cpu.
     """
@@ -84,6 +87,8 @@ def evaluate_lm(
     passages = None if lambada is None else read_passages(lambada, limit)
     with resolve_model_folder(model, write_model, say) as folder:
         lm = open_model(folder, device)
+        if adapter is not None:
+            lm = with_adapter(lm, adapter)
         breakdown = Breakdown() if positions or corpus is not None else None
         if corpus is not None:
             _check_tokenizer(lm, corpus)
@@ -105,7 +110,8 @@ def evaluate_lm(
             Console().print(_task_table(results["tasks"]))
     if output is not None:
         command = shlex.join(["prism", *sys.argv[1:]])
-        print("written to", write_results(output, results, command=command, model=str(model), context=context))
+        used = {"model": str(model), **({} if adapter is None else {"adapter": str(adapter)})}
+        print("written to", write_results(output, results, command=command, **used, context=context))
 
 
 def _check_tokenizer(lm: LanguageModel, corpus: Corpus) -> None:

@@ -28,19 +28,31 @@ def export(
     run: Annotated[Positional[Path], arg(metavar="RUN")],
     out: Path | None = None,
     format: Literal["model", "onnx"] = "model",
+    merge: bool = False,
 ) -> None:
     """Write the newest good checkpoint of a run (with early stopping, the best) as a model folder, or as ONNX.
 
     Args:
-        run: Run folder of a `prism train` command or of `prism adapt`; for ONNX a language model, run or saved.
-        out: Folder to write; it must not exist yet. None: `model` (or `onnx`) in the run folder, which is replaced.
+        run: Run folder of a `prism train` command or of `prism adapt`; for ONNX a language model, run or saved; with --merge
+            a LoRA adapter, run or saved.
+        out: Folder to write; it must not exist yet. None: `model` (`onnx`, `merged`) in the run folder, which is replaced.
         format: model: for transformers and the other commands. onnx: one token with states in and out, needs the extra onnx.
+        merge: Write the whole model with the LoRA adapter merged into its weights, which every command takes.
     """
+    if merge and format == "onnx":
+        raise ValueError(
+            "--merge and --format onnx are two steps: export the merged model first, then that folder as ONNX"
+        )
     if out is not None and out.exists():
         raise ValueError(f"{out} exists already: give another folder with --out")
     check_target(run if out is None else out, folder=True, name="out")
     if format == "onnx":
         _export_onnx(run, out or run / "onnx")
+        return
+    if merge:
+        from prism.language.adapted import write_merged
+
+        print(f"merged the adapter and its base into {write_merged(run, out or run / 'merged')}")
         return
     stored = stored_config(run)
     if stored is None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from prism.serve.rec.settings import RecSettings
+    from prism.serve.rec.store import Store
 
 
 def serve_rec(
@@ -85,7 +86,17 @@ def claim(run: Path, device: str, choices: RecSettings) -> None:
     recommender = Recommender.load(run, device=device)
     store = open_store(choices.store, choices.wait, say)
     claim_store(store, identity(recommender), str(run), choices.rebuild)
+    say_if_empty(store)
     store.close()
+
+
+def say_if_empty(store: Store) -> None:
+    """Say that users of the training data are unknown, if the store holds no events."""
+    if store.totals().events == 0:
+        say(
+            f"the store {store.name} holds no events yet: users of the training data are unknown to it until their events "
+            "are posted to /api/feedback"
+        )
 
 
 def _serve(
@@ -110,4 +121,6 @@ def _serve(
     recommender = Recommender.load(run, device=device)
     store = open_store(choices.store, choices.wait, say)
     service = RecService(recommender, str(run), store, choices, Metrics("events"))
+    if name:  # the only process
+        say_if_empty(store)
     return serve(rec_app(service, settings), settings, bound, name, log_level)

@@ -5,7 +5,8 @@
 | `seq_idx` `[B, T]` | each token's document number |
 | `cu_seqlens`, `cu_seq_lens_q` `[n + 1]` | offsets of n documents in the flattened batch, 0 and B·T included |
 
-`position_ids` that start again become a `seq_idx` before the first layer (`packed_by_positions`).
+`position_ids` that start again become a `seq_idx` before the first layer (`packed_by_positions`), where all of them are
+checked: layers may see the tokens of a conv state in front of the new ones, and cannot tell.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism.engine.checks import describe, values_may_be_read
+from prism.engine.packed import check_offsets, check_offsets_tensor
+
 DOCUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q")
 """Arguments of a model that say which documents its rows hold."""
+_CACHES = ("past_key_values", "cache_params")
 _PASSED = "_prism_documents"
 
 
@@ -62,7 +67,7 @@ def _from_offsets(offsets: Tensor, batch: int, tokens: int) -> Tensor:
 
 
 def packed_by_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backbone's `forward`: position_ids that start again become document numbers for the memory layers.
+    """Wrap a backbone's `forward`: check documents; position_ids that start again become numbers for the memory layers.
 
     transformers finds packed documents in `position_ids` for its attention layers, under the same conditions (no mask, no
     cache), and lets the state of the other layers run through.
@@ -72,7 +77,9 @@ def packed_by_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def with_documents(self: Any, *positional: Any, **named: Any) -> Any:
         named |= self.__dict__.pop(_PASSED, {})
-        numbers = _numbers(dict(zip(names, positional, strict=False)) | named)
+        given = dict(zip(names, positional, strict=False)) | named
+        numbers = _numbers(given)
+        _check(given, numbers)
         if numbers is not None:
             named["seq_idx"] = numbers
         return forward(self, *positional, **named)
@@ -93,13 +100,36 @@ def passing_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
     return with_documents
 
 
+def _check(given: Mapping[str, Any], positions: Tensor | None) -> None:
+    """Raise an error unless the documents of a call cover its tokens. No value is read from a GPU or in compiled code.
+
+    Args:
+        given: the arguments of the call.
+        positions: document numbers by its position_ids, if it is packed by them.
+    """
+    x = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        return  # transformers says what is wrong with it
+    batch, tokens = x.shape[:2]
+    if tokens == 1 and any(given.get(name) is not None for name in _CACHES):
+        return  # `generate` passes the prompt's documents again with every new token, which continues the last one
+    for name, numbers in (("seq_idx", given.get("seq_idx")), ("position_ids", positions)):
+        fitting = ((batch, tokens), (1, tokens), (tokens,))
+        if numbers is not None and not (isinstance(numbers, Tensor) and tuple(numbers.shape) in fitting):
+            raise ValueError(f"{name} must have a number for each token, [{batch}, {tokens}], got {describe(numbers)}")
+    for name in ("cu_seqlens", "cu_seq_lens_q"):
+        offsets = given.get(name)
+        if offsets is not None:
+            check_offsets_tensor(offsets, name)
+            if values_may_be_read(offsets):
+                check_offsets(offsets, batch * tokens, name)
+
+
 def _numbers(given: Mapping[str, Any]) -> Tensor | None:
     """Document numbers `[B, T]` from a call's position_ids; None if it packs nothing, or says itself what it packs."""
     from transformers.masking_utils import find_packed_sequence_indices
 
-    if any(
-        given.get(name) is not None for name in ("attention_mask", "past_key_values", "cache_params", *DOCUMENTS[1:])
-    ):
+    if any(given.get(name) is not None for name in ("attention_mask", *_CACHES, *DOCUMENTS[1:])):
         return None
     positions = given.get("position_ids")
     if positions is not None and positions.ndim == 3:  # text positions above those of images

@@ -3,11 +3,12 @@
 - Everywhere: the functions are globals of the modeling files. Each is replaced there and in every loaded module that imported
   it by name.
 - In one model: its layers get a subclass of their class, whose `forward` is the same code with our functions as its globals.
-  Other models keep theirs.
+  Other models keep theirs. Pickled, a layer is one of its original class.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 import weakref
@@ -161,9 +162,32 @@ def _subclass(kind: type[nn.Module], file: ModuleType, family: Family, model: st
             methods[method] = _function(new)(methods.get(method, getattr(kind, method)))
     if not methods:
         return None
-    made = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, **methods})
+    named = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    made: type[nn.Module] = type(kind.__name__, (kind,), {**named, **_pickled_as(kind), **methods})
     _ours.add(made)
     return made
+
+
+def _pickled_as(kind: type[nn.Module]) -> dict[str, Any]:
+    """Methods by which a module is pickled as one of its original class, and copied as one of its own."""
+
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        reduced: Any = kind.__reduce_ex__(self, 0)  # from 2 on pickle insists on the own class
+        make, arguments, *rest = reduced
+        return make, tuple(kind if each is type(self) else each for each in arguments), *rest
+
+    def copied(self: Any, change: Callable[[Any], Any], new: Any) -> Any:
+        new.__setstate__(change(kind.__reduce_ex__(self, 2)[2]))
+        return new
+
+    def shallow(self: Any) -> Any:
+        return copied(self, dict, object.__new__(type(self)))
+
+    def deep(self: Any, memo: dict[int, Any]) -> Any:
+        new = memo[id(self)] = object.__new__(type(self))
+        return copied(self, lambda state: copy.deepcopy(state, memo), new)
+
+    return {"__reduce_ex__": reduce_ex, "__copy__": shallow, "__deepcopy__": deep}
 
 
 def _change_class(module: nn.Module, faster: type[nn.Module]) -> None:

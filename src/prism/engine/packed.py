@@ -26,23 +26,29 @@ def packed_starts(cu_seqlens: Any, reset: Tensor | None, shape: Sequence[int]) -
     if reset is not None:
         raise ValueError("reset and cu_seqlens both say where documents start: give one of them")
     batch, tokens = shape[0], shape[1]
-    integers = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in (torch.int32, torch.int64)
-    if not integers or cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens must be an integer tensor of n + 1 offsets, got {describe(cu_seqlens)}")
+    check_offsets_tensor(cu_seqlens)
     if batch != 1:
         raise ValueError(
             f"cu_seqlens packs documents into one row [1, T], got {batch} rows: flatten them, or use reset"
         )
     if values_may_be_read(cu_seqlens):
-        _check_values(cu_seqlens, tokens)
+        check_offsets(cu_seqlens, tokens)
     starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)  # an empty document may start at T
     starts[cu_seqlens[1:-1].long()] = True
     starts = starts[:tokens] & (torch.arange(tokens, device=starts.device) > 0)  # the first document may be empty
     return starts.unsqueeze(0)
 
 
-def _check_values(offsets: Tensor, tokens: int) -> None:
+def check_offsets_tensor(offsets: Any, name: str = "cu_seqlens") -> None:
+    """Raise an error unless this is an integer tensor `[n + 1]`, n ≥ 1. Reads no values."""
+    integers = isinstance(offsets, Tensor) and offsets.dtype in (torch.int32, torch.int64)
+    if not integers or offsets.ndim != 1 or len(offsets) < 2:
+        raise ValueError(f"{name} must be an integer tensor of n + 1 offsets, got {describe(offsets)}")
+
+
+def check_offsets(offsets: Tensor, tokens: int, name: str = "cu_seqlens") -> None:
+    """Raise an error unless offsets rise from 0 to the number of tokens. Reads the values."""
     found = offsets.tolist()
     if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in pairwise(found)):
         shown = str(found if len(found) <= 8 else [*found[:4], "…", *found[-3:]]).replace("'", "")
-        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {tokens}, got {shown}")
+        raise ValueError(f"{name} must rise from 0 to the number of tokens, {tokens}, got {shown}")

@@ -1,4 +1,4 @@
-"""Open a model folder to adapt it, and open one with a saved adapter."""
+"""Open a model folder to adapt it, open one with a saved adapter, and write one with a LoRA adapter merged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from prism.files import check_weights
+from prism.files import check_weights, read_json, seal_weights, whole_folder
 from prism.language.adapt_export import write_adapter
 from prism.language.adapter_files import ADAPTER, CONFIG, DIGEST, WEIGHTS, config_bytes
+from prism.language.cards import merged_card
 from prism.language.export import write_model
 from prism.language.generate import LanguageModel, open_model, with_tokenizer
+from prism.language.tune_export import CHAT_FILES, USE
 from prism.messages import say
-from prism.models.loading import holds_own_model, open_causal_lm
+from prism.models.auto import name_classes
+from prism.models.loading import holds_own_model, open_causal_lm, without_progress_bars
 from prism.train.checkpoint import Checkpoint
 from prism.train.export import resolve_model_folder
 from prism.train.run import stored_config
@@ -99,6 +102,55 @@ def with_adapter(lm: LanguageModel, path: Path) -> LanguageModel:
         _check_adapter(folder, lm)
         model = PeftModel.from_pretrained(lm.model, folder, torch_device=str(lm.device))
     return replace(lm, model=model.get_base_model().eval(), name=f"{lm.name} with {path.resolve().name}")
+
+
+def write_merged(path: Path, out: Path) -> Path:
+    """Write the base of a LoRA adapter with the adapter merged into its weights, completely or not at all.
+
+    Args:
+        path: the folder of an adapter, or a run that trains one.
+        out: the model folder; an existing one is replaced.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no folder {path}")
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"{path} holds no adapter, so there is nothing to merge: use it as it is, without --merge")
+    from peft import PeftModel
+
+    from prism.adapters.layer import MERGING
+
+    config = read_json(path / CONFIG)
+    if config["peft_type"] == "PRISM":
+        raise ValueError(MERGING)
+    base = Path(config["base_model_name_or_path"])
+    if not base.exists():
+        raise FileNotFoundError(
+            f"there is no {base}, the base of the adapter in {path}: run this where the adapter was trained, or correct "
+            f"base_model_name_or_path in its {CONFIG}"
+        )
+    with resolve_model_folder(path, _write_any, say) as folder, resolve_model_folder(base, write_model, say) as start:
+        lm = open_adaptable(start, "cpu")
+        _check_adapter(folder, lm)
+        model: Any = PeftModel.from_pretrained(lm.model, folder, torch_device="cpu").merge_and_unload(safe_merge=True)
+        stored = read_json(start / "config.json")
+        stored_dtype = getattr(torch, str(stored.get("dtype") or stored.get("torch_dtype")), None)
+        if not lm.own and isinstance(stored_dtype, torch.dtype):  # own models are written in float32 by all commands
+            model = model.to(stored_dtype)
+        with whole_folder(out, "the model") as target:
+            with without_progress_bars():
+                model.save_pretrained(target)
+            if lm.own:
+                name_classes(target)
+            for name in CHAT_FILES:
+                source = next((each / name for each in (folder, start) if (each / name).is_file()), None)
+                if source is not None:
+                    (target / name).write_bytes(source.read_bytes())
+            card = folder / "README.md"
+            trained = card.read_text(encoding="utf-8") if card.is_file() else ""
+            text = merged_card(path.resolve().name, str(base), trained, USE)
+            (target / "README.md").write_text(text, encoding="utf-8")
+            seal_weights(target)
+    return out
 
 
 def _write_any(run: Path, checkpoint: Checkpoint, folder: Path) -> None:

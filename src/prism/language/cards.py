@@ -37,3 +37,28 @@ def validation_text(records: list[dict[str, Any]], what: str = "text") -> str:
         f"On held-out {what} after step {last['step']:,}: {last['validation_nats']:.4f} nats per token, perplexity "
         f"{last['validation_perplexity']:.3f}, **{last['validation_bits_per_byte']:.4f} bits per byte**."
     )
+
+
+def merged_card(name: str, base: str, trained: str, use: str) -> str:
+    """The README.md of a model into which a LoRA adapter was merged.
+
+    Args:
+        trained: the adapter's own card, of which the parts about training are kept; may be empty.
+        use: Python code.
+    """
+    _, found, rest = trained.partition("## Training\n")
+    about = found + rest.partition("## Use\n")[0] if found else ""
+    return f"""---
+{metadata("transformers", "causal-lm")}
+---
+
+# {name}
+
+The model `{base}` with a LoRA adapter merged into its weights (`prism export --merge`).
+
+{about}## Use
+
+```python
+{use}
+```
+"""

@@ -29,7 +29,7 @@ def write_tuned(run: Path, checkpoint: Checkpoint, folder: Path) -> None:
             read_json(run / CONFIG)["base_model_name_or_path"], "import prism  # registers the architecture"
         )
     else:
-        parameters, use = _write_whole(run, trained, folder), _USE
+        parameters, use = _write_whole(run, trained, folder), USE
     for name in CHAT_FILES:
         (folder / name).write_bytes((run / name).read_bytes())
     (folder / "README.md").write_text(_card(trained, parameters, use), encoding="utf-8")
@@ -49,7 +49,7 @@ def _write_whole(run: Path, trained: TrainedRun[TuneSettings], folder: Path) -> 
     return parameters
 
 
-_USE = """\
+USE = """\
 import prism  # registers the architecture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

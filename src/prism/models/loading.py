@@ -144,8 +144,13 @@ def _model_type(folder: Path) -> Any:
         raise FileNotFoundError(f"there is no model folder {folder}")
     if folder.suffix == ".safetensors":
         raise ValueError(f"{folder} is a file of weights: give the folder that holds it and its config.json")
-    if (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{folder} holds an adapter, not a model: give the model that it was trained on")
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        merge = "; `prism export RUN --merge` writes that model and a LoRA adapter as one"
+        raise ValueError(
+            f"{folder} holds an adapter, not a model: give the model that it was trained on"
+            + ("" if read_json(adapter).get("peft_type") == "PRISM" else merge)
+        )
     config = folder / "config.json"
     if not config.is_file():
         raise ValueError(f"{folder} does not open as a model: it has no config.json")

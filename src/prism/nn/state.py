@@ -32,7 +32,7 @@ class State:
         return f"State({', '.join(shown) or 'empty'}{', overwrite=True' if self.overwrite else ''})"
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by flat name, for saving; `load` is the inverse."""
+        """All tensors by flat name, for saving as safetensors; `load` is the inverse."""
         named = {f"carry.{name}": value for name, value in self.carry.items()}
         if isinstance(self.memory, Tensor):
             return {"memory": self.memory, **named}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StringConstraints, field_validator
+from pydantic_core import PydanticCustomError
 
 from prism.serve.lm.states import NAME
 
@@ -97,6 +98,37 @@ class Request(BaseModel):
         return None
 
 
+def a_prompt(value: Any) -> Any:
+    """Refuse what is no prompt in one sentence: pydantic would name the kinds that it might have been."""
+    fault = None if isinstance(value, str) else _fault(value)
+    if fault is not None:
+        raise PydanticCustomError("prompt", "must be {wanted}, got {fault}", {"wanted": _PROMPT, "fault": fault})
+    return value
+
+
+_PROMPT = "a text, a list of tokens (integers of at least 0), or a list of several of one of these"
+
+
+def _fault(value: Any) -> str | None:
+    """What is wrong with a prompt that is no text."""
+    if not isinstance(value, list):
+        return "null" if value is None else type(value).__name__
+    if not value:
+        return "an empty list"
+    if all(isinstance(one, str) for one in value):
+        return None
+    rows = value if all(isinstance(one, list) for one in value) else [value]
+    if not all(rows):
+        return "an empty list in a list"
+    wrong = [one for row in rows for one in row if not _is_token(one)]
+    return None if not wrong else f"{wrong[0]!r:.40} among the tokens"
+
+
+def _is_token(one: Any) -> bool:
+    whole = one.is_integer() if isinstance(one, float) else isinstance(one, int) and not isinstance(one, bool)
+    return whole and bool(one >= 0)
+
+
 class CompletionRequest(Request):
     """Continue a text."""
 
@@ -107,6 +139,7 @@ class CompletionRequest(Request):
         None, ge=0, le=20, description="Also the log-probabilities, with this many alternatives."
     )
 
+    _prompt = field_validator("prompt", mode="before")(a_prompt)
     _alternatives = field_validator("logprobs", mode="before")(a_number)
 
 
