@@ -14,7 +14,7 @@ from prism.engine import Update, memory
 
 
 def lightning_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the layer's `forward`. One cached token and one block stay with the original, which is as short."""
+    """Make the layer's `forward`. One block stays with the original, which is as short."""
 
     @functools.wraps(original)
     def forward(
@@ -30,17 +30,23 @@ def lightning_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         batch, tokens, _ = hidden_states.shape
         exact = hidden_states.dtype == torch.float32 and seq_idx is None and cu_seq_lens_q is None
         state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
-        if (tokens == 1 and state is not None) or (tokens <= self.block_size and state is None and exact):
+        few = tokens == 1 if state is not None else exact and tokens <= self.block_size
+        if few and (state is None or not exact or attention_mask is not None):
             return original(self, hidden_states, position_embeddings, attention_mask, past_key_values)
         mixed = self.act_fn(self.qkv_proj(hidden_states))
-        if attention_mask is not None:
-            mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
-        q, k, v = mixed.view(batch, tokens, self.num_attention_heads, -1).split(self.head_dim, -1)
-        # Not the buffer: in half precision it would be rounded.
-        decay = -self.get_slope_rate(mixed.device).float().flatten().expand(batch, tokens, -1)
-        numbers = document_numbers(batch, tokens, seq_idx, None, cu_seq_lens_q)
-        o, end = memory(Update(q, k.unsqueeze(3), v.unsqueeze(3), decay, reset=document_starts(numbers)), state)
-        end = end.to(v.dtype)
+        if few and state is not None:  # the engine would check and choose for longer than these few operations take
+            q, k, v = mixed.view(batch, self.num_attention_heads, 1, -1).split(self.head_dim, -1)
+            end = (state * torch.exp(-self.slope_rate)).addcmul_(k.mT, v)
+            o = q @ end
+        else:
+            if attention_mask is not None:
+                mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
+            q, k, v = mixed.view(batch, tokens, self.num_attention_heads, -1).split(self.head_dim, -1)
+            # Not the buffer: in half precision it would be rounded.
+            decay = -self.get_slope_rate(mixed.device).float().flatten().expand(batch, tokens, -1)
+            numbers = document_numbers(batch, tokens, seq_idx, None, cu_seq_lens_q)
+            o, end = memory(Update(q, k.unsqueeze(3), v.unsqueeze(3), decay, reset=document_starts(numbers)), state)
+            end = end.to(v.dtype)
         o = self.norm(o.reshape(batch, tokens, -1))
         o = self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * o)
         if past_key_values is not None:
