@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
 
 from prism.serve.app import create_app
 from prism.serve.errors import ApiError
+from prism.serve.limits import Gate
 from prism.serve.logs import JsonLines
 from prism.serve.metrics import Metrics
 from prism.serve.run import bind, in_thread, make_server, url_of
@@ -83,6 +86,24 @@ def test_pages_of_other_sites_may_not_write(client: httpx.Client) -> None:
     evil, own = {"Origin": "http://evil.example"}, {"Origin": str(client.base_url).rstrip("/")}
     assert "evil.example" in reason(client.post("/api/count", json=[1], headers=evil), 403)
     assert client.post("/api/count", json=[1], headers=own).status_code == 200
+
+
+def test_a_refused_request_is_read_before_it_is_answered() -> None:
+    """Closed with unread bytes, the connection would be reset, and the client would not see the reason."""
+    waiting = [{"type": "http.request", "body": b"x" * 10, "more_body": more} for more in (True, True, False)]
+    unread: list[int] = []
+
+    async def receive() -> Any:
+        return waiting.pop(0)
+
+    async def send(message: Any) -> None:
+        unread.append(len(waiting))
+
+    headers = [(b"origin", b"http://evil.example"), (b"host", b"here")]
+    scope = {"type": "http", "method": "POST", "path": "/api/count", "headers": headers}
+    gate = Gate(lambda *_: None, ServerSettings(), Metrics("tokens", lambda: 0.0))  # type: ignore[arg-type, return-value]
+    asyncio.run(gate(scope, receive, send))
+    assert unread and set(unread) == {0}
 
 
 def test_docs_list_every_operation_and_load_nothing(client: httpx.Client) -> None:

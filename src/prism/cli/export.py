@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from prism.files import check_target
 from prism.messages import say
@@ -28,7 +28,7 @@ def export(
     run: Annotated[Positional[Path], arg(metavar="RUN")],
     out: Path | None = None,
     format: Literal["model", "onnx"] = "model",
-    merge: bool = False,
+    merge: FlagCreatePairsOff[bool] = False,
 ) -> None:
     """Write the newest good checkpoint of a run (with early stopping, the best) as a model folder, or as ONNX.
 

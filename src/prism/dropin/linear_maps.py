@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.backends import mkldnn as _mkldnn
 
 from prism.dropin.norms import traced
+from prism.engine import compat
 
 _FEW = 256
 """Fewer tokens stay with torch: preparing the weights for oneDNN costs more than it gains."""
@@ -148,16 +149,10 @@ def _is_silu(activation: Any) -> bool:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a call of the module runs its class's `forward` and nothing else, on parameters in float32 on a CPU."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-        *_EVERYWHERE,
-    )
-    if any(hooks) or "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+    everywhere = compat.forward_hooks(())  # of all modules
+    if everywhere is None or any(everywhere) or not compat.is_unmodified(module):
         return False
-    return all(_ordinary(parameter) for parameter in module._parameters.values() if parameter is not None)
+    return all(_ordinary(parameter) for parameter in module.parameters(recurse=False))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -172,12 +167,3 @@ def untouched(*given: Tensor) -> bool:
 
 def _ordinary(x: Tensor) -> bool:
     return type(x) in (Tensor, nn.Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
-
-
-_EVERYWHERE = (
-    nn.modules.module._global_forward_hooks,
-    nn.modules.module._global_forward_pre_hooks,
-    nn.modules.module._global_backward_hooks,
-    nn.modules.module._global_backward_pre_hooks,
-)
-"""Hooks of all modules. The dictionaries are filled and emptied, never replaced."""

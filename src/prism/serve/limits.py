@@ -58,6 +58,7 @@ class Gate:
             if refusal is None:
                 await self.app(scope, limited, counted)
             else:
+                await self._read_rest(receive)
                 await refusal(scope, receive, counted)
         finally:
             self.metrics.running.dec()
@@ -82,6 +83,13 @@ class Gate:
         if length.isdigit() and int(length) > self.settings.max_body:
             return error_response(413, self._large)
         return None
+
+    async def _read_rest(self, receive: Receive) -> None:
+        """Read what a refused request sends, up to the limit: closed with unread bytes, a connection loses its answer."""
+        read, more = 0, True
+        while more and read <= self.settings.max_body:
+            message = await receive()
+            read, more = read + len(message.get("body", b"")), message.get("more_body", False)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         route = (
