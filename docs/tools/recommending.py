@@ -48,7 +48,7 @@ def peers() -> str:
 def sasrec() -> str:
     """Our SASRec next to RecTools'."""
     rows, commands = [], []
-    for name in ("rectools_ml-100k_test", "rectools_ml-100k_long", "rectools_ml-1m_sasrec"):
+    for name in ("rectools_ml-100k_test", "rectools_ml-100k_long", "rectools_ml-1m_sasrec", "rectools_ml-1m_long"):
         found = read(name)
         settings, runs = found["results"]["settings"], found["results"]["runs"]
         cells = [scores(runs[model]) for model in ("sasrec", "rectools-sasrec")]
