@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import textwrap
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,18 @@ def sasrec() -> str:
 
 
 def _code(commands: Iterable[str]) -> str:
-    """Commands as a block, broken so that they fit."""
-    lines = [
-        " \\\n".join(textwrap.wrap(command, WIDTH - 2, subsequent_indent="    ", break_on_hyphens=False))
-        for command in commands
-    ]
-    return "\n".join(["```sh", *lines, "```"])
+    """Commands as a block, broken between words so that they fit and still run."""
+    lines: list[str] = ["```sh"]
+    for command in commands:
+        line = ""
+        for word in map(shlex.quote, shlex.split(command)):
+            if line and len(line) + len(word) + 1 > WIDTH - 2:
+                lines.append(f"{line} \\")
+                line = f"    {word}"
+            else:
+                line = f"{line} {word}" if line else word
+        lines.append(line)
+    return "\n".join([*lines, "```"])
 
 
 def update() -> str:
