@@ -26,12 +26,12 @@ def time_kernels(u: KernelInputs, d_o: torch.Tensor, chosen: Configuration, name
     """Milliseconds of the pass that `name` configures, after one run of all passes; of all passes for `step`."""
     with forced(replace(chosen, segments=1)):
         run = Launch(u)
-        tables = run.prepare()
+        tables = run.prepare(segments=1)
         o, d_w = run.empty(run.B, run.T, run.H, run.V), torch.empty_like(u.w)
         states = run.empty(run.B, run.H, run.chunks, run.V, run.K)
         fed, d_states = torch.empty_like(o), torch.empty_like(states)
         passes = {
-            "prepare_warps": run.prepare,
+            "prepare_warps": lambda: run.prepare(segments=1),
             "forward_scan": lambda: run.forward_scan(tables, None, 1, o=o, states=states, fed=fed),
             "backward_scan": lambda: run.backward_scan(tables, d_o, None, 1, d_states, d_w),
             "tokens": lambda: run.token_gradients(tables, states, fed, d_o, d_states, d_w, None, None),

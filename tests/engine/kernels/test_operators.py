@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.autograd import forward_ad
 import prism
 from prism.engine import memory_
 from tests.engine.kernels.problems import SMALLEST, leaves, tiles, update
-from tests.engine.kernels.where import CAN_START, needs_kernels
+from tests.engine.kernels.where import CAN_START, DEVICE, needs_kernels
 from tests.helpers import unwritten_memory_is_nan
 
 pytestmark = needs_kernels
@@ -20,7 +21,7 @@ pytestmark = needs_kernels
 if CAN_START:
     from prism.engine.kernels import decode, memory, segments
     from prism.engine.kernels.configurations import Tiling, forced
-    from prism.engine.kernels.forward import PACE
+    from prism.engine.kernels.launch import KernelInputs, Launch
     from prism.engine.kernels.runtime import Compiled, compiled
 
 
@@ -54,15 +55,39 @@ def test_segments_in_parallel() -> None:
         assert_same(x, reset=reset)
 
 
-def test_segments_whose_maps_end_at_zero() -> None:
-    """A map is looked at every PACE chunks. That of head 0, under a decay of e⁻⁸, is 0 by then; head 1 forgets little."""
-    tokens = 2 * 16 * (PACE.value + 1)
-    x = {name: z.detach() for name, z in leaves(tokens, dtype=torch.float32).items()}
-    x["log_decay"] = torch.tensor([-8.0, -1e-3], device=x["q"].device).expand(1, tokens, 2).contiguous()
+def test_segments_pass_on_what_is_not_forgotten() -> None:
+    """Under a decay of e⁻⁸, head 0 forgets all but two chunks, and its maps are 0; the others forget less than all."""
+    x = leaves(15 * 16 - 5, H=3, G=3)
+    x["log_decay"] = torch.tensor([-8.0, -0.15, -1e-3]).expand(1, 15 * 16 - 5, 3).double().requires_grad_()
+    with forced(tiles(16, 16, segments=3)):
+        assert_same(x)
+
+
+def test_segments_pass_on_what_erases_enlarge() -> None:
+    """A long key turns and enlarges the state along it as much as the decay, e⁻², shrinks it, so that nothing is forgotten."""
+    x = leaves(16 * 16)
+    x["log_decay"] = torch.full((1, 16 * 16, 2), -2.0).double().requires_grad_()
+    x["erase_strength"] = torch.ones(1, 16 * 16, 2).double().requires_grad_()
+    key = torch.randn(16)
+    key *= (1 + 0.999 * math.exp(2)) ** 0.5 / key.norm()
+    x["k"] = key.expand(1, 16 * 16, 2, 2, 16).double().contiguous().requires_grad_()
     with forced(tiles(16, 16, segments=2)):
-        got = prism.memory(update(x), x["state"], "chunkwise", "triton")
-    for found, wanted in zip(got, prism.memory(update(x), x["state"], "chunkwise", "torch"), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        assert_same(x, tolerance=1e-4)
+
+
+def test_reach_bounds_the_norm_of_each_chunks_map() -> None:
+    """It is the product of the decays and of ‖I - a bᵀ‖ over the tokens: here the norms are computed by torch."""
+    a, b, beta = torch.randn(1, 21, 1, 16), torch.randn(1, 21, 1, 16) / 4, 2 * torch.rand(1, 21, 1)
+    log_decay = -torch.rand(1, 21, 1)
+    inputs = (a, a.unsqueeze(3), torch.randn(1, 21, 1, 1, 16), log_decay, b, beta, None)
+    with forced(tiles(16, 16, segments=2)):
+        u = KernelInputs(*(None if z is None else z.to(DEVICE).contiguous() for z in inputs))
+        reach = Launch(u).prepare(segments=2).reach
+    assert reach is not None
+    outer = (beta.unsqueeze(-1) * a).unsqueeze(-1) * b.unsqueeze(-2)
+    norms = torch.linalg.matrix_norm(torch.eye(16) - outer, 2).log2() + log_decay * math.log2(math.e)
+    expected = torch.stack([norms[0, :16].sum(), norms[0, 16:].sum()])
+    torch.testing.assert_close(reach.flatten().cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_grouped_heads_and_substeps() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import UNROLLED, borders, load_gate, load_rows, load_tokens, store_rows
+from prism.engine.kernels.tiles import UNROLLED, borders, lasting_chunks, load_gate, load_rows, load_tokens, store_rows
 
 
 # Repeats the argument list of `forward_scan_kernel`: a Triton kernel takes no structures.
@@ -32,6 +32,7 @@ def backward_scan_kernel(
     documents,
     first,
     inverse,
+    reach,
     d_o,
     d_final,
     d_states,
@@ -56,6 +57,7 @@ def backward_scan_kernel(
     SUBSTEPS: tl.constexpr,
     FINAL: tl.constexpr,
     SAVED: tl.constexpr,
+    BOUND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """`d_final`, `d_initial` `[segments, B, H, K, V]`; `d_states` `[B, H, padded / (SAVED · C), V, K]` holds dS'."""
@@ -76,6 +78,9 @@ def backward_scan_kernel(
 
     begin = segment * per_segment
     end = tl.minimum(chunks, begin + per_segment)
+    if BOUND:  # what later reads are answered is written after this segment began, and no segment precedes the first
+        lasting = lasting_chunks(reach + bh.to(tl.int64) * chunks, begin, end - begin, 1)
+        end = tl.where(segment == 0, begin, tl.minimum(end, begin + lasting))
     for back in range(0, end - begin):
         n = end - 1 - back
         t = n * C

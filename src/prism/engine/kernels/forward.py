@@ -24,19 +24,20 @@ import triton.language as tl
 from prism.engine.kernels.tiles import (
     UNROLLED,
     borders,
+    lasting_chunks,
     left_of_writes,
     load_gate,
     load_rows,
     load_tokens,
+    log_growth,
     off_diagonal,
+    store_reach,
     store_rows,
     store_tokens,
 )
 
 ROWS = tl.constexpr(8)
 """Rows of the blocks of T⁻¹ that are solved row by row: half as many take half as many steps on half the numbers."""
-PACE = tl.constexpr(16)
-"""Chunks after which a map is looked at: is it 0?"""
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded"])
@@ -52,6 +53,7 @@ def prepare_kernel(
     first,
     grams,
     inverse,
+    reach,
     T,
     H,
     padded,
@@ -65,12 +67,13 @@ def prepare_kernel(
     DOCUMENTS: tl.constexpr,
     GROUP: tl.constexpr,
     SUBSTEPS: tl.constexpr,
+    BOUND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One program per chunk and head. Gates `[B, T, H]` become `[B, H, padded]`: G_i = Σ_{j ≤ i} g_j inside each chunk, summed
     in float64, in base 2; and β. `inverse` `[B, H, chunks, C, C]` is T⁻¹, and `first` has N_0ᵀ. `grams`
     `[B, H, chunks, 2J - 2, C, C]` has N_jᵀ = X_j Qᵀ ⊙ Γᵀ, then -β ⊙ M_jᵀ = -β ⊙ X_j Bᵀ ⊙ Γᵀ (strict), for j > 0. Without
-    an erase it is `[…, J, C, C]`, N_jᵀ of all columns."""
+    an erase it is `[…, J, C, C]`, N_jᵀ of all columns. BOUND: `reach` `[B, H, chunks]`, as in `tiles.py`."""
     chunks = padded // C
     bh, n = tl.program_id(0) // chunks, tl.program_id(0) % chunks
     b, h = bh // H, bh % H
@@ -107,6 +110,11 @@ def prepare_kernel(
         upper = tl.dot(key, tl.trans(lookup), input_precision=PRECISION)
         solved = invert_unit_lower(off_diagonal(upper * turned * beta[None, :], C), C, PRECISION)
         inverse.store([(bh * chunks + n) * C, 0], solved.to(inverse.dtype))
+        if BOUND:
+            growth = tl.sum(log_growth(key, lookup, beta), 0)
+            store_reach(reach, G, growth, documents, bh * chunks + n, b, t, T, C, DECAY, DOCUMENTS, SUBSTEPS)
+    elif BOUND:
+        store_reach(reach, G, 0.0, documents, bh * chunks + n, b, t, T, C, DECAY, DOCUMENTS, SUBSTEPS)
     if J <= UNROLLED:
         for j in tl.static_range(LATER):
             column_grams(
@@ -189,6 +197,7 @@ def forward_scan_kernel(
     first,
     grams,
     inverse,
+    reach,
     initial,
     o,
     states,
@@ -215,6 +224,7 @@ def forward_scan_kernel(
     MAP: tl.constexpr,
     READ: tl.constexpr,
     SAVED: tl.constexpr,
+    BOUND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """`initial`, `final` `[segments, B, H, K, V]`; `states` `[B, H, padded / (SAVED · C), V, K]`; `fed` (Y_0)
@@ -239,62 +249,64 @@ def forward_scan_kernel(
         S = tl.trans(initial.load([matrix, first_column]))
 
     begin, end = segment * per_segment, tl.minimum(chunks, (segment + 1) * per_segment)
-    pace = PACE if MAP else tl.maximum(end - begin, 1)
-    for start in range(begin, end, pace):
-        stop = tl.minimum(start + pace, end)
-        if MAP:  # under a decay most maps are 0 long before the segment ends, and stay 0
-            stop = tl.where(tl.max(tl.max((S != 0.0).to(tl.int32), 1), 0) > 0, stop, start)
-        for n in range(start, stop):
-            t = n * C
-            chunk = bh * chunks + n
-            from_start, to_end, carried = borders(
-                cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, SUBSTEPS
-            )
-            incoming = S.to(x.dtype)
-            if SAVED:  # noqa: SIM102 (the outer condition is a compile-time constant)
-                if n % SAVED == 0:
-                    states.store([chunk // SAVED * V + first_column, 0], incoming)
-            S = S * carried
-            out, wanted = S, S  # placeholders, where nothing is read or erased
-            if READ:
-                asked = load_tokens(q, b, t, group * K, T, H // GROUP * K, C, K, SUBSTEPS)
-                out = tl.dot(incoming, tl.trans(asked), input_precision=PRECISION) * from_start[None, :]
-            if ERASE:
-                key = load_rows(x, b, t, group * (J * K), C, K)
-                lookup = key if TIED else load_rows(erase_key, b, t, group * K, C, K)
-                if STRENGTH:
-                    from_start *= load_gate(strengths, bh, t, padded, C)
-                wanted = tl.dot(incoming, tl.trans(lookup), input_precision=PRECISION) * -from_start[None, :]
+    if BOUND:
+        lasting = lasting_chunks(reach + bh.to(tl.int64) * chunks, end - 1, end - begin, -1)
+        if MAP:  # under a decay most maps are 0
+            S = tl.where(lasting > end - begin, S, 0.0)
+            begin = tl.where(lasting > end - begin, begin, end)
+        else:  # nothing is left of earlier writes, and no segment follows the last
+            begin = tl.where(segment == segments - 1, end, tl.maximum(begin, end - lasting))
+    for n in range(begin, end):
+        t = n * C
+        chunk = bh * chunks + n
+        from_start, to_end, carried = borders(
+            cumulated, documents, bh, b, t, padded, T, C, C, DECAY, DOCUMENTS, SUBSTEPS
+        )
+        incoming = S.to(x.dtype)
+        if SAVED:  # noqa: SIM102 (the outer condition is a compile-time constant)
+            if n % SAVED == 0:
+                states.store([chunk // SAVED * V + first_column, 0], incoming)
+        S = S * carried
+        out, wanted = S, S  # placeholders, where nothing is read or erased
+        if READ:
+            asked = load_tokens(q, b, t, group * K, T, H // GROUP * K, C, K, SUBSTEPS)
+            out = tl.dot(incoming, tl.trans(asked), input_precision=PRECISION) * from_start[None, :]
+        if ERASE:
+            key = load_rows(x, b, t, group * (J * K), C, K)
+            lookup = key if TIED else load_rows(erase_key, b, t, group * K, C, K)
+            if STRENGTH:
+                from_start *= load_gate(strengths, bh, t, padded, C)
+            wanted = tl.dot(incoming, tl.trans(lookup), input_precision=PRECISION) * -from_start[None, :]
 
-            # Writes that no erase feeds: extra columns of the same products.
+        # Writes that no erase feeds: extra columns of the same products.
+        if not MAP:
+            place = chunk * LATER * (1 + FED)
+            if J <= UNROLLED:
+                for j in tl.static_range(LATER):
+                    S, out, wanted = add_column(
+                        S, out, wanted, x, w, grams, to_end, b, h, group, t, place, first_column, j,
+                        J, K, V, BV, C, FED, LATER, ERASE, READ, PRECISION,
+                    )  # fmt: skip
+            else:
+                for j in range(LATER):
+                    S, out, wanted = add_column(
+                        S, out, wanted, x, w, grams, to_end, b, h, group, t, place, first_column, j,
+                        J, K, V, BV, C, FED, LATER, ERASE, READ, PRECISION,
+                    )  # fmt: skip
+
+        if ERASE:
             if not MAP:
-                place = chunk * LATER * (1 + FED)
-                if J <= UNROLLED:
-                    for j in tl.static_range(LATER):
-                        S, out, wanted = add_column(
-                            S, out, wanted, x, w, grams, to_end, b, h, group, t, place, first_column, j,
-                            J, K, V, BV, C, FED, LATER, ERASE, READ, PRECISION,
-                        )  # fmt: skip
-                else:
-                    for j in range(LATER):
-                        S, out, wanted = add_column(
-                            S, out, wanted, x, w, grams, to_end, b, h, group, t, place, first_column, j,
-                            J, K, V, BV, C, FED, LATER, ERASE, READ, PRECISION,
-                        )  # fmt: skip
-
-            if ERASE:
-                if not MAP:
-                    wanted += tl.trans(load_rows(w, b, t, h * (J * V) + first_column, C, BV)).to(tl.float32)
-                solve = inverse.load([chunk * C, 0])
-                written = tl.dot(wanted.to(x.dtype), tl.trans(solve), input_precision=PRECISION)
-                S = tl.dot((written * to_end[None, :]).to(x.dtype), key, S, input_precision=PRECISION)
-                if READ:
-                    gram = first.load([chunk * C, 0])
-                    out = tl.dot(written.to(x.dtype), gram, out, input_precision=PRECISION)
-                if SAVED:
-                    store_rows(fed, b, t, h * V + first_column, tl.trans(written), C, BV)
+                wanted += tl.trans(load_rows(w, b, t, h * (J * V) + first_column, C, BV)).to(tl.float32)
+            solve = inverse.load([chunk * C, 0])
+            written = tl.dot(wanted.to(x.dtype), tl.trans(solve), input_precision=PRECISION)
+            S = tl.dot((written * to_end[None, :]).to(x.dtype), key, S, input_precision=PRECISION)
             if READ:
-                store_tokens(o, b, t, h * V + first_column, tl.trans(out), T, H * V, C, BV, SUBSTEPS)
+                gram = first.load([chunk * C, 0])
+                out = tl.dot(written.to(x.dtype), gram, out, input_precision=PRECISION)
+            if SAVED:
+                store_rows(fed, b, t, h * V + first_column, tl.trans(written), C, BV)
+        if READ:
+            store_tokens(o, b, t, h * V + first_column, tl.trans(out), T, H * V, C, BV, SUBSTEPS)
 
     final.store([matrix, first_column], tl.trans(S))
 

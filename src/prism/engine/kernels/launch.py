@@ -59,6 +59,7 @@ class ChunkTables(NamedTuple):
     inverse: Tensor | None  # T⁻¹, the same
     grams: Tensor | None = None  # of all other columns (`prepare_kernel`), which the backward does not need
     maps: Tensor | None = None  # the matrix by which each segment multiplies its incoming state, [segments, B, H, K, K]
+    reach: Tensor | None = None  # log2 of how much of a state each step may leave, for segments, [B, H, padded / step]
 
 
 class TokenGradients(NamedTuple):
@@ -145,7 +146,7 @@ class Launch:
         """Start `count` program instances; `constants` are those that a kernel does not share with the others."""
         self.compiled.program(kernel, tiling, constants).start(count, *arguments)
 
-    def prepare(self) -> ChunkTables:
+    def prepare(self, segments: int) -> ChunkTables:
         """The first pass: what depends on the inputs only, for all steps in parallel."""
         u, C, K = self.u, self.step, self.K
         B, H, steps = self.B, self.H, self.padded // self.step
@@ -155,12 +156,14 @@ class Launch:
         first, inverse = (self.empty(B, H, steps, C, C) if u.erases else None for _ in range(2))
         later = 2 * (self.J - 1) if u.erases else self.J
         grams = self.empty(B, H, steps, later, C, C) if later else None
+        forgets = segments > 1 and (u.log_decay is not None or u.documents is not None)
+        reach = self.empty(B, H, steps, dtype=torch.float32) if forgets else None
         self.start(
             prepare_kernel, self.configuration.prepare_tiling, self.heads * steps,
             self.per_token(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K), u.log_decay, u.strength, u.documents, G, beta,
-            tiles(first, C, C), tiles(grams, C, C), tiles(inverse, C, C), *self.sizes, C=C,
+            tiles(first, C, C), tiles(grams, C, C), tiles(inverse, C, C), reach, *self.sizes, C=C, BOUND=forgets,
         )  # fmt: skip
-        return ChunkTables(G, beta, first, inverse, grams)
+        return ChunkTables(G, beta, first, inverse, grams, reach=reach)
 
     def forward_scan(
         self,
@@ -173,8 +176,12 @@ class Launch:
         fed: Tensor | None = None,
         as_map: bool = False,
     ) -> Tensor:
-        """The state after each segment, `[segments, B, H, K, V]`, or its map `[…, K, K]`. Writes o, states and fed."""
+        """The state after each segment, `[segments, B, H, K, V]`, or its map `[…, K, K]`. Writes o, states and fed.
+
+        Without o: only what the next segment needs of it, nothing of the last segment.
+        """
         u, tiling, C, K = self.u, self.configuration.forward_scan, self.step, self.K
+        reach = tables.reach if o is None else None
         if o is None:
             tiling = self.configuration.carry_scan or tiling
         V = K if as_map else self.V
@@ -185,11 +192,11 @@ class Launch:
             forward_scan_kernel, tiling, V // block * segments * self.heads,
             self.per_token(u.q, C, K), rows(u.x, C, K), rows(u.w, C, block), rows(u.erase_key, C, K),
             tables.strengths, tables.cumulated, u.documents,
-            tiles(tables.first, C, C), tiles(grams, C, C), tiles(tables.inverse, C, C), tiles(initial, K, block),
+            tiles(tables.first, C, C), tiles(grams, C, C), tiles(tables.inverse, C, C), reach, tiles(initial, K, block),
             self.per_token(o, C, block), tiles(states, block, K), rows(fed, C, block),
             tiles(final, K, block), *self.sizes, self.per_segment(segments), segments,
             V=V, BV=block, C=C, INITIAL=initial is not None, MAP=as_map, READ=o is not None,
-            SAVED=0 if states is None else self.chunk // C,
+            SAVED=0 if states is None else self.chunk // C, BOUND=reach is not None,
         )  # fmt: skip
         return final
 
@@ -202,18 +209,22 @@ class Launch:
         d_states: Tensor | None = None,
         d_w: Tensor | None = None,
     ) -> Tensor:
-        """The gradient of the state before each segment. Writes d_states and column 0 of d_w."""
+        """The gradient of the state before each segment. Writes d_states and column 0 of d_w.
+
+        Without d_states: only what the segment before needs of it, nothing of the first segment.
+        """
+        reach = tables.reach if d_states is None else None
         u, tiling, C, K, V = self.u, self.configuration.backward_scan, self.step, self.K, self.V
         block = min(tiling.block, V)
         d_initial = self.empty(segments, self.B, self.H, K, V, dtype=torch.float32)
         self.start(
             backward_scan_kernel, tiling, V // block * segments * self.heads,
             self.per_token(u.q, C, K), rows(u.x, C, K), rows(u.erase_key, C, K),
-            tables.strengths, tables.cumulated, u.documents, tiles(tables.first, C, C), tiles(tables.inverse, C, C),
+            tables.strengths, tables.cumulated, u.documents, tiles(tables.first, C, C), tiles(tables.inverse, C, C), reach,
             self.per_token(d_o, C, block), tiles(d_final, K, block), tiles(d_states, block, K), rows(d_w, C, block),
             tiles(d_initial, K, block), *self.sizes, self.per_segment(segments), segments,
             V=V, BV=block, C=C, FINAL=d_final is not None,
-            SAVED=0 if d_states is None else self.chunk // C,
+            SAVED=0 if d_states is None else self.chunk // C, BOUND=reach is not None,
         )  # fmt: skip
         return d_initial
 

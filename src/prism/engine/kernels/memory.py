@@ -48,7 +48,7 @@ def forward(
 def _forward(
     run: Launch, state: Tensor | None, save: bool, segments: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, ChunkTables]:
-    tables = run.prepare()  # first: the device then works while the host allocates
+    tables = run.prepare(segments)  # first: the device then works while the host allocates
     o = run.empty(run.B, run.tokens, run.H, run.V)
     states = run.empty(run.B, run.H, run.chunks, run.V, run.K) if save else None
     fed = run.empty(run.B, run.T, run.H, run.V) if save and run.u.erases else None
@@ -129,18 +129,18 @@ def _outputs(*inputs: Any) -> tuple[Tensor, Tensor]:
         return forward(u, contiguous_aligned(state), save)[:2]
 
 
-def _memory_and_maps(*inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None]]:
-    """The outputs of `memory`, and the segments' maps.
+def _memory_and_maps(*inputs: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, Tensor | None]]:
+    """The outputs of `memory`, and of segments their maps and the reach of their chunks.
 
-    The registered operator cannot return the maps: their number depends on the device and the amount of work, which compiled
-    code must not depend on. Its backward computes them again.
+    The registered operator cannot return these: whether there are segments depends on the device and the amount of work, which
+    compiled code must not depend on. Its backward computes the maps again, and does without the reach.
     """
     *given, state, save = inputs
     u = KernelInputs(*all_contiguous_aligned(*given))
     with device_guard(u.w):
         o, final, states, fed, tables = forward(u, contiguous_aligned(state), save)
     saved = (states, fed, *tables[:4]) if save else (None,) * len(Saved._fields)
-    return (o, final, *all_present(saved, u.w)), (tables.maps,)
+    return (o, final, *all_present(saved, u.w)), (tables.maps, tables.reach)
 
 
 def _memory_shapes(*inputs: Any) -> tuple[Tensor, ...]:
@@ -171,7 +171,7 @@ def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) 
     u = KernelInputs(*all_contiguous_aligned(*rest[:INPUT_COUNT]))
     with device_guard(u.w):
         # Saved tensors too: a saved-tensor hook may return them with other strides.
-        d_o, d_final, state, *kept, maps = all_contiguous_aligned(d_o, d_final, *rest[INPUT_COUNT:])
+        d_o, d_final, state, *kept, maps, reach = all_contiguous_aligned(d_o, d_final, *rest[INPUT_COUNT:])
         saved = Saved(*kept)
         tables = ChunkTables(
             None if u.log_decay is None else saved.cumulated,
@@ -179,6 +179,7 @@ def _memory_backward(d_o: Tensor, d_final: Tensor | None, *rest: Tensor | None) 
             saved.first if u.erases else None,
             saved.inverse if u.erases else None,
             maps=maps,
+            reach=reach,
         )
         grads = backward(u, tables, state, saved.states, saved.fed if u.erases else None, d_o, d_final)
     return all_present(grads, u.w)
@@ -190,9 +191,15 @@ def _memory_backward_shapes(d_o: Tensor, d_final: Tensor | None, *rest: Any) -> 
     return *(gradient_like(z, u.w) for z in u[:-1]), d_state
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...], maps: Tensor | None = None) -> None:
+def _setup_context(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: tuple[Tensor, ...],
+    maps: Tensor | None = None,
+    reach: Tensor | None = None,
+) -> None:
     *given, save = inputs
-    ctx.save_for_backward(*given, *output[2:], maps)
+    ctx.save_for_backward(*given, *output[2:], maps, reach)
     ctx.has_state, ctx.saved_states = given[-1] is not None, save
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[2:])
@@ -217,7 +224,7 @@ memory_backward = Operator(
     "prism::memory_backward",
     _memory_backward,
     _memory_backward_shapes,
-    schema=f"(Tensor d_o, Tensor? d_final, {_INPUT_SCHEMA}, {schema_of(Saved)}, Tensor? maps) "
+    schema=f"(Tensor d_o, Tensor? d_final, {_INPUT_SCHEMA}, {schema_of(Saved)}, Tensor? maps, Tensor? reach) "
     f"-> ({', '.join(['Tensor'] * INPUT_COUNT)})",
 )
 memory = Operator(

@@ -10,6 +10,10 @@ which may be shorter than that of the parallel passes.
 **Sub-steps.** A token may take several rows (SUBSTEPS, DeltaProduct). T counts rows, and so does everything that is erased or
 written. Queries, outputs and their gradients, log-decays and documents have one row per token: a query belongs to its token's
 last row, a decay to the first.
+
+**Reach.** The norm of the matrix by which a chunk multiplies its incoming state is at most 2^reach: the product of its decays
+and of the norms of its tokens' I - a bᵀ. It is 0 where a document starts. A chain of chunks whose reaches sum up to less than
+-FORGOTTEN leaves nothing of what came before it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,66 @@ import triton.language as tl
 
 UNROLLED = tl.constexpr(5)
 """Up to this many columns, loops over columns are unrolled: their tiles are then loaded ahead. More would not fit."""
+
+FORGOTTEN = tl.constexpr(192.0)
+"""Bits by which a number up to 2^43 shrinks to 0 in float32, whose smallest is 2^-149."""
+SURVEYED = tl.constexpr(256)
+"""Chunks whose reaches are summed together."""
+
+
+@triton.jit
+def log_growth(key, lookup, beta):
+    """log₂ ‖I - a bᵀ‖ of each row, `[C]`, where a = β · `key` and b = `lookup` `[C, K]`: 0 where a and b are parallel and
+    a·b is in [0, 2]. The squares of the two singular values that are not 1 have this sum and product."""
+    a, b = key.to(tl.float32), lookup.to(tl.float32)
+    along = beta * tl.sum(a * b, 1)
+    both = 2.0 - 2.0 * along + beta * beta * tl.sum(a * a, 1) * tl.sum(b * b, 1)
+    product = (1.0 - along) * (1.0 - along)
+    largest = 0.5 * (both + tl.sqrt(tl.maximum(both * both - 4.0 * product, 0.0)))
+    return 0.5 * tl.log2(tl.maximum(largest, 1.0))
+
+
+@triton.jit
+def store_reach(
+    reach,
+    G,
+    growth,
+    documents,
+    place,
+    b,
+    t,
+    T,
+    C: tl.constexpr,
+    DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+    SUBSTEPS: tl.constexpr,
+):
+    """Store a chunk's reach: its decays, and the growth of its erases."""
+    total = growth + 0.0
+    if DECAY:
+        total += tl.min(G.to(tl.float32), 0)  # the last: decays only sum up
+    if DOCUMENTS:
+        own = documents + b.to(tl.int64) * (T // SUBSTEPS)
+        first = tl.load(own + tl.minimum(tl.maximum(t - 1, 0), T - 1) // SUBSTEPS, mask=t > 0, other=0)
+        final = tl.load(own + tl.minimum(t + C - 1, T - 1) // SUBSTEPS)
+        total = tl.where(first == final, total, -1e9)
+    tl.store(reach + place, total)
+
+
+@triton.jit
+def lasting_chunks(reach, near, count, direction):
+    """How many of `count` chunks, from `near` on in this direction, still matter where `near` begins (or ends); `count` + 1 if
+    what came before all of them does."""
+    i = tl.arange(0, SURVEYED)
+    passed = 0.0
+    lasting = 0
+    for first in range(0, count, SURVEYED):
+        own = tl.load(reach + near + direction * (first + i), mask=first + i < count, other=0.0)
+        until = passed + tl.cumsum(own, 0)
+        passed += tl.sum(own, 0)
+        last = tl.max(tl.where((until - own > -FORGOTTEN) & (first + i < count), first + i + 1, 0), 0)
+        lasting = tl.maximum(lasting, last)
+    return tl.where(passed > -FORGOTTEN, count + 1, lasting)
 
 
 @triton.jit
