@@ -101,17 +101,35 @@ def test_gated_norm(by_kernels: None, rows: tuple[int, ...]) -> None:
     assert_equal(got, wanted)
 
 
+@needs_kernels
+@pytest.mark.parametrize("documents", [None, [[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]]])
+@pytest.mark.parametrize("others_read", [True, False])
+def test_products_and_a_convolution(by_kernels: None, documents: list[list[int]] | None, others_read: bool) -> None:
+    """The sum of all gradients of x starts with the convolution's."""
+    maps, taps = [nn.Linear(12, size, bias=False) for size in (30, 8)], nn.Linear(12, 4, bias=False)
+    window = torch.randn(2, 3, 12)
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        numbers = None if documents is None else torch.tensor(documents, device=DEVICE)
+        conv = pieces.Convolution(taps.weight, window.to(x), numbers)
+        found, same, convolved = pieces.products(x, *(m.weight for m in maps), conv=conv)
+        assert convolved is not None
+        return *found, convolved, *([same.square()] if others_read else [])
+
+    assert_equal(*both(call, [torch.randn(2, 5, 12)], [*maps, taps]))
+
+
 def test_products(by_kernels: None) -> None:
     maps = [nn.Linear(12, size, bias=False) for size in (30, 8, 1)]
 
     def call(x: Tensor) -> tuple[Tensor, ...]:
         """The products, and other readers of x: their gradients are part of the sum, and must not be changed by it."""
-        found, same = pieces.products(x, *(m.weight for m in maps))
+        found, same, _ = pieces.products(x, *(m.weight for m in maps))
         return *found, same.square(), same.view_as(same)
 
     assert_equal(*both(call, [torch.randn(2, 5, 12)], maps))
     x = torch.randn(3, 12, device=DEVICE, requires_grad=True)
-    (first, second, _), same = pieces.products(x, *(m.float().weight for m in maps))
+    (first, second, _), same, _ = pieces.products(x, *(m.float().weight for m in maps))
     assert first.grad_fn is second.grad_fn is same.grad_fn
     given = torch.randn_like(x)
     before = given.clone()
@@ -150,7 +168,7 @@ def test_a_layer_whose_maps_share_the_gradient_of_their_input(rule: str, monkeyp
     plain = run()
     monkeypatch.setattr(pieces, "use_kernel", lambda x: True)
     assert_equal(run(), [z.double() for z in plain])
-    assert counted == [3 if rule == "delta" else 4]
+    assert counted == [6 if rule == "delta" else 7]
     mixer.rule.qkv.register_forward_hook(lambda module, given, answer: None)
     assert_equal(run(), [z.double() for z in plain])
     assert len(counted) == 1

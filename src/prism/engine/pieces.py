@@ -5,7 +5,8 @@
     swiglu          down(silu(gate x) ⊙ up x)
     gated_norm      RMSNorm(o) ⊙ silu(g), per head
     gated_output    out(RMSNorm(o) ⊙ silu(g)), per head
-    products        x W₁ᵀ, x W₂ᵀ … and x: the gradient of x is summed inside the products of the backward pass
+    products        x W₁ᵀ, x W₂ᵀ …, a short convolution of x, and x: the gradient of x is summed inside the products of the
+                    backward pass
 
 Each function is its definition in torch. In training on a GPU an autograd function takes its place, if every module in it is
 an ordinary one without hooks: the same values up to rounding, from the kernels in engine/kernels/pieces.py. It keeps its
@@ -18,14 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import compat
-from prism.engine.fused import use_kernel
+from prism.engine.fused import short_conv, use_kernel
 from prism.engine.recompute import cheap, replaceable
 
 WIDEST_ROW, WIDEST_HEAD = 8192, 4096
@@ -98,16 +99,30 @@ def products_serve(x: Tensor) -> bool:
     return _serves(x) and x.dtype == _autocast_dtype(x)
 
 
-def products(x: Tensor, *weights: Tensor) -> tuple[list[Tensor], Tensor]:
-    """x `[…, D]` and weights `[N_i, D]` → x W_iᵀ `[…, N_i]` for each weight, and x itself for everything else that reads it.
+class Convolution(NamedTuple):
+    """A short convolution with SiLU and without a bias, as in `short_conv`. Its conv state gets no gradient."""
 
-    The gradients of x by each product, and by all readers of the x that is returned, are otherwise summed by autograd, which
+    taps: Tensor  # [W, D]
+    window: Tensor | None
+    documents: Tensor | None
+
+
+def products(
+    x: Tensor, *weights: Tensor, conv: Convolution | None = None
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """x `[…, D]` and weights `[N_i, D]` → x W_iᵀ `[…, N_i]` for each weight, x itself for everything else that reads it, and
+    its convolution `[B, T, D]`.
+
+    The gradients of x by each of these, and by all readers of the x that is returned, are otherwise summed by autograd, which
     reads and writes all of them once more.
     """
     if products_serve(x):
-        *found, same = _Products.apply(x, *weights)
-        return found, same
-    return [F.linear(x, w) for w in weights], x
+        window, documents = (None, None) if conv is None else conv[1:]
+        given = None if conv is None else conv.taps, window, None if documents is None else documents.int()
+        *found, same, convolved = _Products.apply(x, *given, *weights)
+        return found, same, convolved
+    convolved = None if conv is None else short_conv(x, conv.taps, None, conv.window, conv.documents)
+    return [F.linear(x, w) for w in weights], x, convolved
 
 
 def plain_linear(m: nn.Module) -> bool:
@@ -155,6 +170,16 @@ def _weight_gradient(d_y: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.float32 != x.dtype and x.is_cuda:  # without rounding it to half precision
         return torch.mm(d_y.T, x, out_dtype=dtype)
     return torch.mm(d_y.T, x).to(dtype)
+
+
+def _conv_gradients(
+    d_y: Tensor, x: Tensor, taps: Tensor, window: Tensor | None, documents: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradients of a short convolution with SiLU by x, a new tensor, and by its taps."""
+    from prism.engine.kernels.short_conv import short_conv_backward
+
+    d_x, d_taps, _ = short_conv_backward(d_y, x, taps, None, window, documents, True)
+    return d_x, d_taps
 
 
 def _normed(s: Tensor, norm: Any, dtype: torch.dtype) -> Tensor:
@@ -292,28 +317,34 @@ class _GatedOutput(torch.autograd.Function):
 
 
 class _Products(torch.autograd.Function):
-    """Keeps x and the weights in x's dtype."""
+    """Keeps x, the convolution's inputs, and the weights in x's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, taps: Tensor | None, window: Tensor | None, documents: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor | None, ...]:
         flat, cast = _rows(x, x.shape[-1]), [w.to(x.dtype) for w in weights]
-        ctx.save_for_backward(flat, *cast)
+        ctx.save_for_backward(flat, taps, window, documents, *cast)
         ctx.shape, ctx.dtypes = x.shape, [w.dtype for w in weights]
         ctx.set_materialize_grads(False)
-        return *((flat @ w.T).view(*x.shape[:-1], len(w)) for w in cast), x.view_as(x)
+        convolved = None if taps is None else short_conv(x, taps, None, window, documents)
+        return *((flat @ w.T).view(*x.shape[:-1], len(w)) for w in cast), x.view_as(x), convolved
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
-        x, *weights = ctx.saved_tensors
-        *d_ys, d_same = d_outputs
+        x, taps, window, documents, *weights = ctx.saved_tensors
+        *d_ys, d_same, d_convolved = d_outputs
         rows = [None if d is None else _rows(d, len(w)) for d, w in zip(d_ys, weights, strict=True)]
-        d_x, own = None if d_same is None else _rows(d_same, x.shape[-1]), False
+        d_x, d_taps, own = None if d_same is None else _rows(d_same, x.shape[-1]), None, False
+        if d_convolved is not None:
+            d_own, d_taps = _conv_gradients(d_convolved, x.view(ctx.shape), taps, window, documents)
+            d_x, own = d_own.view(x.shape) if d_x is None else d_own.view(x.shape).add_(d_x), True
         for d, w in zip(rows, weights, strict=True):
             if d is not None and ctx.needs_input_grad[0]:
                 # What autograd hands over may be used elsewhere, so only our own sum is added to in place.
                 d_x = d @ w if d_x is None else d_x.addmm_(d, w) if own else torch.addmm(d_x, d, w)
                 own = True
-        wanted = zip(rows, ctx.dtypes, ctx.needs_input_grad[1:], strict=True)
+        wanted = zip(rows, ctx.dtypes, ctx.needs_input_grad[4:], strict=True)
         d_weights = [_weight_gradient(d, x, dtype) if d is not None and wants else None for d, dtype, wants in wanted]
-        return None if d_x is None else d_x.view(ctx.shape), *d_weights
+        return None if d_x is None else d_x.view(ctx.shape), d_taps, None, None, *d_weights

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from prism.engine import Update
 from prism.engine.compat import is_unmodified
 from prism.engine.fused import Columns, Corrections, conv_columns, delta_columns, one_operator_serves
+from prism.engine.pieces import Convolution
 from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan, Norm
 from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan
@@ -47,7 +48,7 @@ class DeltaFamily(Rule):
 
     shared_maps = ("gate", "out")
     query_first_maps = ("qkv",)
-    planned = ("update", "output", "beta_and_decay", "anchor", "corrections", "placed", "erasure")
+    planned = ("update", "output", "beta_and_decay", "anchor", "anchor_operands", "corrections", "placed", "erasure")
 
     def __init__(
         self,
@@ -94,9 +95,15 @@ class DeltaFamily(Rule):
         beta = beta.sigmoid() if self.beta_scale == 1.0 else self.beta_scale * beta.sigmoid()
         return beta, None if self.decay is None else self.decay(decay[0])
 
-    def anchor(self, x: Tensor, carry: Carry, span: Span) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What further writes are computed from, `[B, T, width]`, and its carry. Only PRISM has it."""
+    def anchor(
+        self, x: Tensor, carry: Carry, span: Span, u: Tensor | None = None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """What further writes are computed from, `[B, T, width]` (u if it is known), and its carry. Only PRISM has it."""
         return None, {}
+
+    def anchor_operands(self, x: Tensor, carry: Carry, span: Span) -> Convolution | None:
+        """The convolution that makes the anchor, to be computed with the maps of x; None if there is none, or it cannot."""
+        return None
 
     def corrections(
         self, x: Tensor, u: Tensor | None, carry: Carry, span: Span
@@ -114,9 +121,9 @@ class DeltaFamily(Rule):
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
         """As in `Rule`; the extra is the gate's map of x, or None if `output` is to compute it."""
-        projected, rates, gate, x = self._maps(x)
+        projected, rates, gate, x, u = self._maps(x, carry, span)
         beta, log_decay = self.beta_and_decay(x, rates)
-        found, carried = self._columns(x, projected, beta, carry, span)
+        found, carried = self._columns(x, u, projected, beta, carry, span)
         q, k, w = found
         k, of_keys = self.placed(k, carry, span)
         update = Update(
@@ -131,20 +138,25 @@ class DeltaFamily(Rule):
         )
         return update, {**carried, **of_keys}, gate
 
-    def _maps(self, x: Tensor) -> tuple[Tensor, list[Tensor] | None, Tensor | None, Tensor]:
-        """The outputs of `qkv`, of `rate_maps` and of the gate, and x for everything else that reads it; rates and gate are
-        None where they are computed later."""
+    def _maps(
+        self, x: Tensor, carry: Carry, span: Span
+    ) -> tuple[Tensor, list[Tensor] | None, Tensor | None, Tensor, Tensor | None]:
+        """The outputs of `qkv`, of `rate_maps` and of the gate, x for everything else that reads it, and the anchor; rates,
+        gate and anchor are None where they are computed later."""
         gates = [] if self.gate is None else [(self.gate,)]
-        found = linear_groups(x, (self.qkv,), self.rate_maps, *gates)
+        found = linear_groups(x, (self.qkv,), self.rate_maps, *gates, conv=self.anchor_operands(x, carry, span))
         if found is None:
-            return self.qkv(x), None, None, x
-        (projected,), rates, *gated = found[0]
-        return projected, rates, gated[0][0] if gates else None, found[1]
+            return self.qkv(x), None, None, x, None
+        ((projected,), rates, *gated), x, u = found
+        return projected, rates, gated[0][0] if gates else None, x, u
 
     def _columns(
-        self, x: Tensor, projected: Tensor, beta: Tensor, carry: Carry, span: Span
+        self, x: Tensor, u: Tensor | None, projected: Tensor, beta: Tensor, carry: Carry, span: Span
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """The columns, and what the next call needs. What is cheap to compute again is not kept for the backward pass."""
+        """The columns, and what the next call needs. What is cheap to compute again is not kept for the backward pass.
+
+        u is the anchor, if it is known.
+        """
         window = carry.get("conv")
 
         def later(
@@ -154,18 +166,18 @@ class DeltaFamily(Rule):
             found = () if corrections is None else corrections[:4]
             return tuple(z for z in found if z is not None), (corrections, carried)
 
-        def columns(x: Tensor, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
+        def columns(x: Tensor, u: Tensor | None, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
             mixed, conv_state = self.conv(projected, window, span)
-            u, anchored = self.anchor(x, carry, span)
+            u, anchored = self.anchor(x, carry, span, u)
             corrections, carried = self.corrections(x, u, carry, span)
             found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
             return found, {"conv": conv_state, **anchored, **carried}
 
         taps = self._taps_of_one_operator(projected, window, span)
         if taps is None:
-            return cheap(columns, x, projected, beta)
+            return cheap(columns, x, u, projected, beta)
         # The operator saves its inputs only. To keep q, k, w and the anchor is faster than to compute them again.
-        u, anchored = self.anchor(x, carry, span)
+        u, anchored = self.anchor(x, carry, span, u)
         _, (corrections, carried) = cheap(later, x, u)
         found = conv_columns(projected, taps, window, span.documents, beta, self.key_dim, corrections)
         return found, {"conv": self.conv.next_state(projected, window, span), **anchored, **carried}

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import SOLVERS, Corrections, solved_writes
+from prism.engine.pieces import Convolution
 from prism.engine.step_plan import DeltaPlan
 from prism.rules.delta import GatedDelta
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, split_heads
@@ -169,8 +170,13 @@ class Prism(GatedDelta):
         preset = inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, default="lm", annotation="str")
         return {"preset": preset, **super().option_parameters()}
 
-    def anchor(self, x: Tensor, carry: Carry, span: Span) -> tuple[Tensor | None, dict[str, Tensor]]:
-        return (None, {}) if self.writes is None else self.writes.anchor(x, carry, span)
+    def anchor(
+        self, x: Tensor, carry: Carry, span: Span, u: Tensor | None = None
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        return (None, {}) if self.writes is None else self.writes.anchor(x, carry, span, u)
+
+    def anchor_operands(self, x: Tensor, carry: Carry, span: Span) -> Convolution | None:
+        return None if self.writes is None else self.writes.anchor_operands(x, carry, span)
 
     def corrections(
         self, x: Tensor, u: Tensor | None, carry: Carry, span: Span

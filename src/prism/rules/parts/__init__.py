@@ -18,7 +18,7 @@ from prism.engine.compat import is_unmodified
 from prism.engine.fused import UNIT_EPS as UNIT_EPS
 from prism.engine.fused import history, short_conv
 from prism.engine.fused import l2_normalize as l2_normalize
-from prism.engine.pieces import plain_linear, products, products_serve
+from prism.engine.pieces import Convolution, plain_linear, products, products_serve
 from prism.engine.step_plan import LowRankPlan
 from prism.rules.rule import Carry, Span, set_initial_weights
 
@@ -38,9 +38,11 @@ def fused_linears(x: Tensor, *maps: nn.Module) -> list[Tensor]:
     return [m(x) for m in maps] if weight is None else _outputs(F.linear(x, weight), maps)
 
 
-def linear_groups(x: Tensor, *groups: tuple[nn.Module, ...]) -> tuple[list[list[Tensor]], Tensor] | None:
-    """`fused_linears` of several groups of maps, one product each, and x for all else that reads it: the products sum the
-    gradient of x (`products` in pieces.py).
+def linear_groups(
+    x: Tensor, *groups: tuple[nn.Module, ...], conv: Convolution | None = None
+) -> tuple[list[list[Tensor]], Tensor, Tensor | None] | None:
+    """`fused_linears` of several groups of maps, one product each, x for all else that reads it, and its convolution: the
+    products sum the gradient of x (`products` in pieces.py).
 
     None if the products cannot do that here, or a map was replaced, hooked or quantised: call `fused_linears` then.
     """
@@ -49,8 +51,8 @@ def linear_groups(x: Tensor, *groups: tuple[nn.Module, ...]) -> tuple[list[list[
     weights = [weight for group in groups if (weight := _joined_weight(group)) is not None]
     if len(weights) < len(groups):
         return None
-    found, x = products(x, *weights)
-    return [_outputs(y, group) for y, group in zip(found, groups, strict=True)], x
+    found, x, convolved = products(x, *weights, conv=conv)
+    return [_outputs(y, group) for y, group in zip(found, groups, strict=True)], x, convolved
 
 
 def _joined_weight(maps: tuple[nn.Module, ...]) -> Tensor | None:
@@ -129,6 +131,15 @@ class ShortConv(nn.Module):
             conv_state = span.previous(following, conv_state)
             y = short_conv(x, self.weight, self.bias, conv_state, span.documents, self.activation)
         return y, following
+
+    def operands(self, x: Tensor, conv_state: Tensor | None, span: Span) -> Convolution | None:
+        """This convolution as an operand of `products`; None if `forward` must compute it."""
+        learned = conv_state is not None and conv_state.requires_grad and torch.is_grad_enabled()
+        if self.weight is None or not is_plain_conv(self) or not is_unmodified(self):
+            return None
+        if learned or span.context is not None:
+            return None
+        return Convolution(self.weight, None if conv_state is None else conv_state.to(x.dtype), span.documents)
 
     def next_state(self, x: Tensor, conv_state: Tensor | None, span: Span) -> Tensor:
         """The last `size - 1` real tokens of the current document, zeros before it."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine.fused import Corrections
-from prism.engine.pieces import plain_linear
+from prism.engine.pieces import Convolution, plain_linear
 from prism.engine.step_plan import LowRankPlan, WritesPlan
 from prism.rules.parts import (
     Carry,
@@ -105,10 +105,17 @@ class ResidualWrites(nn.Module):
             values |= {name: self.up_std * torch.randn(shape) for name, shape in self.ups.items()}
         return values
 
-    def anchor(self, x: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
-        """The anchor u of x `[B, T, width]`, and what the next call needs."""
-        u, following = self.conv(x, carry.get("anchor"), span)
+    def anchor(self, x: Tensor, carry: Carry, span: Span, u: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The anchor u of x `[B, T, width]`, computed here unless it is known, and what the next call needs."""
+        window = carry.get("anchor")
+        if u is not None:
+            return u, {"anchor": self.conv.next_state(x, window, span)}
+        u, following = self.conv(x, window, span)
         return u, {"anchor": following}
+
+    def anchor_operands(self, x: Tensor, carry: Carry, span: Span) -> Convolution | None:
+        """The anchor's convolution as an operand of `products`; None if `anchor` must compute it."""
+        return self.conv.operands(x, carry.get("anchor"), span)
 
     def forward(
         self, x: Tensor, u: Tensor, carry: Carry, span: Span, below: Tensor | None = None
