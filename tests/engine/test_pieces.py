@@ -141,6 +141,22 @@ def test_products(by_kernels: None) -> None:
     torch.testing.assert_close(found[0], maps[1].weight.sum(0).expand_as(x))
 
 
+@pytest.mark.parametrize("spare", [0, 3])
+def test_widened(by_kernels: None, spare: int) -> None:
+    ups = [nn.Linear(4, 30, bias=False), nn.Linear(6, 9, bias=False)]
+
+    def call(y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(pieces.widened(y, [4, 2, 6], [ups[0].weight, None, ups[1].weight]))
+
+    assert_equal(*both(call, [torch.randn(2, 5, 12 + spare)], ups))
+    y = torch.randn(3, 12 + spare, device=DEVICE, requires_grad=True)
+    first, middle, _ = call(y)
+    assert first.grad_fn is middle.grad_fn
+    with unwritten_memory_is_nan():  # parts that nothing reads have no gradient
+        found = torch.autograd.grad(middle.sum(), y)[0]
+    torch.testing.assert_close(found, F.pad(torch.ones(3, 2), (4, 6 + spare)).to(DEVICE))
+
+
 def test_products_of_frozen_maps_have_the_gradient_of_their_input_only(by_kernels: None) -> None:
     maps = [nn.Linear(4, 6, bias=False, device=DEVICE).requires_grad_(frozen) for frozen in (False, True)]
     x = torch.randn(3, 4, device=DEVICE, requires_grad=True)

@@ -7,6 +7,7 @@
     gated_output    out(RMSNorm(o) ⊙ silu(g)), per head
     products        x W₁ᵀ, x W₂ᵀ …, a short convolution of x, and x: the gradient of x is summed inside the products of the
                     backward pass
+    widened         y's columns in parts, some of them mapped: the gradients are computed in their places in y's
 
 Each function is its definition in torch. In training on a GPU an autograd function takes its place, if every module in it is
 an ordinary one without hooks: the same values up to rounding, from the kernels in engine/kernels/pieces.py. It keeps its
@@ -123,6 +124,15 @@ def products(
         return found, same, convolved
     convolved = None if conv is None else short_conv(x, conv.taps, None, conv.window, conv.documents)
     return [F.linear(x, w) for w in weights], x, convolved
+
+
+def widened(y: Tensor, sizes: list[int], weights: list[Tensor | None]) -> list[Tensor]:
+    """y `[…, N]` in parts of these sizes, which leave out the last columns if they sum up to less than N; part i with a weight
+    `[M_i, size_i]` is mapped by it, `[…, M_i]`: the second halves of low-rank maps."""
+    if products_serve(y):
+        return list(_Widened.apply(y, sizes, *weights))
+    parts = y.split([*sizes, y.shape[-1] - sum(sizes)], -1)
+    return [part if w is None else F.linear(part, w) for part, w in zip(parts, weights, strict=False)]
 
 
 def plain_linear(m: nn.Module) -> bool:
@@ -348,3 +358,38 @@ class _Products(torch.autograd.Function):
         wanted = zip(rows, ctx.dtypes, ctx.needs_input_grad[4:], strict=True)
         d_weights = [_weight_gradient(d, x, dtype) if d is not None and wants else None for d, dtype, wants in wanted]
         return None if d_x is None else d_x.view(ctx.shape), d_taps, None, None, *d_weights
+
+
+class _Widened(torch.autograd.Function):
+    """Keeps y, and the weights in y's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, sizes: list[int], *weights: Tensor | None) -> tuple[Tensor, ...]:
+        flat, cast = _rows(y, y.shape[-1]), [None if w is None else w.to(y.dtype) for w in weights]
+        ctx.save_for_backward(flat, *cast)
+        ctx.shape, ctx.sizes, ctx.dtypes = y.shape, sizes, [None if w is None else w.dtype for w in weights]
+        ctx.set_materialize_grads(False)
+        parts = flat.split([*sizes, flat.shape[1] - sum(sizes)], 1)
+        found = [part.contiguous() if w is None else part @ w.T for part, w in zip(parts, cast, strict=False)]
+        return tuple(z.view(*y.shape[:-1], z.shape[1]) for z in found)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        y, *weights = ctx.saved_tensors
+        d_y, d_weights, start = torch.empty_like(y), [], 0
+        for size, d_out, w, dtype, wants in zip(
+            ctx.sizes, d_outputs, weights, ctx.dtypes, ctx.needs_input_grad[2:], strict=True
+        ):
+            own, part = d_y[:, start : start + size], y[:, start : start + size]
+            d = None if d_out is None else _rows(d_out, d_out.shape[-1])
+            if d is None:
+                own.zero_()
+            elif w is None:
+                own.copy_(d)
+            else:
+                torch.mm(d, w, out=own)
+            d_weights.append(_weight_gradient(d, part, dtype) if d is not None and w is not None and wants else None)
+            start += size
+        d_y[:, start:].zero_()
+        return d_y.view(ctx.shape), None, *d_weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from prism.engine.compat import is_unmodified
 from prism.engine.fused import UNIT_EPS as UNIT_EPS
 from prism.engine.fused import history, short_conv
 from prism.engine.fused import l2_normalize as l2_normalize
-from prism.engine.pieces import Convolution, plain_linear, products, products_serve
+from prism.engine.pieces import Convolution, plain_linear, products, products_serve, widened
 from prism.engine.step_plan import LowRankPlan
 from prism.rules.rule import Carry, Span, set_initial_weights
 
@@ -71,9 +72,21 @@ def _outputs(y: Tensor, maps: tuple[nn.Module, ...]) -> list[Tensor]:
     """Each map's outputs, from the product with `_joined_weight(maps)`."""
     firsts = [m.down if isinstance(m, LowRank) else m for m in maps]
     sizes = [m.out_features for m in firsts if isinstance(m, nn.Linear)]
+    seconds = _second_halves(maps)
+    if seconds is not None:
+        return widened(y, sizes, seconds)
     spare = y.shape[-1] - sum(sizes)
     outputs = y.split([*sizes, *[spare] * (spare > 0)], -1) if y.shape[-1] > sizes[0] else [y]
     return [m.widen(z) if isinstance(m, LowRank) else z for m, z in zip(maps, outputs, strict=False)]
+
+
+def _second_halves(maps: tuple[nn.Module, ...]) -> list[Tensor | None] | None:
+    """The weights of low-rank maps' second halves, and None for linear maps; None if there are no low-rank maps, or a second
+    half is not a plain product."""
+    plans: dict[nn.Module, Any] = {m: map_plan(m) for m in maps if isinstance(m, LowRank)}
+    if not plans or not all(isinstance(plan, LowRankPlan) and plan.bias is None for plan in plans.values()):
+        return None
+    return [plan.up if isinstance(plan := plans.get(m), LowRankPlan) else None for m in maps]
 
 
 def map_plan(m: nn.Module | None) -> Tensor | LowRankPlan | None:
