@@ -65,6 +65,8 @@ def cases() -> Iterator[Case]:
         yield Case(tokens)
     for variation in ({"alike": True}, {"decay": "strong"}, {"decay": "shut"}, {"segments": 3}):
         yield Case(1500, **variation)
+    for variation in ({"decay": "strong"}, {"decay": "shut"}, {"packed": True}, {"erase": "own"}):
+        yield Case(4000, segments=3, **variation)
     for writes in (1, 3, 4):
         yield Case(333, writes)
         yield Case(333, writes, alike=True)
@@ -225,7 +227,8 @@ def _in_torch(form: str) -> Callable[[prism.Update, Tensor], tuple[Tensor, Tenso
 def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
     from prism.engine.kernels.configurations import configuration
 
-    return configuration(case.key_dim, case.value_dim, case.writes, dtype, torch.device(device))
+    columns = case.writes + (case.erase == "own")
+    return configuration(case.key_dim, case.value_dim, columns, dtype, torch.device(device))
 
 
 def around_the_memory(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:

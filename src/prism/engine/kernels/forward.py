@@ -24,6 +24,7 @@ import triton.language as tl
 from prism.engine.kernels.tiles import (
     UNROLLED,
     borders,
+    diagonal,
     lasting_chunks,
     left_of_writes,
     load_gate,
@@ -108,11 +109,11 @@ def prepare_kernel(
         gram = tl.dot(key, tl.trans(asked), input_precision=PRECISION)
         first.store([(bh * chunks + n) * C, 0], (gram * turned).to(first.dtype))
         upper = tl.dot(key, tl.trans(lookup), input_precision=PRECISION)
+        if BOUND:
+            growth = tl.sum(log_growth(beta * diagonal(upper, C), key, lookup, beta, TIED), 0)
+            store_reach(reach, G, growth, documents, bh * chunks + n, b, t, T, C, DECAY, DOCUMENTS, SUBSTEPS)
         solved = invert_unit_lower(off_diagonal(upper * turned * beta[None, :], C), C, PRECISION)
         inverse.store([(bh * chunks + n) * C, 0], solved.to(inverse.dtype))
-        if BOUND:
-            growth = tl.sum(log_growth(key, lookup, beta), 0)
-            store_reach(reach, G, growth, documents, bh * chunks + n, b, t, T, C, DECAY, DOCUMENTS, SUBSTEPS)
     elif BOUND:
         store_reach(reach, G, 0.0, documents, bh * chunks + n, b, t, T, C, DECAY, DOCUMENTS, SUBSTEPS)
     if J <= UNROLLED:

@@ -31,15 +31,19 @@ SURVEYED = tl.constexpr(256)
 
 
 @triton.jit
-def log_growth(key, lookup, beta):
-    """log₂ ‖I - a bᵀ‖ of each row, `[C]`, where a = β · `key` and b = `lookup` `[C, K]`: 0 where a and b are parallel and
-    a·b is in [0, 2]. The squares of the two singular values that are not 1 have this sum and product."""
-    a, b = key.to(tl.float32), lookup.to(tl.float32)
-    along = beta * tl.sum(a * b, 1)
-    both = 2.0 - 2.0 * along + beta * beta * tl.sum(a * a, 1) * tl.sum(b * b, 1)
-    product = (1.0 - along) * (1.0 - along)
-    largest = 0.5 * (both + tl.sqrt(tl.maximum(both * both - 4.0 * product, 0.0)))
-    return 0.5 * tl.log2(tl.maximum(largest, 1.0))
+def log_growth(along, key, lookup, beta, TIED: tl.constexpr):
+    """log₂ ‖I - a bᵀ‖ of each row, `[C]`, where a = β · `key` and b = `lookup` `[C, K]`, and `along` = a·b `[C]`.
+
+    One singular value is |1 - a·b| if a and b are parallel (TIED), and all others are 1. If they are not, two differ from 1,
+    and their squares have this sum and product."""
+    if TIED:
+        return tl.log2(tl.maximum(tl.abs(1.0 - along), 1.0))
+    else:
+        a, b = key.to(tl.float32), lookup.to(tl.float32)
+        both = 2.0 - 2.0 * along + beta * beta * tl.sum(a * a, 1) * tl.sum(b * b, 1)
+        product = (1.0 - along) * (1.0 - along)
+        largest = 0.5 * (both + tl.sqrt(tl.maximum(both * both - 4.0 * product, 0.0)))
+        return 0.5 * tl.log2(tl.maximum(largest, 1.0))
 
 
 @triton.jit
