@@ -141,14 +141,15 @@ def test_products(by_kernels: None) -> None:
     torch.testing.assert_close(found[0], maps[1].weight.sum(0).expand_as(x))
 
 
+@needs_kernels
 @pytest.mark.parametrize("spare", [0, 3])
 def test_widened(by_kernels: None, spare: int) -> None:
-    ups = [nn.Linear(4, 30, bias=False), nn.Linear(6, 9, bias=False)]
+    ups = [nn.Linear(4, 70, bias=False), nn.Linear(6, 9, bias=False)]
 
     def call(y: Tensor) -> tuple[Tensor, ...]:
         return tuple(pieces.widened(y, [4, 2, 6], [ups[0].weight, None, ups[1].weight]))
 
-    assert_equal(*both(call, [torch.randn(2, 5, 12 + spare)], ups))
+    assert_equal(*both(call, [torch.randn(2, 25, 12 + spare)], ups))
     y = torch.randn(3, 12 + spare, device=DEVICE, requires_grad=True)
     first, middle, _ = call(y)
     assert first.grad_fn is middle.grad_fn
@@ -191,7 +192,7 @@ def test_a_layer_whose_maps_share_the_gradient_of_their_input(rule: str, monkeyp
 
 
 @needs_kernels
-@pytest.mark.parametrize("piece", ["residual_norm", "swiglu", "gated_output", "products"])
+@pytest.mark.parametrize("piece", ["residual_norm", "swiglu", "gated_output", "products", "widened"])
 def test_half_precision_errs_at_most_twice_what_torch_does(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     norm, head = nn.RMSNorm(32, eps=1e-5), HeadNorm(16)
@@ -202,6 +203,7 @@ def test_half_precision_errs_at_most_twice_what_torch_does(piece: str, monkeypat
         "swiglu": (lambda x: pieces.swiglu(x, *maps), [(2, 40, 32)], maps),
         "gated_output": (lambda o, g: gated_output(head, o, g, out), [(2, 40, 2, 16), (2, 40, 32)], [head, out]),
         "products": (lambda x: tuple(pieces.products(x, *(m.weight for m in maps[:2]))[0]), [(2, 40, 32)], maps[:2]),
+        "widened": (lambda y: tuple(pieces.widened(y, [32], [maps[0].weight])), [(2, 90, 40)], maps[:1]),
     }
     call, shapes, modules = calls[piece]
     given = [torch.randn(shape) for shape in shapes]

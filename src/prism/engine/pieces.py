@@ -365,31 +365,37 @@ class _Widened(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, sizes: list[int], *weights: Tensor | None) -> tuple[Tensor, ...]:
+        from prism.engine.kernels import pieces as kernel
+
         flat, cast = _rows(y, y.shape[-1]), [None if w is None else w.to(y.dtype) for w in weights]
         ctx.save_for_backward(flat, *cast)
         ctx.shape, ctx.sizes, ctx.dtypes = y.shape, sizes, [None if w is None else w.dtype for w in weights]
         ctx.set_materialize_grads(False)
-        parts = flat.split([*sizes, flat.shape[1] - sum(sizes)], 1)
-        found = [part.contiguous() if w is None else part @ w.T for part, w in zip(parts, cast, strict=False)]
-        return tuple(z.view(*y.shape[:-1], z.shape[1]) for z in found)
+        found, start = [], 0
+        for size, w in zip(sizes, cast, strict=True):
+            part = flat[:, start : start + size]
+            if w is not None:
+                part = kernel.widen(flat, start, w) if size <= kernel.NARROW else part @ w.T
+            found.append(part.contiguous().view(*y.shape[:-1], part.shape[1]))
+            start += size
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
         y, *weights = ctx.saved_tensors
         d_y, d_weights, start = torch.empty_like(y), [], 0
-        for size, d_out, w, dtype, wants in zip(
-            ctx.sizes, d_outputs, weights, ctx.dtypes, ctx.needs_input_grad[2:], strict=True
-        ):
+        given = zip(ctx.sizes, d_outputs, weights, ctx.dtypes, ctx.needs_input_grad[2:], strict=True)
+        for size, d_out, w, dtype, wants in given:
             own, part = d_y[:, start : start + size], y[:, start : start + size]
             d = None if d_out is None else _rows(d_out, d_out.shape[-1])
-            if d is None:
+            if d is None:  # nothing reads this part
                 own.zero_()
             elif w is None:
                 own.copy_(d)
             else:
                 torch.mm(d, w, out=own)
-            d_weights.append(_weight_gradient(d, part, dtype) if d is not None and w is not None and wants else None)
+            d_weights.append(_weight_gradient(d, part, dtype) if d is not None and wants else None)
             start += size
         d_y[:, start:].zero_()
         return d_y.view(ctx.shape), None, *d_weights
