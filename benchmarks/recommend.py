@@ -251,12 +251,11 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {
         name: [] for name in [*arguments.models, *(f"rectools-{n}" for n in peers)]
     }
-    apart = {}
-    if arguments.same and peers:
-        apart = {"same_scores": same_scores(arguments.events, arguments.peer, script, settings)}
-        print(apart, flush=True)
     waiting = []
+    apart = {}
     with ThreadPoolExecutor(arguments.jobs) as pool:
+        if arguments.same and peers:
+            checked = pool.submit(same_scores, arguments.events, arguments.peer, script, dict(settings))
         for repeat in range(arguments.repeats):
             settings["seed"] = arguments.seed + (repeat if arguments.seeds else 0)
             flags = as_flags(settings)
@@ -278,6 +277,9 @@ def main() -> None:
                 f"HR@10 {row['HR@10']:.4f}, NDCG@10 {row['NDCG@10']:.4f}",
                 flush=True,
             )
+        if arguments.same and peers:
+            apart = {"same_scores": checked.result()}
+            print(apart["same_scores"])
     fastest = {name: min(rows, key=lambda row: row["seconds"]["all"]) for name, rows in runs.items()}
     command = shlex.join(["python", "benchmarks/recommend.py", *sys.argv[1:]])
     settings["seed"] = arguments.seed
