@@ -12,7 +12,8 @@ history are read by sequence models. No model validates while training. With `--
 ranked: then EASE and ALS know the same events here and there. With `--plain` our models are trained as RecTools trains its
 own: a constant learning rate without warmup, no weight decay, no clipping. With `--same` RecTools' SASRec also has the layers,
 initial weights and catalogue of ours (rectools_same.py), and ours products in float32: the definitions are then the same. That
-is checked first: a model of ours is trained for five epochs, RecTools gets its weights, and both score all items for all users.
+is checked: both train from our initial weights for a few steps without dropout, on all users at once, so that nothing is
+random; then RecTools gets our trained weights. After both, the scores of all items for all users are compared.
 `--device cuda --jobs 6` compares quality only: runs then share the GPU, and their times say nothing.
 """
 
@@ -103,7 +104,7 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
     from prism.overrides import override
     from prism.recommend.evaluate import evaluate_split
     from prism.recommend.settings import PRESETS, preset
-    from prism.recommend.task import prepare_dataset, train_rec
+    from prism.recommend.task import RecTask, prepare_dataset, train_rec
 
     torch.set_num_threads(settings["threads"])
     plain = settings["plain"] or settings["same"]
@@ -140,6 +141,8 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         )
         started = time.perf_counter()
         dataset = prepare_dataset(chosen.data.recipe(), chosen.data.cache)
+        if settings["save"] is not None:
+            chosen = override(chosen, {"batch": {"sequences": len(dataset.histories)}}, "benchmark")
         read = time.perf_counter()
         outcome = train_rec(chosen, dataset, report=lambda step, loss: None)
         trained = time.perf_counter()
@@ -149,7 +152,7 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
         found = evaluate_split(recommender, split, settings["part"], max_length=settings["length"])
         ranked = time.perf_counter()
     if settings["save"] is not None:
-        save_scored(Path(settings["save"]), recommender, dataset, getattr(split, settings["part"]), settings["length"])
+        save_scored(Path(settings["save"]), recommender, RecTask(chosen, dataset), settings["part"])
     return {
         "seconds": passed(started, read, trained, ranked),
         "seconds_per_epoch": (trained - read) / settings["epochs"],
@@ -161,32 +164,39 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def save_scored(path: Path, model: Any, dataset: Any, targets: Any, length: int) -> None:
-    """Write a model's weights, the users and items by their ids, and all scores before the targets, in float64."""
+def save_scored(path: Path, model: Any, task: Any, part: str) -> None:
+    """Write a model's weights, first and last, the users and items by their ids, and all scores before a part's targets."""
     import numpy as np
     import torch
 
     from prism.recommend.scorer import ModelScorer
 
-    weights = {name: value.detach().cpu().numpy() for name, value in model.named_parameters()}
+    start = task.build()
+    task.initialize(start)
+    weights = {
+        f"{when}.{name}": value.detach().cpu().numpy()
+        for when, which in (("first", start.recommender), ("last", model))
+        for name, value in which.named_parameters()
+    }
+    targets, dataset = getattr(task.split, part), task.dataset
     scorer = ModelScorer(model.cpu().double())
     with torch.no_grad():
         parts = [targets.take(slice(i, i + 256)) for i in range(0, len(targets), 256)]
-        scores = torch.cat([scorer.scores(part, dataset.histories, length) for part in parts])
+        scores = torch.cat([scorer.scores(some, dataset.histories, task.given.data.length) for some in parts])
     users = [str(dataset.users.ids[user]) for user in targets.users]
     items = [str(item) for item in dataset.catalogue.ids]
     np.savez(path, users=users, items=items, scores=scores.numpy(), **weights)
 
 
 def same_scores(events: str, peer: Path, script: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train ours for five epochs and give RecTools the weights: how far scores are apart, and the metrics of both."""
+    """Train both alike, then give RecTools our weights: how far scores are apart, and the metrics of both."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/scored.npz"
-        once = {**settings, "epochs": min(5, settings["epochs"]), "save": path}
+        once = {**settings, "epochs": 10, "dropout": 0.0, "save": path}
         ours = start([sys.executable, __file__, events, "--one", "sasrec", *as_flags(once)])
         theirs = start([str(peer), script, events, json.dumps({**once, "model": "sasrec", "weights": path})])
     figures = {key: {"ours": ours[key], "rectools": theirs[key]} for key in ("HR@10", "NDCG@10", "parameters")}
-    return {key: theirs[key] for key in ("largest_difference", "largest_score", "users")} | figures
+    return {key: theirs[key] for key in ("same_weights", "trained_alike", "largest_score", "users")} | figures
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:

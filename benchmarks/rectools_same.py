@@ -3,7 +3,7 @@
 RecTools lets one replace parts of its models. Replaced here is what defines ours: pre-norm layers (RMSNorm, attention with
 rotary positions, SwiGLU, no biases, dropout on the residual branches alone), their initial weights, a catalogue of all items,
 and a softmax without the padding's row. The layers are written from their equations, with RecTools' own SwiGLU, and
-import nothing of ours: `compare` gives them the weights of one of our models and returns how far the scores are apart.
+import nothing of ours: `load` gives them the weights of one of our models, `largest_difference` compares the scores.
 """
 
 from __future__ import annotations
@@ -74,7 +74,12 @@ class Layers(TransformerLayersBase):
 class Training(TransformerLightningModule):
     """RecTools' training with our initial weights, and without the padding among the items of the softmax."""
 
+    start: Any = None
+    """Called instead, to set the initial weights."""
+
     def _xavier_normal_init(self) -> None:
+        if self.start is not None:
+            return self.start()
         for parameter in self.torch_model.parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=SPREAD)
@@ -107,10 +112,11 @@ def same_model(settings: dict[str, Any], common: dict[str, Any]) -> SASRecModel:
     )
 
 
-def load(model: SASRecModel, weights: dict[str, np.ndarray], items: list[str]) -> None:
-    """Give a fitted model the weights of ours; `items` are the ids of our rows 1, 2, …"""
+def load(model: SASRecModel, saved: dict[str, np.ndarray], when: str) -> None:
+    """Give a model our weights of recommend.py's file: `when` is first (initial) or last (trained)."""
+    weights = {name.removeprefix(f"{when}."): value for name, value in saved.items() if name.startswith(f"{when}.")}
     network = model.torch_model
-    row = {name: place for place, name in enumerate(items, start=1)}
+    row = {name: place for place, name in enumerate(saved["items"], start=1)}
     ours = [row.get(str(name), 0) for name in model.data_preparator.item_id_map.external_ids]  # 0 for the padding
     found = {"item_model.item_net_blocks.0.ids_emb.weight": weights["model.embed_tokens.weight"][ours]}
     found["transformer_layers.norm.weight"] = weights["model.norm.weight"]
@@ -129,12 +135,8 @@ def load(model: SASRecModel, weights: dict[str, np.ndarray], items: list[str]) -
     network.load_state_dict({name: torch.from_numpy(value) for name, value in found.items()}, strict=True)
 
 
-def compare(model: SASRecModel, given: Dataset, users: Any, saved: Any) -> dict[str, float]:
-    """How far the scores of all users and items are apart, in float64: the largest difference and the largest score.
-
-    Args:
-        saved: what recommend.py wrote: `users`, `items`, and the scores of our model `[users, 1 + items]`.
-    """
+def largest_difference(model: SASRecModel, given: Dataset, users: Any, saved: dict[str, np.ndarray]) -> float:
+    """How far the scores of all users and items are from our model's at most, computed in float64."""
     prepared = model.data_preparator.transform_dataset_u2i(given, users)
     model.torch_model.double()
     batches = model.data_preparator.get_dataloader_recommend(prepared, 256)
@@ -142,6 +144,5 @@ def compare(model: SASRecModel, given: Dataset, users: Any, saved: Any) -> dict[
     row = {str(name): place for place, name in enumerate(prepared.user_id_map.external_ids)}
     column = {str(name): place for place, name in enumerate(model.data_preparator.item_id_map.external_ids)}
     theirs = (hidden @ vectors.T)[[row[name] for name in saved["users"]]][:, [column[name] for name in saved["items"]]]
-    ours = torch.from_numpy(saved["scores"])[:, 1:]
     model.torch_model.float()
-    return {"largest_difference": float((theirs - ours).abs().max()), "largest_score": float(ours.abs().max())}
+    return float((theirs - torch.from_numpy(saved["scores"])[:, 1:]).abs().max())

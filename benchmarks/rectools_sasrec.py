@@ -4,8 +4,8 @@
 
 The protocol is that of recommend.py: each user's last event is the test event, the one before it is for validation and not
 trained on, items that a user has seen are left out of the ranking, and all others are ranked. Prints one line of JSON.
-With "same" in the settings SASRec is defined as ours is (rectools_same.py); with "weights" it is not trained but given the
-weights of a model of ours, and its scores are compared with those.
+With "same" in the settings SASRec is defined as ours is (rectools_same.py); with "weights" it starts from the initial weights
+of a model of ours, trains on all users at once, then gets that model's last weights: both times the scores are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rectools.dataset import Dataset, IdMap, Interactions
 from rectools.models import EASEModel, ImplicitALSWrapperModel, SASRecModel
 
 from recommend import passed
-from rectools_same import compare, load, same_model
+from rectools_same import Training, largest_difference, load, same_model
 
 
 def read_events(path: str) -> pd.DataFrame:
@@ -55,8 +55,8 @@ def make_model(settings: dict) -> SASRecModel | EASEModel | ImplicitALSWrapperMo
         "session_max_len": settings["length"],
         "loss": "softmax",
         "lr": settings["lr"],
-        "batch_size": settings["batch"],
-        "epochs": 0 if settings.get("weights") else settings["epochs"],
+        "batch_size": 10**9 if settings.get("weights") else settings["batch"],
+        "epochs": settings["epochs"],
     }
     return same_model(settings, common) if settings["same"] else SASRecModel(**common)
 
@@ -82,6 +82,9 @@ def main(path: str, settings: dict) -> dict:
     if settings["same"]:  # the catalogue is that of the whole log
         items = IdMap.from_values(events[Columns.Item])
         learned = Dataset(learned.user_id_map, items, Interactions.from_raw(train, learned.user_id_map, items))
+    saved = dict(np.load(settings["weights"])) if settings.get("weights") else None
+    if saved is not None:
+        Training.start = lambda _: load(model, saved, "first")
     model.fit(learned)
     trained = time.perf_counter()
     users = test[Columns.User].unique()
@@ -91,10 +94,11 @@ def main(path: str, settings: dict) -> dict:
         events = Interactions.from_raw(known, learned.user_id_map, learned.item_id_map)
         given = Dataset(learned.user_id_map, learned.item_id_map, events)
     apart = {}
-    if settings.get("weights"):
-        with np.load(settings["weights"]) as saved:
-            load(model, saved, list(saved["items"]))
-            apart = compare(model, given, users, saved)
+    if saved is not None:
+        apart = {"trained_alike": largest_difference(model, given, users, saved)}
+        load(model, saved, "last")
+        apart |= {"same_weights": largest_difference(model, given, users, saved)}
+        apart |= {"largest_score": float(np.abs(saved["scores"][:, 1:]).max())}
     lists = model.recommend(users, given, k=10, filter_viewed=True, on_unsupported_targets="ignore")
     hits = lists.merge(test[[Columns.User, Columns.Item]], on=[Columns.User, Columns.Item])
     ranked = time.perf_counter()

@@ -71,9 +71,9 @@ def same() -> str:
         results = found["results"]
         settings, check, runs = results["settings"], results["same_scores"], results["runs"]
         said.append(
-            f"{label}: the scores of {check['users']:,} users are apart by at most {check['largest_difference']:.0e}"
-            f" (the largest score is {check['largest_score']:.1f}),"
-            f" NDCG@10 is {number(check['NDCG@10']['ours'], 4)} and {number(check['NDCG@10']['rectools'], 4)}."
+            f"{label}, {check['users']:,} users: with the same weights scores differ by at most {check['same_weights']:.0e}"
+            f" in float64, after ten steps from the same initial weights, without dropout and on all users at once, by"
+            f" {check['trained_alike']:.0e} (the largest score is {check['largest_score']:.1f})."
         )
         for metric in ("HR@10", "NDCG@10"):
             ours, theirs = (estimate(run[metric] for run in runs[name]) for name in ("sasrec", "rectools-sasrec"))
@@ -87,7 +87,7 @@ def same() -> str:
     if not rows:
         return paragraph("Not measured yet.")
     header = ["data", "figure", "epochs", "ours", "RecTools", "difference", "agree"]
-    weights = paragraph("With the same weights, in float64.", *said)
+    weights = paragraph(*said)
     trained = paragraph(
         "Trained with three seeds on each side; figures agree if they differ by at most two standard errors:"
     )
