@@ -61,8 +61,12 @@ def settings_of(source: str, model: str, seed: int, common: Sequence[str], out: 
     return override(preset(start), chosen, model)
 
 
-def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]:
-    """Train one model with one seed and, unless `validation_only`, rank the test events once."""
+def run(job: tuple[str, str, int, tuple[str, ...], bool, int], out: Path | None = None) -> dict[str, Any]:
+    """Train one model with one seed and, unless `validation_only`, rank the test events once.
+
+    Args:
+        out: run folder, which stays and in which a run that was stopped goes on. None: a temporary one.
+    """
     source, model, seed, common, validation_only, threads = job
     import torch
 
@@ -75,10 +79,11 @@ def run(job: tuple[str, str, int, tuple[str, ...], bool, int]) -> dict[str, Any]
     torch.set_float32_matmul_precision("high")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        settings = settings_of(source, model, seed, common, Path(folder) / "run")
+        settings = settings_of(source, model, seed, common, out or Path(folder) / "run")
         outcome = train_rec(settings, report=lambda step, loss: None)
         trained = time.perf_counter() - started
-        assert outcome.model is not None
+        if outcome.model is None:
+            raise RuntimeError(f"stopped after step {outcome.step}")
         records = read_log(outcome.run / "log.jsonl")
         curve = [r for r in records if "validation_NDCG@10" in r]
         best = max(curve, key=lambda r: r["validation_NDCG@10"])

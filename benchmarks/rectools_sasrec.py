@@ -4,6 +4,8 @@
 
 The protocol is that of recommend.py: each user's last event is the test event, the one before it is for validation and not
 trained on, items that a user has seen are left out of the ranking, and all others are ranked. Prints one line of JSON.
+With "same" in the settings SASRec is defined as ours is (rectools_same.py); with "weights" it starts from the initial weights
+of a model of ours, trains on all users at once, then gets that model's last weights: both times the scores are compared.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ import math
 import sys
 import time
 
+import numpy as np
 import pandas as pd
 import torch
 from implicit.als import AlternatingLeastSquares
 from pytorch_lightning import seed_everything
 from rectools import Columns
-from rectools.dataset import Dataset, Interactions
+from rectools.dataset import Dataset, IdMap, Interactions
 from rectools.models import EASEModel, ImplicitALSWrapperModel, SASRecModel
 
 from recommend import passed
+from rectools_same import Training, largest_difference, load, same_model
 
 
 def read_events(path: str) -> pd.DataFrame:
@@ -43,17 +47,18 @@ def make_model(settings: dict) -> SASRecModel | EASEModel | ImplicitALSWrapperMo
         names = ("factors", "regularization", "alpha", "iterations")
         options = {name: settings[f"als_{name}"] for name in names}
         return ImplicitALSWrapperModel(AlternatingLeastSquares(**options, random_state=settings["seed"]))
-    return SASRecModel(
-        n_blocks=settings["layers"],
-        n_heads=settings["heads"],
-        n_factors=settings["width"],
-        dropout_rate=settings["dropout"],
-        session_max_len=settings["length"],
-        loss="softmax",
-        lr=settings["lr"],
-        batch_size=settings["batch"],
-        epochs=settings["epochs"],
-    )
+    common = {
+        "n_blocks": settings["layers"],
+        "n_heads": settings["heads"],
+        "n_factors": settings["width"],
+        "dropout_rate": settings["dropout"],
+        "session_max_len": settings["length"],
+        "loss": "softmax",
+        "lr": settings["lr"],
+        "batch_size": 10**9 if settings.get("weights") else settings["batch"],
+        "epochs": settings["epochs"],
+    }
+    return same_model(settings, common) if settings["same"] else SASRecModel(**common)
 
 
 def main(path: str, settings: dict) -> dict:
@@ -74,6 +79,12 @@ def main(path: str, settings: dict) -> dict:
         known = known[known[Columns.Item].isin(train[Columns.Item])]
     model = make_model(settings)
     learned = Dataset.construct(train)
+    if settings["same"]:  # the catalogue is that of the whole log
+        items = IdMap.from_values(events[Columns.Item])
+        learned = Dataset(learned.user_id_map, items, Interactions.from_raw(train, learned.user_id_map, items))
+    saved = dict(np.load(settings["weights"])) if settings.get("weights") else None
+    if saved is not None:
+        Training.start = lambda _: load(model, saved, "first")
     model.fit(learned)
     trained = time.perf_counter()
     users = test[Columns.User].unique()
@@ -82,12 +93,19 @@ def main(path: str, settings: dict) -> dict:
     if settings["model"] != "sasrec":
         events = Interactions.from_raw(known, learned.user_id_map, learned.item_id_map)
         given = Dataset(learned.user_id_map, learned.item_id_map, events)
+    apart = {}
+    if saved is not None:
+        apart = {"trained_alike": largest_difference(model, given, users, saved)}
+        load(model, saved, "last")
+        apart |= {"same_weights": largest_difference(model, given, users, saved)}
+        apart |= {"largest_score": float(np.abs(saved["scores"][:, 1:]).max())}
     lists = model.recommend(users, given, k=10, filter_viewed=True, on_unsupported_targets="ignore")
     hits = lists.merge(test[[Columns.User, Columns.Item]], on=[Columns.User, Columns.Item])
     ranked = time.perf_counter()
     return {
         "seconds": passed(started, read, trained, ranked),
         "seconds_per_epoch": (trained - read) / settings["epochs"],
+        **apart,
         "HR@10": len(hits) / len(users),
         "NDCG@10": sum(1 / math.log2(1 + rank) for rank in hits[Columns.Rank]) / len(users),
         "users": len(users),

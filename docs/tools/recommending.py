@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from wording import WIDTH, joined, number, paragraph, shown, table
 
-from prism.compare.statistics import estimate
+from prism.compare.statistics import Estimate, estimate, paired
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 LOGS = {"ml-100k": "MovieLens-100K", "ml-1m": "MovieLens-1M"}
@@ -60,6 +61,39 @@ def sasrec() -> str:
     return joined(table(header, rows, left=2), _code(commands))
 
 
+def same() -> str:
+    """RecTools' SASRec with our definition: the scores of equal weights, and what training gives."""
+    rows, said, commands = [], [], []
+    for log, label in LOGS.items():
+        if not (RESULTS / f"rectools_{log}_same.json").exists():
+            continue
+        found = read(f"rectools_{log}_same")
+        results = found["results"]
+        settings, check, runs = results["settings"], results["same_scores"], results["runs"]
+        said.append(
+            f"{label}, {check['users']:,} users: with the same weights scores differ by at most {check['same_weights']:.0e}"
+            f" in float64, after ten steps from the same initial weights, without dropout and on all users at once, by"
+            f" {check['trained_alike']:.0e} (the largest score is {check['largest_score']:.1f})."
+        )
+        for metric in ("HR@10", "NDCG@10"):
+            ours, theirs = (estimate(run[metric] for run in runs[name]) for name in ("sasrec", "rectools-sasrec"))
+            apart = Estimate(
+                ours.mean - theirs.mean, math.hypot(ours.error, theirs.error), min(ours.count, theirs.count)
+            )
+            agree = "yes" if abs(apart.mean) <= 2 * apart.error else "no"
+            cells = [f"{settings['epochs']}", shown(ours), shown(theirs), shown(apart, sign=True), agree]
+            rows.append([label, metric, *cells])
+        commands.append(found["command"])
+    if not rows:
+        return paragraph("Not measured yet.")
+    header = ["data", "figure", "epochs", "ours", "RecTools", "difference", "agree"]
+    weights = paragraph(*said)
+    trained = paragraph(
+        "Trained with three seeds on each side; figures agree if they differ by at most two standard errors:"
+    )
+    return joined(weights, trained, table(header, rows, left=2), _code(commands))
+
+
 def _code(commands: Iterable[str]) -> str:
     """Commands as a block, broken between words so that they fit and still run."""
     lines: list[str] = ["```sh"]
@@ -103,15 +137,20 @@ def catalogue() -> str:
     )
 
 
+def best_lines() -> list[dict[str, Any]]:
+    """All runs of experiments/recommend_best.py."""
+    text = (RESULTS / "recommend_best.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def best() -> str:
     """The search for the best recommender on MovieLens-1M."""
-    lines = [json.loads(text) for text in (RESULTS / "recommend_best.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in best_lines() if line["candidate"] not in EQUAL]
     tested = [line for line in lines if line.get("test")]
     rows = []
     for name in dict.fromkeys(line["candidate"] for line in tested):
         runs = [line for line in tested if line["candidate"] == name]
-        cells = [shown(estimate(run[part][figure] for run in runs)) for part, figure in _COLUMNS]
-        rows.append([name, f"{runs[0]['parameters'] / 1e6:.2f} M", *cells])
+        rows.append([LABELS.get(name, name), _budget(runs[0]), f"{runs[0]['parameters'] / 1e6:.2f} M", *_cells(runs)])
     searched = {
         line["candidate"]: line for line in lines if not line.get("test")
     }  # a later line replaces an earlier one
@@ -122,11 +161,62 @@ def best() -> str:
     said = [f"Validation NDCG@10 in the search, one seed: {'; '.join(f'{name} {number(v, 4)}' for v, name in ended)}."]
     if stopped:
         said.append(f"Not finished within the search's time, so not chosen: {'; '.join(stopped)}.")
-    header = ["candidate", "parameters", "validation NDCG@10", "test HR@10", "test NDCG@10"]
+    header = ["candidate", "epochs, history", "parameters", *_HEADER]
     commands = dict.fromkeys(line["command"] for line in lines)
-    return joined(table(header, rows), paragraph(*said), f"On an {lines[0]['machine']['gpu']}:", _code(commands))
+    return joined(
+        table(header, rows, left=2), paragraph(*said), f"On an {lines[0]['machine']['gpu']}:", _code(commands)
+    )
 
 
+def equal() -> str:
+    """Models of one budget, which is that of the best candidate of the search."""
+    tested = [line for line in best_lines() if line.get("test") and line["candidate"] in (*EQUAL, HYBRID)]
+    names = [name for name in (*EQUAL, HYBRID) if any(line["candidate"] == name for line in tested)]
+    runs = {name: [line for line in tested if line["candidate"] == name] for name in names}
+    ndcg = {name: {run["seed"]: run["test"]["NDCG@10"] for run in of} for name, of in runs.items()}
+    rows = []
+    for name, of in runs.items():
+        apart = "" if name == "SASRec" else shown(paired(ndcg[name], ndcg.get("SASRec", {})), sign=True)
+        rows.append([LABELS.get(name, name), f"{of[0]['parameters'] / 1e6:.2f} M", *_cells(of), apart])
+    said = []
+    missing = [name for name in (*EQUAL, HYBRID) if len(ndcg.get(name, {})) < 3]
+    if missing:
+        said.append(f"Not run with three seeds yet: {', '.join(missing)}.")
+    validated = {name: estimate(run["validation"]["NDCG@10"] for run in of).mean for name, of in runs.items()}
+    order = sorted(validated, key=lambda name: -validated[name])
+    if len(order) > 1:
+        first, second = order[:2]
+        chosen = [shown(estimate(run["test"][figure] for run in runs[first])) for figure in ("HR@10", "NDCG@10")]
+        said.append(
+            f"Best in validation: {LABELS.get(first, first)}, with {chosen[0]} HR@10 and {chosen[1]} NDCG@10 in the test;"
+            f" in the test its NDCG@10 minus that of the second, {LABELS.get(second, second)}, is"
+            f" {shown(paired(ndcg[first], ndcg[second]), sign=True)}, seed by seed."
+        )
+    if "SASRec" in ndcg and "PRISM, L = 3" in ndcg:
+        gain = paired(ndcg["PRISM, L = 3"], ndcg["SASRec"])
+        held = "holds" if gain.mean > 2 * gain.error else "does not hold"
+        said.append(f"The claim above, that a memory of fixed size is better than attention, {held} with this budget.")
+    header = ["model", "parameters", *_HEADER, "− SASRec"]
+    commands = dict.fromkeys(line["command"] for line in tested)
+    return joined(table(header, rows), paragraph(*said), _code(commands))
+
+
+def _cells(runs: Iterable[dict[str, Any]]) -> list[str]:
+    runs = list(runs)
+    return [shown(estimate(run[part][figure] for run in runs)) for part, figure in _COLUMNS]
+
+
+def _budget(run: dict[str, Any]) -> str:
+    """Epochs and longest history of a run: its own settings, or those of all."""
+    words = [*run["settings"], *run["model"].partition("@")[2].split(",")]
+    chosen = dict(word.split("=", 1) for word in words if "=" in word)
+    return f"{chosen['epochs']}, {chosen['data.length']}"
+
+
+EQUAL = ("SASRec", "HSTU", "Mamba-2", "Gated DeltaNet", "PRISM, L = 3")
+HYBRID = "hybrid, history 400, 80 epochs"
+LABELS = {HYBRID: "hybrid"}
+_HEADER = ["validation NDCG@10", "test HR@10", "test NDCG@10"]
 _COLUMNS = (("validation", "NDCG@10"), ("test", "HR@10"), ("test", "NDCG@10"))
 
 
@@ -138,4 +228,6 @@ def blocks() -> dict[str, Callable[[], str]]:
         "rec-update": update,
         "rec-catalogue": catalogue,
         "rec-best": best,
+        "rec-equal": equal,
+        "rec-same": same,
     }
