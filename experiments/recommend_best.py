@@ -10,7 +10,7 @@ within `--search-limit` seconds is not chosen. Then the candidate with the best 
 need no search: of those that are tested, the best in validation counts. Every run has the same number of epochs unless its
 name says otherwise. One JSON line per run is appended as it ends; a run whose line says `done` is not repeated, `failed` and
 `stopped` are.
-`--equal` searches nothing: the rows of `EQUAL`, which differ in the model alone, are tested with every seed. With `--runs` the
+`--equal` searches nothing: rows of `EQUAL`, which differ in the model alone, are tested with every seed. With `--runs` the
 runs' folders stay, and the same command continues runs that `--limit` stopped.
 `--tiny` makes each run a few steps: does everything work?
 """
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder of prepared events")
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES), help="to search")
     parser.add_argument("--finalists", nargs="+", default=[], choices=list(CANDIDATES), help="candidates to be tested")
-    parser.add_argument("--equal", action="store_true", help="test the rows of one budget, without a search")
+    parser.add_argument("--equal", nargs="+", choices=list(EQUAL), help="rows of one budget to test, without a search")
     parser.add_argument("--runs", type=Path, help="folder of the runs, where those that were stopped go on")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the final runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -169,7 +169,7 @@ def main() -> None:
     arguments = parser.parse_args()
     started, runs = time.monotonic(), Runs(arguments)
     if arguments.equal:
-        finalists = dict.fromkeys(EQUAL)
+        finalists = dict.fromkeys(arguments.equal)
     else:
         searched = runs.go([(name, 0) for name in arguments.candidates], False, started + arguments.search_limit)
         if not searched:

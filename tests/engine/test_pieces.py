@@ -110,7 +110,7 @@ def test_products_and_a_convolution(by_kernels: None, documents: list[list[int]]
     window = torch.randn(2, 3, 12)
 
     def call(x: Tensor) -> tuple[Tensor, ...]:
-        numbers = None if documents is None else torch.tensor(documents, device=DEVICE)
+        numbers = None if documents is None else torch.tensor(documents, device=DEVICE, dtype=torch.int32)
         conv = pieces.Convolution(taps.weight, window.to(x), numbers)
         found, same, convolved = pieces.products(x, *(m.weight for m in maps), conv=conv)
         assert convolved is not None

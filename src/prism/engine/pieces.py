@@ -105,7 +105,7 @@ class Convolution(NamedTuple):
 
     taps: Tensor  # [W, D]
     window: Tensor | None
-    documents: Tensor | None
+    documents: Tensor | None  # int32
 
 
 def products(
@@ -118,9 +118,7 @@ def products(
     reads and writes all of them once more.
     """
     if products_serve(x):
-        window, documents = (None, None) if conv is None else conv[1:]
-        given = None if conv is None else conv.taps, window, None if documents is None else documents.int()
-        *found, same, convolved = _Products.apply(x, *given, *weights)
+        *found, same, convolved = _Products.apply(x, *(conv or (None, None, None)), *weights)
         return found, same, convolved
     convolved = None if conv is None else short_conv(x, conv.taps, None, conv.window, conv.documents)
     return [F.linear(x, w) for w in weights], x, convolved

@@ -152,7 +152,8 @@ class ShortConv(nn.Module):
             return None
         if learned or span.context is not None:
             return None
-        return Convolution(self.weight, None if conv_state is None else conv_state.to(x.dtype), span.documents)
+        documents = None if span.documents is None else span.documents.int()
+        return Convolution(self.weight, None if conv_state is None else conv_state.to(x.dtype), documents)
 
     def next_state(self, x: Tensor, conv_state: Tensor | None, span: Span) -> Tensor:
         """The last `size - 1` real tokens of the current document, zeros before it."""
