@@ -363,20 +363,13 @@ class _Widened(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, sizes: list[int], *weights: Tensor | None) -> tuple[Tensor, ...]:
-        from prism.engine.kernels import pieces as kernel
-
         flat, cast = _rows(y, y.shape[-1]), [None if w is None else w.to(y.dtype) for w in weights]
         ctx.save_for_backward(flat, *cast)
         ctx.shape, ctx.sizes, ctx.dtypes = y.shape, sizes, [None if w is None else w.dtype for w in weights]
         ctx.set_materialize_grads(False)
-        found, start = [], 0
-        for size, w in zip(sizes, cast, strict=True):
-            part = flat[:, start : start + size]
-            if w is not None:
-                part = kernel.widen(flat, start, w) if size <= kernel.NARROW else part @ w.T
-            found.append(part.contiguous().view(*y.shape[:-1], part.shape[1]))
-            start += size
-        return tuple(found)
+        parts = flat.split([*sizes, flat.shape[1] - sum(sizes)], 1)
+        found = [part.contiguous() if w is None else part @ w.T for part, w in zip(parts, cast, strict=False)]
+        return tuple(z.view(*y.shape[:-1], z.shape[1]) for z in found)
 
     @staticmethod
     def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:

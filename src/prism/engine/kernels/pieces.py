@@ -3,7 +3,6 @@
     residual norm   s = x + delta,   y = unit(s) ⊙ weight          unit(s) = s / sqrt(mean s² + eps)
     product         h = silu(g) ⊙ u                                 g and u side by side, `[M, 2F]`
     gated norm      y = unit(o) ⊙ weight ⊙ silu(g)
-    widened         y Wᵀ for a W with few columns, such as the second half of a low-rank map; no gradient
 
 In torch, under autocast, the sum, the norm in float32 and the cast to half precision are three passes, and their gradients
 six. Here both ways are one: only s is saved, whose gradient is added inside the kernel. The other two backward kernels also
@@ -30,8 +29,6 @@ WARPS = 4
 """Warps per program of a norm."""
 BLOCK = 1024
 """Channels per program of the product."""
-NARROW = 64
-"""The most columns that `widen` reads."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -103,34 +100,6 @@ def residual_norm_backward_kernel(
         if d_delta is not None:
             tl.store(d_delta + place, d_z.to(d_delta.dtype.element_ty), mask=inside)
     tl.store(d_weight + tl.program_id(0) * D + c, total, mask=c < D)
-
-
-@triton.jit(do_not_specialize=["rows", "first"])
-def widen_kernel(
-    y,
-    weight,
-    out,
-    rows,
-    first,
-    stride,
-    N: tl.constexpr,
-    R: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """y `[rows, stride]`, its columns first … first + R, weight `[N, R]` → out `[rows, N]`."""
-    BLOCKS: tl.constexpr = (N + BN - 1) // BN
-    m = (tl.program_id(0) // BLOCKS).to(tl.int64) * BM + tl.arange(0, BM)
-    n = tl.program_id(0) % BLOCKS * BN + tl.arange(0, BN)
-    r = tl.arange(0, BR)
-    narrow = tl.load(
-        y + m[:, None] * stride + first + r[None, :], mask=(m < rows)[:, None] & (r < R)[None, :], other=0.0
-    )
-    factor = tl.load(weight + n[None, :] * R + r[:, None], mask=(n < N)[None, :] & (r < R)[:, None], other=0.0)
-    wide = tl.dot(narrow, factor, input_precision=PRECISION).to(out.dtype.element_ty)
-    tl.store(out + m[:, None] * N + n[None, :], wide, mask=(m < rows)[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -271,21 +240,6 @@ def residual_norm_backward(
             **tile, num_warps=WARPS,
         )  # fmt: skip
     return d_x, d_delta, shares.sum(0).to(weight.dtype)
-
-
-def widen(y: Tensor, first: int, weight: Tensor) -> Tensor:
-    """Columns first … first + R of y `[M, …]`, and a weight `[N, R]` with R ≤ `NARROW` → `[M, N]`. No gradient.
-
-    Such a product writes much more than it reads or computes, for which the libraries' tiles are not made.
-    """
-    (N, R), rows = weight.shape, len(y)
-    out, side = y.new_empty(rows, N), 32 if y.dtype == torch.float32 else 128
-    with device_guard(y):
-        widen_kernel[(-(-rows // side) * -(-N // side),)](
-            y, weight.contiguous(), out, rows, first, y.stride(0), N=N, R=R, BM=side, BN=side,
-            BR=max(16, 1 << (R - 1).bit_length()), PRECISION="ieee" if y.dtype == torch.float32 else "tf32",
-        )  # fmt: skip
-    return out
 
 
 def product(gu: Tensor) -> Tensor:
