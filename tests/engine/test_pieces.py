@@ -141,7 +141,6 @@ def test_products(by_kernels: None) -> None:
     torch.testing.assert_close(found[0], maps[1].weight.sum(0).expand_as(x))
 
 
-@needs_kernels
 @pytest.mark.parametrize("spare", [0, 3])
 def test_widened(by_kernels: None, spare: int) -> None:
     ups = [nn.Linear(4, 70, bias=False), nn.Linear(6, 9, bias=False)]

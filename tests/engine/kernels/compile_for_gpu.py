@@ -184,7 +184,6 @@ def pieces_of_a_layer() -> None:
         pieces.residual_norm_backward(x, weight, above, delta, 1e-6, dtype)
     pieces.residual_sum(x, delta)
     pieces.product(delta)
-    pieces.widen(delta, 24, torch.zeros(200, 24, dtype=torch.bfloat16))
     pieces.product_backward(delta, torch.zeros(5, 384, dtype=torch.bfloat16))
     o, head = delta.view(30, 128), torch.zeros(128)
     pieces.gated_norm(o, o, head, 1e-5)

@@ -16,7 +16,7 @@ KERNELS = {
     "channels": "channel_prepare channel_forward_scan segment_chain channel_backward_scan channel_tokens",
     "around": "columns columns_backward solve solve_backward short_conv short_conv_backward token_losses unit_strip "
     "unit_strip_backward write_strip write_strip_backward",
-    "pieces": "residual_norm residual_norm_backward product product_backward gated_norm gated_norm_backward widen",
+    "pieces": "residual_norm residual_norm_backward product product_backward gated_norm gated_norm_backward",
     "networks": "serial_mlp serial_mlp_backward",
     "layer_step": "normed maps gated delta_token",
 }
