@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.models import PrismForCausalLM
+from prism.nn import Block
 from tests.helpers import assert_close
 from tests.models.stacks import HYBRIDS, STACKS, label, model, tokens
 
@@ -166,3 +167,28 @@ def test_training_keeps_no_cache_unless_asked() -> None:
 def test_bad_arguments_are_named(arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         model("prism")(**arguments)
+
+
+@pytest.mark.parametrize("layers", ["prism*2+softmax", "mamba2*2"])
+def test_deferred_sums_change_nothing(layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's residual sum is computed by the next layer: losses and gradients are those of sums computed at once."""
+    lm, ids, deferred = model(layers).train(), tokens(2, 20), []
+    forward = Block.forward
+
+    def watched(block: Block, *given: Any, defer: bool = False, **more: Any) -> Any:
+        deferred.append(defer)
+        return forward(block, *given, defer=defer, **more)
+
+    def results() -> list[Tensor]:
+        deferred.clear()
+        loss = lm(ids, labels=ids).loss
+        return [loss, *torch.autograd.grad(loss, list(lm.parameters()))]
+
+    monkeypatch.setattr(Block, "forward", watched)
+    found = results()
+    assert deferred == [True] * (len(lm.model.layers) - 1) + [False]
+    lm.model.layers[0].register_forward_hook(lambda module, given, output: None)
+    expected = results()
+    assert not any(deferred)  # a hook sees one tensor
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(lm(ids, output_hidden_states=True).hidden_states) == len(lm.model.layers) + 1

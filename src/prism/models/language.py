@@ -188,14 +188,23 @@ class PrismModel(PrismPreTrainedModel):
         form, backend = resolve(self.config.form, self.config.backend)
         hidden: list[Any] = []
         new: list[State] = []
-        for layer, state in zip(self.layers, states or [None] * len(self.layers), strict=True):
+        options: dict[str, Any] = {"form": form, "backend": backend, "context": context}
+        defers = self._defers_sums() and not output_hidden_states
+        for i, (layer, state) in enumerate(zip(self.layers, states or [None] * len(self.layers), strict=True), 1):
             if output_hidden_states:  # only then: keeping them needs memory for layers × tokens
                 hidden.append(x)
-            x, state = layer(
-                x, state, mask, reset, shared, keep_state=use_cache, form=form, backend=backend, context=context
-            )
+            defer = defers and i < len(self.layers)
+            x, state = layer(x, state, mask, reset, shared, keep_state=use_cache, defer=defer, **options)
             new.append(state)
         return self.norm(x), new, hidden
+
+    def _defers_sums(self) -> bool:
+        """Whether a layer leaves its residual sum to the next layer, which computes it together with its norm, in training.
+
+        Not where a hook would see two summands, or where each layer's input is kept for gradient checkpointing.
+        """
+        plain = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return plain and not self.gradient_checkpointing and all(map(is_unmodified, self.layers))
 
 
 @dataclass

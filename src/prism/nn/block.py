@@ -15,6 +15,9 @@ from prism.engine.step_plan import GluPlan, Norm
 from prism.nn.mixer import Mixer
 from prism.nn.state import State
 
+Summands = tuple[Tensor, Tensor]
+"""Two tensors `[B, T, width]` that stand for their sum."""
+
 
 class SwiGLU(nn.Module):
     """`[…, width]` → `[…, width]`: down(SiLU(gate x) ⊙ up x)."""
@@ -67,7 +70,7 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Summands,
         state: State | None = None,
         mask: Tensor | None = None,
         reset: Tensor | None = None,
@@ -76,26 +79,30 @@ class Block(nn.Module):
         form: str = "auto",
         backend: str = "auto",
         context: Context | None = None,
-    ) -> tuple[Tensor, State]:
+        defer: bool = False,
+    ) -> tuple[Tensor | Summands, State]:
         """x `[B, T, width]` → `[B, T, width]` and the mixer's state; arguments as in `Mixer.forward`.
 
         Args:
+            x: may also be two summands, as `defer` returns them.
             keep_state: whether to return the state. If False the returned state is empty, so that unused tensors are not
                 tracked (FSDP warns about conv states, which are views).
+            defer: whether to return the output as two summands, so that the next layer sums them up together with its norm.
         """
-        if mask is None and reset is None and state is not None and context is None:
+        x, delta = (x, None) if isinstance(x, Tensor) else x
+        if mask is None and reset is None and state is not None and context is None and delta is None:
             stepped = self._step(x, state, form, backend)
             if stepped is not None:
                 return stepped if keep_state else (stepped[0], State())
         # What is recomputed contains the convolution, which would exchange its window again in the backward.
         with recomputing(self.recompute and context is None):
-            x, y = residual_norm(x, None, self.mixer_norm)
+            x, y = residual_norm(x, delta, self.mixer_norm)
             mixed, state = self.mixer(y, state, mask, reset, form, backend, shared, context)
             mixed = self.dropout(mixed)
             if self.has_mlp:
                 x, y = residual_norm(x, mixed, self.mlp_norm)
                 mixed = self.dropout(self.mlp(y))
-            return residual_sum(x, mixed), state if keep_state else State()
+            return (x, mixed) if defer else residual_sum(x, mixed), state if keep_state else State()
 
     def _step(self, x: Tensor, state: State, form: str, backend: str) -> tuple[Tensor, State] | None:
         """One token per row in a few kernels, with the state after it; None if the ordinary forward pass must compute it."""
