@@ -87,7 +87,7 @@ def test_reach_bounds_the_norm_of_each_chunks_map() -> None:
     outer = (beta.unsqueeze(-1) * a).unsqueeze(-1) * b.unsqueeze(-2)
     norms = torch.linalg.matrix_norm(torch.eye(16) - outer, 2).log2() + log_decay * math.log2(math.e)
     expected = torch.stack([norms[0, :16].sum(), norms[0, 16:].sum()])
-    torch.testing.assert_close(reach.flatten().cpu(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reach.flatten().to(expected.device), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_grouped_heads_and_substeps() -> None:
