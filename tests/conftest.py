@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -31,6 +32,14 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not ON_GPU:
         pytest.skip("on a GPU, with PRISM_TEST_GPU=1 (`make test-gpu`)")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    if "triton.runtime.interpreter" in sys.modules and not ON_GPU:  # some test that was collected may start kernels
+        from tests.interpreter import replace_functions_once
+
+        replace_functions_once()
 
 
 @pytest.fixture(autouse=True)
