@@ -20,6 +20,7 @@ from prism.models.config import PrismRecConfig, hstu, sasrec
 from prism.overrides import override, to_plain, train_command
 from prism.recommend.events import prepare_dataset
 from prism.recommend.settings import PRESETS, RecSettings, preset
+from tests.recommend.test_recommender import recommender
 
 TINY = "--steps 6 --model.hidden-size 16 --model.num-hidden-layers 1 --data.length 10 --batch.sequences 8 --device cpu"
 SMALL_LOG = "--data.synthetic.users 60 --data.synthetic.items 120 --data.synthetic.events 1500"
@@ -57,8 +58,9 @@ def test_a_file_becomes_a_model_and_a_report(
     assert main(["evaluate", "rec", str(run), "--split", "validation"]) == 0
 
 
-def test_prepared_events_are_trained_on_without_polars_tyro_or_tokens(tmp_path: Path) -> None:
+def test_models_are_served_and_prepared_events_trained_on_without_polars_tyro_or_tokens(tmp_path: Path) -> None:
     """As on a machine that has torch and transformers and little else."""
+    recommender().save(tmp_path / "saved")
     recipe = override(RecSettings(), {"data": {"synthetic": {"users": 60, "items": 120, "events": 1500}}}, "test")
     dataset = prepare_dataset(recipe.data.recipe(), tmp_path / "cache")
     values = {
@@ -72,13 +74,15 @@ def test_prepared_events_are_trained_on_without_polars_tyro_or_tokens(tmp_path: 
 import sys
 for name in ("polars", "pandas", "tyro", "datasets"):
     sys.modules[name] = None
+from prism.recommend import Recommender
+print(Recommender.load({str(tmp_path / "saved")!r}, device="cpu").recommend(["eve"], k=1).items)
 from prism.overrides import override
 from prism.recommend.task import train_rec
 from prism.recommend.settings import RecSettings
 print(train_rec(override(RecSettings(), {values!r}, "test")).step)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "2\n", done.stderr
+    assert done.stdout == f"{recommender().recommend(['eve'], k=1).items}\n2\n", done.stderr
 
 
 def test_bad_input_is_one_sentence_and_nothing_is_written(

@@ -21,6 +21,7 @@ from prism.models.auto import name_classes
 from prism.models.loading import fingerprint
 from prism.nn import no_weight_decay
 from prism.nn.parameters import gates
+from tests.children import finish, start_children
 from tests.helpers import assert_close
 from tests.models.stacks import STACKS, config, label, model, tokens
 
@@ -105,30 +106,25 @@ def test_gates_stay_in_float32(rule: str, dtype: torch.dtype, tmp_path: Path) ->
             assert all(torch.equal(gates(half)[name], exact[name]) for name in exact), way
 
 
-HALF = """
-import sys, torch
-sys.path.insert(0, {root!r})
-from tests.models.stacks import STACKS, label, model, tokens
-for layers in STACKS:
-    lm, ids = model(layers, torch.bfloat16), tokens(2, 70)
-    out = lm(ids[:, :-1])
-    step = lm(ids[:, -1:], past_key_values=out.past_key_values)
-    assert out.logits.dtype == step.logits.dtype == torch.bfloat16, label(layers)
-    assert step.logits.isfinite().all(), label(layers)
-    for layer, state in zip(lm.config.layer_plan, step.past_key_values.states):
-        memories = [x for name, x in state.tensors().items() if name.startswith("memory") and x.is_floating_point()]
-        expected = torch.bfloat16 if layer.rule in ("softmax", "sliding_window", "hstu") else torch.float32
-        assert all(x.dtype == expected for x in memories), (layer.rule, [x.dtype for x in memories])
-"""
+def _run_half() -> None:
+    for layers in STACKS:
+        lm, ids = model(layers, torch.bfloat16), tokens(2, 70)
+        out = lm(ids[:, :-1])
+        step = lm(ids[:, -1:], past_key_values=out.past_key_values)
+        assert out.logits.dtype == step.logits.dtype == torch.bfloat16, label(layers)
+        assert step.logits.isfinite().all(), label(layers)
+        for layer, state in zip(lm.config.layer_plan, step.past_key_values.states, strict=True):
+            memories = [x for name, x in state.tensors().items() if name.startswith("memory") and x.is_floating_point()]
+            expected = torch.bfloat16 if layer.rule in ("softmax", "sliding_window", "hstu") else torch.float32
+            assert all(x.dtype == expected for x in memories), (layer.rule, [x.dtype for x in memories])
 
 
 def test_half_precision_runs_with_memories_in_float32() -> None:
     """In a separate process: there are CPUs on which torch's bfloat16 products are an illegal instruction."""
-    script = HALF.format(root=str(Path(__file__).parents[2]))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    if done.returncode == -signal.SIGILL:
+    (code,) = finish(start_children(_run_half))
+    if code == -signal.SIGILL:
         pytest.skip("this CPU has no bfloat16 products")
-    assert done.returncode == 0, done.stderr
+    assert code == 0
 
 
 def test_gates_are_the_parameters_a_rule_owns_itself() -> None:

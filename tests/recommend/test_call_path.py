@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
@@ -76,15 +75,3 @@ def test_one_call_runs_through_the_files_of_the_design_page(tmp_path: Path, flag
     assert {path for path in run if path in CALL or not path.startswith((*BACKBONE, *DISPATCH, "autoload"))} == CALL
     page = (SOURCE.parents[1] / "docs" / "design.md").read_text(encoding="utf-8")
     assert [path for path in CALL if Path(path).name not in page] == []
-
-
-def test_serving_needs_no_polars(tmp_path: Path) -> None:
-    recommender().save(tmp_path / "saved")
-    code = f"""
-import sys
-sys.modules["polars"] = None
-from prism.recommend import Recommender
-print(Recommender.load({str(tmp_path / "saved")!r}, device="cpu").recommend(["eve"], k=1).items)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == str(recommender().recommend(["eve"], k=1).items), done.stderr

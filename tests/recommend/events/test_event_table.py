@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gzip
 import lzma
-import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism.recommend.events import Catalogue, Dataset, EventRecipe, Feature, Users, open_dataset, prepare_dataset
+from prism.recommend.events import (
+    Catalogue,
+    Dataset,
+    EventRecipe,
+    Feature,
+    Samples,
+    Users,
+    leave_one_out,
+    open_dataset,
+    prepare_dataset,
+)
 from prism.recommend.events.columns import Columns
 from prism.recommend.events.event_table import core_mask, k_core, read_events
 
@@ -348,25 +358,18 @@ def test_damaged_or_wrong_folders_are_refused(tmp_path: Path) -> None:
         prepare_dataset(EventRecipe(source=str(tmp_path / "none.csv")), tmp_path / "cache")
 
 
-def test_prepared_events_need_no_polars(tmp_path: Path) -> None:
+def test_prepared_events_need_no_polars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That no other module imports it is seen where a model is trained without it (test_train_rec_command.py)."""
     (tmp_path / "events.csv").write_text(table())
-    folder = prepare_dataset(EventRecipe(source=str(tmp_path / "events.csv")), tmp_path / "cache").folder
-    code = f"""
-import sys
-sys.modules["polars"] = None
-from pathlib import Path
-from prism.recommend.events import EventRecipe, Samples, leave_one_out, open_dataset, prepare_dataset
-prepared = open_dataset(Path({str(folder)!r}))
-print(len(Samples(leave_one_out(prepared.histories).histories, 3)))
-try:
-    prepare_dataset(EventRecipe(source={str(tmp_path / "events.csv")!r}, min_item=2), Path({str(tmp_path / "cache")!r}))
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    count, sentence = done.stdout.splitlines()
-    assert count == "2"
-    assert "needs polars: pip install" in sentence
+    recipe = EventRecipe(source=str(tmp_path / "events.csv"))
+    folder = prepare_dataset(recipe, tmp_path / "cache").folder
+    assert folder is not None
+    monkeypatch.setitem(sys.modules, "polars", None)
+    for name in ("formats", "event_table"):  # as if no table had been read yet
+        monkeypatch.delitem(sys.modules, f"prism.recommend.events.{name}")
+    assert len(Samples(leave_one_out(open_dataset(folder).histories).histories, 3)) == 2
+    with pytest.raises(ImportError, match="needs polars: pip install"):
+        prepare_dataset(replace(recipe, min_item=2), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
