@@ -66,44 +66,44 @@ def forward_and_backward(outputs: Sequence[Tensor]) -> None:
     torch.autograd.backward(outputs, [torch.zeros_like(z) for z in outputs])
 
 
-def memory() -> None:
-    """The chunk and decode kernels."""
-    from prism.engine.kernels import decode
+def one(
+    K: int,
+    V: int,
+    J: int,
+    dtype: torch.dtype = torch.bfloat16,
+    gates: bool = True,
+    erase: str = "first",
+    documents: bool = False,
+    segments: int = 1,
+    groups: int = 2,
+    substeps: int = 1,
+) -> None:
+    """The chunk kernels for J writes to memories of K by V."""
     from prism.engine.kernels import memory as chunks
     from prism.engine.kernels.configurations import MEASURED, default, forced
 
     B, T, H, single = 1, 70, 2, torch.float32
+    G, R = groups, T * substeps
+    strength = leaf(B, R, H, dtype=single) if erase == "first" else None
+    own = leaf(B, R, G, K, dtype=dtype) if erase == "own" else None
+    tokens = leaf(B, T, G, K, dtype=dtype), leaf(B, R, G, J, K, dtype=dtype), leaf(B, R, H, J, V, dtype=dtype)
+    numbers = torch.zeros(B, T, dtype=torch.int32) if documents else None
+    state = leaf(B, H, K, V, dtype=single) if segments > 1 else None
+    how = MEASURED.get((K, V, J, "sm90")) or default(K, V, dtype)
+    with forced(replace(how, segments=segments)):
+        decay = leaf(B, T, H, dtype=single) if gates else None
+        forward_and_backward(chunks.memory(*tokens, decay, own, strength, numbers, state, True)[:2])
 
-    def one(
-        K: int,
-        V: int,
-        J: int,
-        dtype: torch.dtype = torch.bfloat16,
-        gates: bool = True,
-        erase: str = "first",
-        documents: bool = False,
-        segments: int = 1,
-        groups: int = H,
-        substeps: int = 1,
-    ) -> None:
-        G, R = groups, T * substeps
-        strength = leaf(B, R, H, dtype=single) if erase == "first" else None
-        own = leaf(B, R, G, K, dtype=dtype) if erase == "own" else None
-        tokens = leaf(B, T, G, K, dtype=dtype), leaf(B, R, G, J, K, dtype=dtype), leaf(B, R, H, J, V, dtype=dtype)
-        numbers = torch.zeros(B, T, dtype=torch.int32) if documents else None
-        state = leaf(B, H, K, V, dtype=single) if segments > 1 else None
-        how = MEASURED.get((K, V, J, "sm90")) or default(K, V, dtype)
-        with forced(replace(how, segments=segments)):
-            decay = leaf(B, T, H, dtype=single) if gates else None
-            forward_and_backward(chunks.memory(*tokens, decay, own, strength, numbers, state, True)[:2])
 
+def memory() -> None:
+    """The chunk and decode kernels, with every option in some call."""
+    from prism.engine.kernels import decode
+
+    B, H, single = 1, 2, torch.float32
     one(128, 128, 2)
     one(64, 64, 1, segments=3)
-    one(64, 64, 2, erase="own", documents=True)
+    one(64, 64, 2, erase="own", documents=True, groups=1, substeps=2)
     one(64, 64, 1, gates=False, erase="none", dtype=torch.float16)
-    one(32, 32, 1, dtype=single)
-    one(32, 64, 1, groups=1, substeps=2, documents=True)
-    one(32, 32, 6)
     token = [leaf(B, 1, H, *more).detach() for more in ((128,), (2, 128), (2, 128))]
     gate = leaf(B, 1, H, dtype=single).detach()
     decode.step(*token, gate, token[0], gate, None, None, None, torch.zeros(B, H, 128, 128), 1)
@@ -111,6 +111,14 @@ def memory() -> None:
     decode.step(*token, None, None, None, None, gate[..., 0] > 1, gate[..., 0] > 1, None, 1)
     half = torch.zeros(B, H, 128, 128, dtype=torch.bfloat16)
     decode.step(*token, token[0].float(), token[0], None, token[1][..., 0, :], None, None, half, 1, True, True)
+
+
+def sizes() -> None:
+    """The chunk kernels in other sizes and in float32."""
+    one(32, 32, 1, dtype=torch.float32)
+    one(32, 64, 1, groups=1, substeps=2, documents=True)
+    one(32, 32, 6)
+    one(64, 64, 2, erase="own", documents=True)
 
 
 def channels() -> None:
@@ -233,6 +241,7 @@ def layer_step() -> None:
 
 GROUPS = {
     "memory": memory,
+    "sizes": sizes,
     "channels": channels,
     "around": around_the_memory,
     "pieces": pieces_of_a_layer,

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is for Linux")
 
 KERNELS = {
     "memory": "prepare forward_scan segment_chain backward_scan backward_queries backward_writes backward_decay step",
+    "sizes": "prepare forward_scan backward_scan backward_queries backward_writes backward_decay",
     "channels": "channel_prepare channel_forward_scan segment_chain channel_backward_scan channel_tokens",
     "around": "columns columns_backward solve solve_backward short_conv short_conv_backward token_losses unit_strip "
     "unit_strip_backward write_strip write_strip_backward",
@@ -22,8 +23,8 @@ KERNELS = {
 }
 
 
-LONG = {"around", "layer_step", "networks"}
-"""Groups that take half a minute and more; `make test-slow` compiles them."""
+LONG = {"around", "layer_step", "networks", "sizes"}
+"""Groups that take half a minute and more, or differ from another group in sizes only; `make test-slow` compiles them."""
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ if CAN_START:
 @st.composite
 def updates(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
     """The tensors of an update in float64, its options, and a state."""
-    B, T, n, L = (draw(st.integers(1, most)) for most in (2, 3, 3, 9))
+    B, T, n = (draw(st.integers(1, most)) for most in (2, 3, 3))
+    L = draw(st.sampled_from([1, 2, 3, 4, 9]))
     H = draw(st.sampled_from([1, 2, 4]))
     K, V = draw(st.sampled_from([(16, 16), (5, 40), (20, 3)]))
     groups = st.sampled_from([g for g in (1, 2, 4) if H % g == 0])
@@ -68,7 +69,7 @@ def build(tensors: dict[str, Tensor], options: dict[str, Any], dtype: torch.dtyp
     return prism.Update(**fields, **options)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(updates())
 def test_any_update_out_of_place_and_in_place(problem: tuple[dict[str, Tensor], dict[str, Any], Tensor]) -> None:
     tensors, options, state = problem
