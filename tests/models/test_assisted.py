@@ -54,10 +54,11 @@ def passes(lm: Any) -> list[int]:
 @pytest.mark.parametrize("layers", [*HYBRIDS, "prism"])
 def test_greedy_text_is_the_same_with_an_assistant(layers: str, prompt: int) -> None:
     lm, ids = model(layers, torch.float32), tokens(1, prompt)
-    plain = generate(lm, ids)
+    count = {"max_new_tokens": 2 * DEPTH}
+    plain = generate(lm, ids, **count)
     helper, other = similar(lm, layers), model("linear", torch.float32, seed=3)
     for assistant in (helper, other, lm):
-        assert torch.equal(generate(lm, ids, assistant_model=assistant), plain)
+        assert torch.equal(generate(lm, ids, assistant_model=assistant, **count), plain)
 
 
 def test_candidates_are_accepted_and_rejected() -> None:

@@ -151,9 +151,8 @@ def test_packed_documents_are_separate_sequences(form: str, problem: Problem, da
     assert_all_close("packed", together, reference, EXACT, scales(reference))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", ["head", "channel"])
-def test_a_document_may_begin_anywhere(form: str, decay: str) -> None:
+def test_a_document_may_begin_anywhere(decay: str) -> None:
     """Row i of the batch has a border at token i, and every other row a second one right after it."""
     T = 131
     problem = Problem(
@@ -163,10 +162,11 @@ def test_a_document_may_begin_anywhere(form: str, decay: str) -> None:
     inputs["reset"] = torch.eye(T, dtype=torch.bool)
     inputs["reset"][::2] |= inputs["reset"][::2].roll(1, dims=1)
     reference = problem.run(inputs, "recurrent")
-    together = problem.run(inputs, form)
-    for index in range(T):  # a wrong row must not be hidden by the right ones
-        expected = row(reference, index)
-        assert_all_close(f"border at {index}:", row(together, index), expected, EXACT, scales(expected))
+    for form in sorted(set(FORMS) - {"recurrent"}):
+        together = problem.run(inputs, form)
+        for index in range(T):  # a wrong row must not be hidden by the right ones
+            expected = row(reference, index)
+            assert_all_close(f"{form}, border at {index}:", row(together, index), expected, EXACT, scales(expected))
 
 
 @pytest.mark.parametrize("form", FORMS)
