@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+# On all cores, while pip uses one. Some packages bring files of other Python versions, which do not compile.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
 export PRISM_OUTPUT ?= runs
 
 .PHONY: setup demo test lint typecheck unit test-slow test-gpu bench bench-gpu docs docs-check dist clean
@@ -14,16 +16,20 @@ $(VENV)/base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "pip>=25.1"
 	$(PIP) --editable ".[lm,rec]"
+	$(COMPILE)
 	touch $@
 
 $(VENV)/ready: $(VENV)/base
 	$(PIP) --group dev
+	$(COMPILE)
 	touch $@
 
 demo: $(VENV)/base
 	$(BIN)/prism demo --output $(PRISM_OUTPUT)/demo
 
-test: lint typecheck unit
+# Types are checked while the tests run: mypy uses one core, and the tests leave parts of two.
+test: lint
+	$(MAKE) --jobs=2 typecheck unit
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
