@@ -229,8 +229,9 @@ def main() -> None:
     parser.add_argument("--seeds", action="store_true", help="each repeat has the next seed")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--epochs", type=int, default=SETTINGS["epochs"], help="passes over the events")
+    parser.add_argument("--batch", type=int, default=SETTINGS["batch"], help="users of a step")
     for name, value in SETTINGS.items():
-        if name != "epochs":
+        if name not in ("epochs", "batch"):
             about = "width of the feed-forward layers with --same" if name == "hidden" else None
             parser.add_argument(f"--{name}", type=type(value), default=value, help=about)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of sequence models, ours and theirs")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,10 +82,13 @@ def _outputs(y: Tensor, maps: tuple[nn.Module, ...]) -> list[Tensor]:
 def _second_halves(maps: tuple[nn.Module, ...]) -> list[Tensor | None] | None:
     """The weights of low-rank maps' second halves, and None for linear maps; None if there are no low-rank maps, or a second
     half is not a plain product."""
-    plans: dict[nn.Module, Any] = {m: map_plan(m) for m in maps if isinstance(m, LowRank)}
-    if not plans or not all(isinstance(plan, LowRankPlan) and plan.bias is None for plan in plans.values()):
-        return None
-    return [plan.up if isinstance(plan := plans.get(m), LowRankPlan) else None for m in maps]
+    found: list[Tensor | None] = []
+    for m in maps:
+        plan = map_plan(m) if isinstance(m, LowRank) else None
+        if isinstance(m, LowRank) and (not isinstance(plan, LowRankPlan) or plan.bias is not None):
+            return None
+        found.append(plan.up if isinstance(plan, LowRankPlan) else None)
+    return found if any(w is not None for w in found) else None
 
 
 def map_plan(m: nn.Module | None) -> Tensor | LowRankPlan | None:
