@@ -71,7 +71,7 @@ EQUAL = {
     "PRISM, L = 3": f"prism-3@{BUDGET}",
     "hybrid, history 400, 80 epochs": f"prism*3+softmax@{BUDGET}",
 }
-"""Rows of one budget: the best candidate's settings for every model, chosen for none of the others."""
+"""Rows of one budget: the hybrid's settings for every model, chosen for none of the others."""
 ROWS = {**CANDIDATES, **EQUAL}
 FASTER = ("recompute=none",)
 """Changes time and memory, and no number."""
@@ -157,7 +157,12 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder of prepared events")
     parser.add_argument("--candidates", nargs="+", default=list(CANDIDATES), choices=list(CANDIDATES), help="to search")
     parser.add_argument("--finalists", nargs="+", default=[], choices=list(CANDIDATES), help="candidates to be tested")
-    parser.add_argument("--equal", nargs="+", choices=list(EQUAL), help="rows of one budget to test, without a search")
+    parser.add_argument(
+        "--equal",
+        nargs="*",
+        metavar="ROW",
+        help=f"test rows of one budget, without a search: {', '.join(EQUAL)}; none given: all",
+    )
     parser.add_argument("--runs", type=Path, help="folder of the runs, where those that were stopped go on")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the final runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -168,8 +173,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "experiments" / "results" / "recommend_best.jsonl")
     arguments = parser.parse_args()
     started, runs = time.monotonic(), Runs(arguments)
-    if arguments.equal:
-        finalists = dict.fromkeys(arguments.equal)
+    if arguments.equal is not None:
+        if unknown := set(arguments.equal) - set(EQUAL):
+            parser.error(f"--equal has no row {', '.join(sorted(unknown))}: choose from {', '.join(EQUAL)}")
+        finalists = dict.fromkeys(arguments.equal or EQUAL)
     else:
         searched = runs.go([(name, 0) for name in arguments.candidates], False, started + arguments.search_limit)
         if not searched:

@@ -11,7 +11,7 @@ from typing import Any
 
 from wording import WIDTH, joined, number, paragraph, shown, table
 
-from prism.compare.statistics import Estimate, estimate, paired
+from prism.compare.statistics import FEWEST, Estimate, estimate, paired
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 LOGS = {"ml-100k": "MovieLens-100K", "ml-1m": "MovieLens-1M"}
@@ -63,7 +63,7 @@ def sasrec() -> str:
 
 def same() -> str:
     """RecTools' SASRec with our definition: the scores of equal weights, and what training gives."""
-    rows, said, commands = [], [], []
+    rows, said, commands, seeds = [], [], [], []
     for log, label in LOGS.items():
         if not (RESULTS / f"rectools_{log}_same.json").exists():
             continue
@@ -80,7 +80,8 @@ def same() -> str:
             apart = Estimate(
                 ours.mean - theirs.mean, math.hypot(ours.error, theirs.error), min(ours.count, theirs.count)
             )
-            agree = "yes" if abs(apart.mean) <= 2 * apart.error else "no"
+            agree = "–" if apart.count < FEWEST else "no" if apart.significant else "yes"
+            seeds.append(apart.count)
             cells = [f"{settings['epochs']}", shown(ours), shown(theirs), shown(apart, sign=True), agree]
             rows.append([label, metric, *cells])
         commands.append(found["command"])
@@ -89,7 +90,7 @@ def same() -> str:
     header = ["data", "figure", "epochs", "ours", "RecTools", "difference", "agree"]
     weights = paragraph(*said)
     trained = paragraph(
-        "Trained with three seeds on each side; figures agree if they differ by at most two standard errors:"
+        f"Trained with {min(seeds)} seeds on each side; figures agree if they differ by at most two standard errors:"
     )
     return joined(weights, trained, table(header, rows, left=2), _code(commands))
 
@@ -169,7 +170,7 @@ def best() -> str:
 
 
 def equal() -> str:
-    """Models of one budget, which is that of the best candidate of the search."""
+    """Models of one budget, the hybrid's."""
     tested = [line for line in best_lines() if line.get("test") and line["candidate"] in (*EQUAL, HYBRID)]
     names = [name for name in (*EQUAL, HYBRID) if any(line["candidate"] == name for line in tested)]
     runs = {name: [line for line in tested if line["candidate"] == name] for name in names}
@@ -194,7 +195,7 @@ def equal() -> str:
         )
     if "SASRec" in ndcg and "PRISM, L = 3" in ndcg:
         gain = paired(ndcg["PRISM, L = 3"], ndcg["SASRec"])
-        held = "holds" if gain.mean > 2 * gain.error else "does not hold"
+        held = "holds" if gain.significant and gain.mean > 0 else "does not hold"
         said.append(f"The claim above, that a memory of fixed size is better than attention, {held} with this budget.")
     header = ["model", "parameters", *_HEADER, "− SASRec"]
     commands = dict.fromkeys(line["command"] for line in tested)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from prism.engine import pieces
 from prism.nn.mixer import Mixer
+from prism.rules import delta
 from prism.rules.parts.norms import HeadNorm, gated_output
 from tests.engine.kernels.where import DEVICE, needs_kernels
 from tests.helpers import unwritten_memory_is_nan
@@ -173,7 +174,12 @@ def test_a_layer_whose_maps_share_the_gradient_of_their_input(rule: str, monkeyp
     mixer, x = Mixer(rule, 32, 2, key_dim=16, value_dim=16).to(DEVICE), torch.randn(2, 20, 32, device=DEVICE)
     counted = []
     apply = pieces._Products.apply
-    monkeypatch.setattr(pieces._Products, "apply", lambda *given: counted.append(len(given)) or apply(*given))
+
+    def watched(x: Tensor, taps: Tensor | None, *given: Any) -> Any:
+        counted.append((taps is not None, len(given) - 2))
+        return apply(x, taps, *given)
+
+    monkeypatch.setattr(pieces._Products, "apply", watched)
 
     def run() -> list[Tensor]:
         own = x.clone().requires_grad_()
@@ -183,8 +189,9 @@ def test_a_layer_whose_maps_share_the_gradient_of_their_input(rule: str, monkeyp
     monkeypatch.setattr(pieces, "use_kernel", lambda x: False)
     plain = run()
     monkeypatch.setattr(pieces, "use_kernel", lambda x: True)
+    monkeypatch.setattr(delta, "one_operator_serves", lambda *_: True)
     assert_equal(run(), [z.double() for z in plain])
-    assert counted == [6 if rule == "delta" else 7]
+    assert counted == [(rule == "prism", 2 if rule == "delta" else 3)]  # PRISM's anchor is part of the sum
     mixer.rule.qkv.register_forward_hook(lambda module, given, answer: None)
     assert_equal(run(), [z.double() for z in plain])
     assert len(counted) == 1

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from prism.engine import Update
 from prism.engine.compat import is_unmodified
 from prism.engine.fused import Columns, Corrections, conv_columns, delta_columns, one_operator_serves
-from prism.engine.pieces import Convolution
+from prism.engine.pieces import Convolution, products_serve
 from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan, Norm
 from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan
@@ -98,7 +98,10 @@ class DeltaFamily(Rule):
     def anchor(
         self, x: Tensor, carry: Carry, span: Span, u: Tensor | None = None
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What further writes are computed from, `[B, T, width]` (u if it is known), and its carry. Only PRISM has it."""
+        """What further writes are computed from, `[B, T, width]` (u if it is known), and its carry. Only PRISM has it.
+
+        A rule that overrides this method overrides `anchor_operands` too, which describes the same convolution.
+        """
         return None, {}
 
     def anchor_operands(self, x: Tensor, carry: Carry, span: Span) -> Convolution | None:
@@ -144,7 +147,10 @@ class DeltaFamily(Rule):
         """The outputs of `qkv`, of `rate_maps` and of the gate, x for everything else that reads it, and the anchor; rates,
         gate and anchor are None where they are computed later."""
         gates = [] if self.gate is None else [(self.gate,)]
-        found = linear_groups(x, (self.qkv,), self.rate_maps, *gates, conv=self.anchor_operands(x, carry, span))
+        # Where one operator computes the columns, the anchor is kept; elsewhere it is computed again with them.
+        keeps = products_serve(x) and self._taps_of_one_operator(x, carry.get("conv"), span) is not None
+        conv = self.anchor_operands(x, carry, span) if keeps else None
+        found = linear_groups(x, (self.qkv,), self.rate_maps, *gates, conv=conv)
         if found is None:
             return self.qkv(x), None, None, x, None
         ((projected,), rates, *gated), x, u = found
@@ -182,11 +188,11 @@ class DeltaFamily(Rule):
         found = conv_columns(projected, taps, window, span.documents, beta, self.key_dim, corrections)
         return found, {"conv": self.conv.next_state(projected, window, span), **anchored, **carried}
 
-    def _taps_of_one_operator(self, projected: Tensor, window: Tensor | None, span: Span) -> Tensor | None:
-        """The convolution's weights if one operator computes the columns, convolution included."""
+    def _taps_of_one_operator(self, x: Tensor, window: Tensor | None, span: Span) -> Tensor | None:
+        """The convolution's weights if one operator computes the columns, convolution included, of a projection like x."""
         plain = self.substeps == 1 and span.context is None and is_plain_conv(self.conv) and is_unmodified(self.conv)
         sizes = self.conv.size, self.key_dim, self.value_dim, self.write_rank
-        return self.conv.weight if plain and one_operator_serves(projected, window, *sizes) else None
+        return self.conv.weight if plain and one_operator_serves(x, window, *sizes) else None
 
     def output(self, o: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
         if self.gate is None:

@@ -19,10 +19,18 @@ from tests.helpers import unwritten_memory_is_nan
 pytestmark = needs_kernels
 
 if CAN_START:
+    import triton
+    import triton.language as tl
+
     from prism.engine.kernels import decode, memory, segments
     from prism.engine.kernels.configurations import Tiling, forced
     from prism.engine.kernels.launch import KernelInputs, Launch
     from prism.engine.kernels.runtime import Compiled, compiled
+    from prism.engine.kernels.tiles import lasting_chunks
+
+    @triton.jit
+    def count_lasting(reach, found, near, count, direction):
+        tl.store(found, lasting_chunks(reach, near, count, direction))
 
 
 def everything(x: dict[str, Tensor], form: str, backend: str, **more) -> list[Tensor]:
@@ -61,6 +69,28 @@ def test_segments_pass_on_what_is_not_forgotten() -> None:
     x["log_decay"] = torch.tensor([-8.0, -0.15, -1e-3]).expand(1, 15 * 16 - 5, 3).double().requires_grad_()
     with forced(tiles(16, 16, segments=3)):
         assert_same(x)
+
+
+@pytest.mark.parametrize(
+    ("reach", "expected"),
+    [
+        ([-100.0] * 3, 2),
+        ([-191.0, -0.5, -0.4, -0.2], 4),  # all of the four, but nothing before them
+        ([-191.0, -0.5], 3),  # and what came before
+        ([-0.5, -65536.0, -0.5], 2),  # a document starts in the second
+        ([-200.0, 150.0, -100.0, -60.0], 4),  # erases enlarge again what the first chunk left
+        ([-1.0] * 300, 192),  # more than are summed together
+        ([-1.0] * 100, 101),
+        ([math.nan, -1000.0], 3),  # never forgotten
+    ],
+)
+@pytest.mark.parametrize("direction", [1, -1])
+def test_chunks_that_matter_at_a_border(reach: list[float], expected: int, direction: int) -> None:
+    """192 bits are forgotten. The reaches are given from the border on."""
+    given = torch.tensor(reach[::direction], device=DEVICE)
+    found = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    count_lasting[(1,)](given, found, 0 if direction == 1 else len(reach) - 1, len(reach), direction)
+    assert found.item() == expected
 
 
 def test_segments_pass_on_what_erases_enlarge() -> None:
@@ -317,6 +347,12 @@ def test_other_lengths_batches_and_heads_compile_nothing(initial: bool, monkeypa
         o, end = prism.memory(update(x), x["state"] if initial else None, "chunkwise", "triton")
         torch.autograd.grad(o.sum() + end.sum() if ended else o.sum(), x["w"])
 
+    def call_registered(T: int) -> None:  # as compiled code does
+        x = leaves(T, 1, G=1, L=1, dtype=torch.float32)
+        state = x["state"] if initial else None
+        tensors = x["q"], x["k"], x["w"], x["log_decay"], None, x["erase_strength"], None, state
+        torch.autograd.grad(memory.memory.registered(*tensors, True)[0].sum(), x["w"])
+
     compiled.cache_clear()
     try:
         with forced(tiles(16, 16)):
@@ -324,6 +360,7 @@ def test_other_lengths_batches_and_heads_compile_nothing(initial: bool, monkeypa
             first = set(started)
             for T, ended in ((40, True), (520, False), (520, True)):
                 call(T, 1, ended)
+            call_registered(520)
         assert started == first and "segment_chain_kernel" in {name for name, *_ in first}
     finally:
         compiled.cache_clear()  # its entries say that everything was compiled

@@ -178,7 +178,7 @@ class Launch:
     ) -> Tensor:
         """The state after each segment, `[segments, B, H, K, V]`, or its map `[…, K, K]`. Writes o, states and fed.
 
-        Without o: only what the next segment needs of it, nothing of the last segment.
+        Without o, and where the reach is known: only what the next segment needs of it, nothing of the last segment.
         """
         u, tiling, C, K = self.u, self.configuration.forward_scan, self.step, self.K
         reach = tables.reach if o is None else None
@@ -211,7 +211,7 @@ class Launch:
     ) -> Tensor:
         """The gradient of the state before each segment. Writes d_states and column 0 of d_w.
 
-        Without d_states: only what the segment before needs of it, nothing of the first segment.
+        Without d_states, and where the reach is known: only what the segment before needs, nothing of the first segment.
         """
         reach = tables.reach if d_states is None else None
         u, tiling, C, K, V = self.u, self.configuration.backward_scan, self.step, self.K, self.V

@@ -6,6 +6,7 @@ does not need is None as an input and empty as an output. `save` says whether a 
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -108,8 +109,11 @@ def _rehearse(u: KernelInputs, state: Tensor | None, save: bool, numbers_of_segm
     for segments in numbers_of_segments:
         o, final, states, fed, tables = _forward(run, entering, save, segments)
         if states is not None:
-            for d_final in (None, final):
-                _backward(run, tables, entering, states, fed, o, d_final, segments)
+            kinds = (
+                [tables] if segments == 1 else [tables, tables._replace(maps=None, reach=None)]
+            )  # the latter if compiled
+            for kind, d_final in product(kinds, (None, final)):
+                _backward(run, kind, entering, states, fed, o, d_final, segments)
 
 
 INPUT_COUNT = len(KernelInputs._fields)

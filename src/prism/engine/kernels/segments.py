@@ -25,7 +25,7 @@ WIDEST_MAP = 128
 def segment_count(run: Launch) -> int:
     """The number of segments of a call: enough to give every multiprocessor 8 warps, none shorter than 8 chunks.
 
-    One if that gives fewer than 4, because segments process every token three times, or if the chain cannot hold the maps.
+    One if that gives fewer than 4, because segments process tokens up to three times, or if the chain cannot hold the maps.
     """
     if run.configuration.segments is not None:
         return min(run.configuration.segments, run.chunks)

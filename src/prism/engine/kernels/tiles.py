@@ -64,19 +64,19 @@ def store_reach(
     """Store a chunk's reach: its decays, and the growth of its erases."""
     total = growth + 0.0
     if DECAY:
-        total += tl.min(G.to(tl.float32), 0)  # the last: decays only sum up
+        total += tl.sum(tl.where(tl.arange(0, C) == C - 1, G.to(tl.float32), 0.0), 0)  # the last; NaN stays NaN
     if DOCUMENTS:
         own = documents + b.to(tl.int64) * (T // SUBSTEPS)
         first = tl.load(own + tl.minimum(tl.maximum(t - 1, 0), T - 1) // SUBSTEPS, mask=t > 0, other=0)
         final = tl.load(own + tl.minimum(t + C - 1, T - 1) // SUBSTEPS)
-        total = tl.where(first == final, total, -1e9)
+        total = tl.where(first == final, total, -65536.0)  # not more: sums of it keep a hundredth of a bit
     tl.store(reach + place, total)
 
 
 @triton.jit
 def lasting_chunks(reach, near, count, direction):
     """How many of `count` chunks, from `near` on in this direction, still matter where `near` begins (or ends); `count` + 1 if
-    what came before all of them does."""
+    what came before all of them does. Comparisons are such that a NaN is never forgotten."""
     i = tl.arange(0, SURVEYED)
     passed = 0.0
     lasting = 0
@@ -84,9 +84,9 @@ def lasting_chunks(reach, near, count, direction):
         own = tl.load(reach + near + direction * (first + i), mask=first + i < count, other=0.0)
         until = passed + tl.cumsum(own, 0)
         passed += tl.sum(own, 0)
-        last = tl.max(tl.where((until - own > -FORGOTTEN) & (first + i < count), first + i + 1, 0), 0)
+        last = tl.max(tl.where((until - own <= -FORGOTTEN) | (first + i >= count), 0, first + i + 1), 0)
         lasting = tl.maximum(lasting, last)
-    return tl.where(passed > -FORGOTTEN, count + 1, lasting)
+    return tl.where(passed <= -FORGOTTEN, lasting, count + 1)
 
 
 @triton.jit
