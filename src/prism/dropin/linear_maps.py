@@ -233,7 +233,7 @@ def _swiglu_of_experts(x: Tensor, counts: Sequence[int], both: Tensor, down: Ten
 
 
 def _swiglu(x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor, keep: bool) -> tuple[Tensor, list[Tensor]]:
-    """The outputs, and with `keep` gate(x) beside up(x) `[n, 2N]` of each span."""
+    """The outputs, and with `keep` gate(x) and up(x) side by side `[n, 2N]` of each span."""
     out, kept = x.new_empty(len(x), down.shape[1]), []
     for e, now in _spans(counts, down):
         inner = times(x[now], both[e])
