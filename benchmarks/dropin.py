@@ -8,7 +8,7 @@
 For each family: a forward pass, a forward and backward pass at T = 1024 and 4096, and one token of cached decoding. Batch 1,
 float32, four layers (three memory layers and one attention layer where the family mixes them), width 256. "transformers" is
 its torch path, also where flash-linear-attention is installed. The two take turns; seconds are medians, and the ratio is the
-median of the turns' ratios. Run it on an otherwise idle machine.
+median of the turns' ratios. Turns in which other processes use the processor are repeated, but for `--busy`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from common import paired
 from prism.dropin.families import FAMILIES, modeling_file
 from prism.reports.results import write_results
 
+Timer = Callable[[Callable[[], None], Callable[[], None]], tuple[float, float, float]]
+"""Seconds of two candidates, taken in turns, and their ratio."""
 VOCABULARY, PROMPT = 512, 64
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -189,7 +192,7 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def measure(name: str, lengths: list[int], repeats: int) -> list[dict[str, Any]]:
+def measure(name: str, lengths: list[int], time: Timer) -> list[dict[str, Any]]:
     use_torch_functions(name)
     theirs, ours = build(name), build(name)
     prism.accelerate(ours, quiet=True)
@@ -197,16 +200,16 @@ def measure(name: str, lengths: list[int], repeats: int) -> list[dict[str, Any]]
     for kind, make in (("forward", forward), ("forward and backward", backward)):
         for tokens in lengths:
             x = torch.randint(2, VOCABULARY, (1, tokens))
-            rows.append(row(name, kind, tokens, make(theirs, x), make(ours, x), repeats))
-    rows.append(row(name, "decode 16", 1, decoding(theirs), decoding(ours), repeats))
+            rows.append(row(name, kind, tokens, make(theirs, x), make(ours, x), time))
+    rows.append(row(name, "decode 16", 1, decoding(theirs), decoding(ours), time))
     prism.restore()
     return rows
 
 
 def row(
-    name: str, kind: str, tokens: int, theirs: Callable[[], None], ours: Callable[[], None], repeats: int
+    name: str, kind: str, tokens: int, theirs: Callable[[], None], ours: Callable[[], None], time: Timer
 ) -> dict[str, Any]:
-    prism_s, transformers_s, ratio = paired(ours, theirs, repeats)
+    prism_s, transformers_s, ratio = time(ours, theirs)
     print(f"{name:18}{kind:22}{tokens:6}{transformers_s:10.4f}{prism_s:10.4f}{ratio:8.3f}", flush=True)
     seconds = {"transformers": transformers_s, "prism": prism_s}
     return {"family": name, "pass": kind, "tokens": tokens, **seconds, "ratio": ratio}
@@ -223,13 +226,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{'family':18}{'pass':22}{'tokens':>6}{'theirs s':>10}{'ours s':>10}{'ratio':>8}")
+    time = partial(paired, repeats=options.repeats, alone=not options.busy)
     rows: list[dict[str, Any]] = []
     about = {"command": shlex.join(["python", *sys.argv]), "threads": options.threads, "busy": options.busy}
     about["repeats"] = options.repeats
     about["transformers"] = import_module("transformers").__version__
     with busy_processes(options.busy):
         for name in options.families:
-            rows += measure(name, options.tokens, options.repeats)
+            rows += measure(name, options.tokens, time)
             write_results(options.out, rows, **about)
 
 

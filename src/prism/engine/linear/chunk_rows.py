@@ -47,8 +47,7 @@ def copy_from_chunks(target: Tensor, chunks: Tensor, start: int, length: int) ->
 
 def _as_chunks(chunks: Tensor, rows: Tensor) -> Tensor:
     """`[m, (L·)C, …]` seen as `[B, N, C, H, (L,) …]`, the order of `rows` `[B, R, H, (L,) …]`."""
-    B, H = rows.shape[0], rows.shape[2]
-    view = chunks.unflatten(0, (-1, B, H))  # [N, B, H, C, ...]
+    _, _, H, *rest = rows.shape
     if rows.ndim == 5:
-        view = view.unflatten(3, (rows.shape[3], -1)).transpose(3, 4)  # [N, B, H, C, L, ...]
-    return view.movedim((0, 3), (1, 2))
+        return chunks.view(-1, len(rows), H, rest[0], chunks.shape[1] // rest[0], rest[1]).permute(1, 0, 4, 2, 3, 5)
+    return chunks.view(-1, len(rows), H, *chunks.shape[1:]).permute(1, 0, 3, 2, *range(4, rows.ndim + 1))
