@@ -7,8 +7,8 @@
 
 For each family: a forward pass, a forward and backward pass at T = 1024 and 4096, and one token of cached decoding. Batch 1,
 float32, four layers (three memory layers and one attention layer where the family mixes them), width 256. "transformers" is
-its torch path, also where flash-linear-attention is installed. Figures are the minimum of the repeats, with `--busy` their
-median. Run it on an otherwise idle machine.
+its torch path, also where flash-linear-attention is installed. The two take turns; seconds are medians, and the ratio is the
+median of the turns' ratios. Turns in which other processes use the processor are repeated, but for `--busy`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 import prism
-from common import fastest, typical
+from common import paired
 from prism.dropin.families import FAMILIES, modeling_file
 from prism.reports.results import write_results
 
-Timer = Callable[[dict[str, Callable[[], None]]], dict[str, float]]
-"""Seconds of each candidate, taken in turns."""
+Timer = Callable[[Callable[[], None], Callable[[], None]], tuple[float, float, float]]
+"""Seconds of two candidates, taken in turns, and their ratio."""
 VOCABULARY, PROMPT = 512, 64
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -200,18 +200,18 @@ def measure(name: str, lengths: list[int], time: Timer) -> list[dict[str, Any]]:
     for kind, make in (("forward", forward), ("forward and backward", backward)):
         for tokens in lengths:
             x = torch.randint(2, VOCABULARY, (1, tokens))
-            rows.append(row(name, kind, tokens, {"transformers": make(theirs, x), "prism": make(ours, x)}, time))
-    rows.append(row(name, "decode 16", 1, {"transformers": decoding(theirs), "prism": decoding(ours)}, time))
+            rows.append(row(name, kind, tokens, make(theirs, x), make(ours, x), time))
+    rows.append(row(name, "decode 16", 1, decoding(theirs), decoding(ours), time))
     prism.restore()
     return rows
 
 
-def row(name: str, kind: str, tokens: int, runs: dict[str, Callable[[], None]], time: Timer) -> dict[str, Any]:
-    seconds = time(runs)
-    ratio = seconds["prism"] / seconds["transformers"]
-    print(
-        f"{name:18}{kind:22}{tokens:6}{seconds['transformers']:10.4f}{seconds['prism']:10.4f}{ratio:8.2f}", flush=True
-    )
+def row(
+    name: str, kind: str, tokens: int, theirs: Callable[[], None], ours: Callable[[], None], time: Timer
+) -> dict[str, Any]:
+    prism_s, transformers_s, ratio = time(ours, theirs)
+    print(f"{name:18}{kind:22}{tokens:6}{transformers_s:10.4f}{prism_s:10.4f}{ratio:8.3f}", flush=True)
+    seconds = {"transformers": transformers_s, "prism": prism_s}
     return {"family": name, "pass": kind, "tokens": tokens, **seconds, "ratio": ratio}
 
 
@@ -219,16 +219,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--busy", type=int, default=0, help="processes that keep a core busy meanwhile")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "dropin.json")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{'family':18}{'pass':22}{'tokens':>6}{'theirs s':>10}{'ours s':>10}{'ratio':>8}")
-    time = partial(typical if options.busy else fastest, repeats=options.repeats)
+    time = partial(paired, repeats=options.repeats, alone=not options.busy)
     rows: list[dict[str, Any]] = []
     about = {"command": shlex.join(["python", *sys.argv]), "threads": options.threads, "busy": options.busy}
+    about["repeats"] = options.repeats
     about["transformers"] = import_module("transformers").__version__
     with busy_processes(options.busy):
         for name in options.families:

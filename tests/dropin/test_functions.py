@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-from prism.dropin import conv, delta, mamba2, mlstm, norms, rg_lru, scales
+from prism.dropin import conv, delta, lightning, mamba2, mlstm, norms, rg_lru, scales
 from prism.dropin.documents import document_numbers, document_starts
 from prism.dropin.families import modeling_file
 from prism.engine import pieces
+from tests.dropin.models import tiny
 from tests.engine.kernels.where import needs_kernels
 
 
@@ -160,10 +161,18 @@ def by_groups(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> tupl
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("small", [1, 2**13])
 def test_norms_agree_with_the_originals(
-    model: str, kind: str, make: Any, settings: dict[str, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    kind: str,
+    make: Any,
+    settings: dict[str, int],
+    small: int,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(norms, "_SMALL", 1)
+    """Of many tokens and of a few."""
+    monkeypatch.setattr(norms, "_SMALL", small)
     norm = getattr(import_module(modeling_file(model)), kind)(16, eps=1e-3, **settings).to(dtype)
     torch.nn.init.normal_(norm.weight)
     inputs = 2 if kind.endswith("Gated") else 1
@@ -177,8 +186,11 @@ def test_norms_agree_with_the_originals(
     monkeypatch.setattr(type(norm), "forward", make(type(norm).forward))
     found = run()
     if dtype == torch.float32:
-        assert "GatedNorm" in str(found[0].grad_fn.next_functions) + found[0].grad_fn.name()  # type: ignore[union-attr]
+        made = str(found[0].grad_fn.next_functions) + found[0].grad_fn.name()  # type: ignore[union-attr]
+        assert ("GatedNorm" in made) == (small == 1)
         torch.testing.assert_close(found, wanted)
+        with torch.no_grad():
+            torch.testing.assert_close(norm(*given), wanted[0])
     else:  # transformers' own roundings
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
@@ -204,6 +216,53 @@ def test_the_norm_behind_the_memory_in_one_kernel(monkeypatch: pytest.MonkeyPatc
 def test_recurrence_over_tokens() -> None:
     x, a, start = doubles(2, 5, 3), torch.rand(2, 5, 3, dtype=torch.float64, requires_grad=True), doubles(2, 3)
     assert gradcheck(rg_lru._Loop.apply, (x, a, start)) and gradgradcheck(rg_lru._Loop.apply, (x, a, start))
+
+
+@pytest.mark.parametrize("position", [0, 7])
+def test_one_cached_token_of_a_recurrent_unit(position: int) -> None:
+    """At position 0 the state does not count, which is left to the original."""
+    torch.manual_seed(0)
+    layer = next(module for module in tiny("recurrent_gemma").modules() if type(module).__name__.endswith("Rglru"))
+    x, state = torch.randn(2, 1, len(layer.recurrent_param)), torch.randn(2, len(layer.recurrent_param))
+    original, calls = type(layer).forward, []
+
+    def counted(*given: Any) -> Any:
+        calls.append(None)
+        return original(*given)
+
+    results = []
+    for forward in (original, rg_lru.unit(counted)):
+        layer.recurrent_states = state.clone()
+        with torch.no_grad():
+            results.append((forward(layer, x, torch.full((2, 1), position)), layer.recurrent_states))
+    torch.testing.assert_close(results[1], results[0])
+    assert len(calls) == (position == 0)
+
+
+def test_one_cached_token_of_mlstm() -> None:
+    torch.manual_seed(0)
+    config = SimpleNamespace(mode="inference", chunk_size=8, eps=1e-6, return_last_states=True)
+    q, k, v = torch.randn(3, 2, 3, 1, 4)
+    gates, start = torch.randn(2, 2, 3, 1), (torch.randn(2, 3, 4, 4), torch.randn(2, 3, 4), torch.randn(2, 3, 1))
+    with torch.no_grad():
+        h, last = mlstm.backend(lambda *given: ())(SimpleNamespace(config=config), q, k, v, *gates, *start)
+    wanted, end = mlstm.mlstm(q, k, v, *gates, start, 1e-6)
+    torch.testing.assert_close([h, *last], [wanted, *end])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_block_of_lightning_attention(masked: bool) -> None:
+    torch.manual_seed(0)
+    layer = next(module for module in tiny("minimax").modules() if type(module).__name__ == "MiniMaxLightningAttention")
+    x, mask = torch.randn(2, layer.block_size - 1, 32, requires_grad=True), None
+    if masked:
+        mask = torch.ones(x.shape[:2])
+        mask[0, :2] = 0
+    results = []
+    for forward in (type(layer).forward, lightning.lightning_attention(lambda *given: ())):
+        o, end = forward(layer, x, None, mask)[:2]
+        results.append([o, end, *torch.autograd.grad(o.square().sum() + end.square().sum(), [x, *layer.parameters()])])
+    torch.testing.assert_close(results[1], results[0])
 
 
 @pytest.mark.parametrize(("tokens", "theirs"), [(1, True), (8, True), (16, True), (9, False), (24, False)])

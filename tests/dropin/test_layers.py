@@ -179,6 +179,94 @@ def test_gradients_of_an_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gradcheck(linear_maps.swiglu, given) and gradgradcheck(linear_maps.swiglu, given)
 
 
+def experts_of(name: str) -> Any:
+    model = tiny(name)
+    model.config._experts_implementation = "grouped_mm"  # transformers' default
+    return next(module for module in model.modules() if type(module).__name__.endswith("Experts"))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe", "minimax"])
+@pytest.mark.parametrize(("tokens", "k"), [(1, 2), (5, 3), (700, 1), (700, 2)])
+def test_experts_agree_with_the_originals(name: str, tokens: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens one by one, many sorted by expert; the last expert is chosen by none."""
+    torch.manual_seed(0)
+    layer = experts_of(name)
+    count = len(layer.down_proj)
+    monkeypatch.setattr(linear_maps, "_FEW", 64)
+    calls = [called(monkeypatch, linear_maps, path) for path in ("_one_by_one", "_sorted")]
+    x, weights = torch.randn(tokens, 32, requires_grad=True), torch.rand(tokens, k, requires_grad=True)
+    index = torch.randint(0, count - 1, (tokens, k))
+
+    def found() -> list[Tensor]:
+        with torch.no_grad():
+            quiet = layer(x, index, weights)
+        y = layer(x, index, weights)
+        return [quiet, y.detach(), *torch.autograd.grad(y.square().sum(), [x, weights, *layer.parameters()])]
+
+    wanted = found()
+    layer.forward = linear_maps.experts(type(layer).forward).__get__(layer)
+    monkeypatch.setattr(linear_maps, "is_plain", lambda module: True)  # `forward` of this instance is changed
+    assert_near(found(), wanted)
+    assert [len(each) for each in calls] == ([1, 0] if tokens * k < 16 else [0, 2])
+
+
+def test_experts_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [called(monkeypatch, linear_maps, path) for path in ("_one_by_one", "_sorted")]
+    given = torch.randn(1, 32), torch.zeros(1, 2, dtype=torch.long), torch.rand(1, 2)
+    for name, value in (("is_transposed", True), ("act_fn", nn.GELU()), ("_is_expert_parallel", True)):
+        layer = experts_of("qwen3_5_moe")
+        setattr(layer, name, value)
+        seen: list[Any] = []
+        linear_maps.experts(lambda *given, seen=seen: seen.append(given))(layer, *given)
+        assert len(seen) == 1
+    assert calls == [[], []]
+
+
+def test_gradients_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_maps, "_SPAN", 6)
+    index = torch.tensor([[0, 2], [2, 0], [2, 3], [0, 2], [3, 0]])
+    given = doubles(5, 2), doubles(5, 2), doubles(4, 6, 2), doubles(4, 2, 3)
+
+    def run(x: Tensor, weights: Tensor, both: Tensor, down: Tensor) -> Tensor:
+        return linear_maps._sorted(x, index, weights, both, down)
+
+    with torch.no_grad():
+        one_by_one = linear_maps._one_by_one(given[0], index, *given[1:])
+    torch.testing.assert_close(run(*given), one_by_one)
+    assert gradcheck(run, given) and gradgradcheck(run, given)
+
+
+def test_gradients_of_stacked_maps() -> None:
+    given = doubles(2, 3, 4), doubles(2, 4), doubles(3, 4), doubles(1, 4)
+
+    def run(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return linear_maps.stacked(x, weights[:2], weights[2:])
+
+    x, *weights = given
+    for y, weight in zip(run(*given), (torch.cat(weights[:2]), weights[2]), strict=True):
+        torch.testing.assert_close(y, x @ weight.t())
+    assert gradcheck(run, given) and gradgradcheck(run, given)
+    given[0].requires_grad_(False)
+    run(*given)[1].sum().backward()
+    assert given[3].grad is not None
+
+
+@pytest.mark.parametrize("name", DELTA)
+@pytest.mark.parametrize("how", ["hook", "half of the weights frozen"])
+def test_layers_whose_maps_cannot_be_stacked(name: str, how: str) -> None:
+    torch.manual_seed(0)
+    layer, x = layer_of(name), torch.randn(1, 300, 32, requires_grad=True)
+    wanted = results(layer, x)
+    first = next(module for module in layer.modules() if type(module) is nn.Linear)
+    if how == "hook":
+        first.register_forward_hook(lambda module, given, y: y.clone())
+        assert_near(results(layer, x), wanted)
+    else:
+        first.weight.requires_grad_(False)
+        y = layer(x)
+        assert_near([*torch.autograd.grad(y.square().sum(), [x])], wanted[1:2])
+
+
 @pytest.mark.parametrize("name", DELTA)
 @pytest.mark.parametrize("width", [4, 8])
 def test_rotations_agree_with_the_originals(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +295,25 @@ def test_gradients_of_a_rotation() -> None:
     cos, sin = torch.randn(2, 2, 1, 3, 4, dtype=torch.float64)
     assert gradcheck(lambda x: rotary._Rotated.apply(x, cos, sin), doubles(2, 2, 3, 6))
     assert gradgradcheck(lambda x: rotary._Rotated.apply(x, cos, sin).square(), doubles(2, 2, 3, 6))
+
+
+@pytest.mark.parametrize("name", DELTA)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_runs_with_our_maps(name: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = called(monkeypatch, linear_maps, "linear")
+    model, tokens = tiny(name), torch.randint(2, 60, (1, 300))
+    model.set_attn_implementation(implementation)
+    layer = next(module for module in model.modules() if type(module).__name__.endswith("Attention"))
+    with torch_functions(name):
+        wanted = [model(tokens, labels=tokens).loss]
+    wanted += torch.autograd.grad(wanted[0], list(layer.parameters()))
+    prism.accelerate(model, quiet=True)
+    calls.clear()
+    found = [model(tokens, labels=tokens).loss]
+    assert len(calls) == 4
+    assert_near([*found, *torch.autograd.grad(found[0], list(layer.parameters()))], wanted)
+    layer.o_proj.register_forward_hook(lambda module, given, y: 0 * y)
+    assert not torch.equal(model(tokens, labels=tokens).loss, found[0])
 
 
 @pytest.mark.parametrize("threads", [1, 2])

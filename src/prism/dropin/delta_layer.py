@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.dropin.delta_segments import Layout, Sizes, Weights, gated_delta_layer
-from prism.dropin.linear_maps import is_plain, linear, untouched
+from prism.dropin.linear_maps import can_stack, is_plain, linear, stacked, untouched
 
 _DOCUMENTS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 _SMALL = 128
@@ -27,17 +27,30 @@ Projected = tuple[list[Tensor], Tensor, Tensor, Layout]
 
 
 def qwen3_next(original: Forward) -> Forward:
-    """Make the `forward` of a layer whose first map holds queries, keys, values and gates, group by group."""
+    """Make the `forward` of a layer whose maps hold queries, keys, values and gates, b and a, group by group."""
 
     def project(self: Any, x: Tensor) -> Projected:
         groups, r = self.num_k_heads, self.num_v_heads // self.num_k_heads
         widths = [self.head_k_dim, self.head_k_dim, r * self.head_v_dim, r * self.head_v_dim]
 
+        def of_groups(z: Tensor, widths: list[int], dim: int) -> Sequence[Tensor]:
+            return z.unflatten(dim, (groups, -1)).split(widths, dim + 1)
+
         def layout(sources: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
-            *parts, gate = sources[0].unflatten(2, (groups, -1)).split(widths, -1)
+            *parts, gate = of_groups(sources[0], widths, 2)
             return parts, gate
 
-        b, a = self.in_proj_ba(x).unflatten(2, (groups, 2 * r)).split(r, -1)
+        maps: tuple[Any, Any] = self.in_proj_qkvz, self.in_proj_ba
+        if can_stack(x, *maps):  # with rows in another order, the parts of all groups stand side by side
+            *qkv, z, b, a = (
+                part.flatten(0, 1)
+                for each, sizes in zip(maps, (widths, [r, r]), strict=True)
+                for part in of_groups(each.weight, sizes, 0)
+            )
+            rows, gate, ba = stacked(x, qkv, [z], [b, a])
+            b, a = ba.chunk(2, -1)
+            return [rows, gate], b, a, _whole
+        b, a = of_groups(self.in_proj_ba(x), [r, r], 2)
         return [linear(self.in_proj_qkvz, x)], b.flatten(2), a.flatten(2), layout
 
     return _made(original, project, norm="norm", out="out_proj")
@@ -45,21 +58,27 @@ def qwen3_next(original: Forward) -> Forward:
 
 def qwen3_5(original: Forward) -> Forward:
     """Make the `forward` of a layer with one map for queries, keys and values and one for the gates."""
-
-    def project(self: Any, x: Tensor) -> Projected:
-        return [linear(self.in_proj_qkv, x), linear(self.in_proj_z, x)], self.in_proj_b(x), self.in_proj_a(x), _whole
-
-    return _made(original, project, norm="norm", out="out_proj")
+    return _made(original, _projected("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "norm", "out_proj")
 
 
 def olmo_hybrid(original: Forward) -> Forward:
     """Make the `forward` of a layer with separate maps."""
+    return _made(original, _projected("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), "o_norm", "o_proj")
+
+
+def _projected(*names: str) -> Callable[[Any, Tensor], Projected]:
+    """Maps that hold all heads: those of the convolution's channels, of the gates, of b and of a."""
 
     def project(self: Any, x: Tensor) -> Projected:
-        maps = self.q_proj, self.k_proj, self.v_proj, self.g_proj
-        return [linear(each, x) for each in maps], self.b_proj(x), self.a_proj(x), _whole
+        *channels, gate, b, a = (getattr(self, name) for name in names)
+        if can_stack(x, *channels, gate, b, a):
+            groups = channels, [gate], [b, a]
+            rows, opened, ba = stacked(x, *[[each.weight for each in group] for group in groups])
+            b, a = ba.chunk(2, -1)
+            return [rows, opened], b, a, _whole
+        return [linear(each, x) for each in (*channels, gate)], b(x), a(x), _whole
 
-    return _made(original, project, norm="o_norm", out="o_proj")
+    return project
 
 
 def _whole(sources: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:

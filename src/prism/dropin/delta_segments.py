@@ -22,7 +22,8 @@ from prism.dropin.conv import causal_conv1d_fn, span_back, taps_over
 from prism.engine import Update, memory
 from prism.engine.fused import UNIT_EPS
 from prism.engine.linear import erase_chunks
-from prism.engine.linear.chunk_segment import Kind, fitting_rows
+from prism.engine.linear.chunk_rows import copy_from_chunks, copy_to_chunks
+from prism.engine.linear.chunk_segment import Kind, Segment, decays_of, fitting_rows
 from prism.engine.linear.chunkwise import HEAD_SEGMENT, chunk_length
 from prism.engine.padding import repeat_heads
 
@@ -102,8 +103,8 @@ def in_steps(sizes: Sizes, sources: Sequence[Tensor], weights: Weights, g: Tenso
     return norms.gated_norm(o, gate.reshape_as(o), weights.norm, sizes.eps).flatten(2)
 
 
-_KEPT = 5
-"""Tensors that a segment keeps: what the engine keeps (erase_chunks.py), and the outputs of the memory."""
+_KEPT = 10
+"""Tensors that a segment keeps: what the engine keeps (erase_chunks.py), [N; M], the decays, and the outputs of the memory."""
 
 
 def _forward(
@@ -117,13 +118,17 @@ def _forward(
     kind, length = _kind(sizes, g, V)
     for start in range(0, T, length):
         now = slice(start, min(start + length, T))
-        s = _segment(sizes, parts, weights, g, beta, now, keep=False)
-        o, S, found = erase_chunks.forward(s.fields, None, S, kind, keep)
+        tokens = _tokens(sizes, parts, weights, H, now, keep=False)
+        s = _chunks(sizes, tokens, g, beta, now, kind)
+        writes = s.x.new_empty(*s.x.shape[:2], V)
+        copy_to_chunks(writes, tokens.v, 0, now.stop - start, beta[:, now].unsqueeze(-1))
+        part, S, found, MN = erase_chunks.chunks_forward(s, writes, S)
+        o = _rows(part, g, now)
         opened = gate[:, now].reshape(-1, V)
         out = norms.gated_norm_forward(o.view(-1, V), opened, weights.norm, sizes.eps, gate_first=False)
         y[:, now] = out.view(B, -1, H * V)
         if keep:
-            kept.append((*found[0], o))
+            kept.append((*found, MN, s.gamma, s.start, s.end, s.carry, o))
     return y, kept
 
 
@@ -147,56 +152,76 @@ def _backward(
     kind, length = _kind(sizes, g, V)
     for index in reversed(range(len(kept))):
         now = slice(index * length, min((index + 1) * length, T))
-        s = _segment(sizes, parts, weights, g, beta, now, keep=True)
-        *found, o = kept[index]
+        *found, MN, gamma, start, end, carry, o = kept[index]
+        tokens = _tokens(sizes, parts, weights, H, now, keep=True)
+        s = _chunks(sizes, tokens, g, beta, now, kind, (gamma, start, end, carry))
         d_o, d_opened, d_weight = norms.gated_norm_back(
             o.view(-1, V), gate[:, now].reshape(-1, V), weights.norm, sizes.eps, False, d_y[:, now].reshape(-1, V)
         )
         assert d_opened is not None
         d_gate[:, now] = d_opened.view_as(d_gate[:, now])
         d_norm += d_weight
-        gradients: Any = erase_chunks.backward(s.fields, None, [found], d_o.view_as(o), dS, kind)
-        d_q, d_k, d_w, d_g[:, now], _, _, d_strength, _, dS = gradients
-        d_w = d_w.squeeze(3)
-        d_x = _rows_back(sizes, s, d_q, d_k.squeeze(3), d_w)
-        d_beta[:, now] = d_strength + (d_w * s.v).sum(-1)
-        d_sum = torch.ops.aten.silu_backward(d_x, s.before)
-        d_rows, after = span_back(s.rows, weights.taps, d_sum, after, d_taps, d_bias)
-        _scatter(d_parts, d_rows, now)
+        d_rows = s.z.new_empty(*s.z.shape[:2], V)
+        copy_to_chunks(d_rows[:, : s.chunk], d_o.view_as(o), 0, o.shape[1])
+        d = erase_chunks.chunks_backward(s, MN, found, found[2], d_rows, dS, kind)
+        assert d.decay is not None and d.strength is not None
+        dS = d.incoming
+        copy_from_chunks(d_g, d.decay, now.start, o.shape[1])
+        d_q, d_k, d_w = (_rows(x, g, now) for x in (d.z[:, : s.chunk], d.x, d.y))
+        d_beta[:, now] = _rows(d.strength, g, now) + (d_w * tokens.v).sum(-1)
+        d_x = _rows_back(sizes, tokens, d_q, d_k, d_w, beta[:, now])
+        d_sum = torch.ops.aten.silu_backward(d_x, tokens.before)
+        d_here, after = span_back(tokens.rows, weights.taps, d_sum, after, d_taps, d_bias)
+        _scatter(d_parts, d_here, now)
     return d_taps, d_bias, d_norm, d_g, d_beta, *d_sources
 
 
-class _Segment(NamedTuple):
+class _Tokens(NamedTuple):
     rows: Tensor  # [B, ≤ W - 1 + n, D], with the last tokens before the segment
     before: Tensor  # [B, n, D], before SiLU
     x: Tensor  # [B, n, D], after it
     v: Tensor  # [B, n, H, V]
     inverse: Tensor  # [B, n, 2G, 1], of the lengths of q and k
-    fields: tuple
 
 
-def _segment(
-    sizes: Sizes, parts: Sequence[Tensor], weights: Weights, g: Tensor, beta: Tensor, now: slice, keep: bool
-) -> _Segment:
-    """The tensors of some tokens; without `keep` those before SiLU are overwritten."""
+def _tokens(sizes: Sizes, parts: Sequence[Tensor], weights: Weights, H: int, now: slice, keep: bool) -> _Tokens:
+    """Some tokens behind the convolution; without `keep` the tensor before SiLU is overwritten."""
     past = min(now.start, weights.taps.shape[1] - 1)
     rows = _gathered(parts, slice(now.start - past, now.stop))
     before = taps_over(rows, weights.taps, weights.bias)[:, past : rows.shape[1]]
     x = F.silu(before, inplace=not keep)
-    H, G = g.shape[2], sizes.heads
     *_, v = _heads(x, sizes, H)
-    both = x[..., : 2 * G * sizes.key].unflatten(2, (2 * G, sizes.key))
-    inverse = norms.inverse_length(both, 1, UNIT_EPS)
-    scale = inverse.clone()
-    scale[:, :, :G] *= sizes.key**-0.5
-    q, k = (repeat_heads(z, H) for z in (both * scale).split(G, 2))
-    strength = beta[:, now]
-    w = v * strength.unsqueeze(-1)
-    return _Segment(rows, before, x, v, inverse, (q, k.unsqueeze(3), w.unsqueeze(3), g[:, now], None, None, strength))
+    both = x[..., : 2 * sizes.heads * sizes.key].unflatten(2, (2 * sizes.heads, sizes.key))
+    return _Tokens(rows, before, x, v, norms.inverse_length(both, 1, UNIT_EPS))
 
 
-def _rows_back(sizes: Sizes, s: _Segment, d_q: Tensor, d_k: Tensor, d_w: Tensor) -> Tensor:
-    """The gradient of x `[B, n, D]` from those of q and k `[B, n, H, K]` and of β v `[B, n, H, V]`."""
+def _chunks(
+    sizes: Sizes, tokens: _Tokens, g: Tensor, beta: Tensor, now: slice, kind: Kind, decays: Any = None
+) -> Segment:
+    """Queries and keys of length 1 in chunks, as the engine wants them; without `decays` these are computed."""
+    (B, _, H), n, C = g.shape, now.stop - now.start, kind.chunk
+    q, k, _ = (repeat_heads(x, H) for x in _heads(tokens.x, sizes, H))
+    to_q, to_k = (repeat_heads(x, H) for x in tokens.inverse.split(sizes.heads, 2))
+    m = -(-n // C) * B * H
+    z, x, strength = q.new_empty(m, 2 * C, sizes.key), q.new_empty(m, C, sizes.key), q.new_empty(m, C)
+    copy_to_chunks(z[:, :C], q, 0, n, to_q * sizes.key**-0.5)
+    copy_to_chunks(x, k, 0, n, to_k)
+    copy_to_chunks(strength, beta, now.start, n)
+    torch.mul(x, strength.unsqueeze(-1), out=z[:, C:])
+    if decays is None:
+        decays = decays_of(z, g, None, now.start, n, kind, H)
+    return Segment(z, x, strength.unsqueeze(-1), *decays)
+
+
+def _rows(chunks: Tensor, g: Tensor, now: slice) -> Tensor:
+    """`[m, C, …]` → `[B, n, H, …]`."""
+    rows = chunks.new_empty(g.shape[0], now.stop - now.start, g.shape[2], *chunks.shape[2:])
+    copy_from_chunks(rows, chunks, 0, rows.shape[1])
+    return rows
+
+
+def _rows_back(sizes: Sizes, s: _Tokens, d_q: Tensor, d_k: Tensor, d_w: Tensor, beta: Tensor) -> Tensor:
+    """The gradient of x `[B, n, D]` from those of q and k of length 1 `[B, n, H, K]` and of β v `[B, n, H, V]`."""
     d_x, G, H = torch.empty_like(s.x), sizes.heads, d_q.shape[2]
     out = _heads(d_x, sizes, H)
     given = _heads(s.x, sizes, H)
@@ -205,7 +230,7 @@ def _rows_back(sizes: Sizes, s: _Segment, d_q: Tensor, d_k: Tensor, d_w: Tensor)
         inverse = s.inverse[:, :, i * G : (i + 1) * G]
         along = (d * given[i]).sum(-1, keepdim=True).mul_(inverse.pow(3)).mul_(scale)
         torch.mul(d, inverse * scale, out=out[i]).addcmul_(given[i], along, value=-1)
-    torch.mul(d_w, s.fields[6].unsqueeze(-1), out=out[2])
+    torch.mul(d_w, beta.unsqueeze(-1), out=out[2])
     return d_x
 
 

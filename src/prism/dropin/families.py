@@ -47,7 +47,9 @@ _MAMBA2 = (
     ("nemotron_h", "NemotronH"),
     ("zamba2", "Zamba2"),
 )
+_EXPERTS = "prism.dropin.linear_maps:experts"
 _RMS_NORM = "prism.dropin.norms:rms_norm"
+_CENTRED_RMS_NORM = "prism.dropin.norms:centred_rms_norm"
 FAMILIES = (
     Family(
         "Gated DeltaNet",
@@ -63,10 +65,13 @@ FAMILIES = (
             for model, prefix in _DELTA
             for part, ours in (
                 ("GatedDeltaNet", f"prism.dropin.delta_layer:{model.removesuffix('_moe')}"),
+                ("Attention", "prism.dropin.linear_maps:attention"),
                 ("MLP", "prism.dropin.linear_maps:mlp"),
+                ("Experts", _EXPERTS),
                 ("RMSNormGated", "prism.dropin.delta:gated_norm"),
-                ("RMSNorm", _RMS_NORM if model == "olmo_hybrid" else "prism.dropin.norms:centred_rms_norm"),
+                ("RMSNorm", _RMS_NORM if model == "olmo_hybrid" else _CENTRED_RMS_NORM),
             )
+            if part != "Experts" or model in ("qwen3_next", "qwen3_5_moe")
         },
         backbones=("Qwen3NextModel", "Qwen3_5TextModel", "Qwen3_5MoeTextModel", "OlmoHybridModel"),
     ),
@@ -104,6 +109,7 @@ FAMILIES = (
         methods={
             "minimax.MiniMaxLightningAttention.forward": "prism.dropin.lightning:lightning_attention",
             "minimax.MiniMaxRMSNorm.forward": _RMS_NORM,
+            "minimax.MiniMaxExperts.forward": _EXPERTS,
         },
         backbones=("MiniMaxModel",),
     ),
@@ -113,7 +119,9 @@ FAMILIES = (
         ("recurrent_gemma",),
         methods={
             "recurrent_gemma.RecurrentGemmaRglru._rnn_scan": "prism.dropin.rg_lru:scan",
+            "recurrent_gemma.RecurrentGemmaRglru.forward": "prism.dropin.rg_lru:unit",
             "recurrent_gemma.RecurrentGemmaRecurrentBlock.forward": "prism.dropin.rg_lru:recurrent_block",
+            "recurrent_gemma.RecurrentGemmaRMSNorm.forward": _CENTRED_RMS_NORM,
         },
         backbones=("RecurrentGemmaModel",),
     ),

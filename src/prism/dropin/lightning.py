@@ -14,7 +14,7 @@ from prism.engine import Update, memory
 
 
 def lightning_attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the layer's `forward`. One block stays with the original, which is as short."""
+    """Make the layer's `forward`. In half precision one cached token stays with the original."""
 
     @functools.wraps(original)
     def forward(
@@ -31,16 +31,22 @@ def lightning_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         exact = hidden_states.dtype == torch.float32 and seq_idx is None and cu_seq_lens_q is None
         state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
         few = tokens == 1 if state is not None else exact and tokens <= self.block_size
-        if few and (state is None or not exact or attention_mask is not None):
+        if few and state is not None and (not exact or attention_mask is not None):
             return original(self, hidden_states, position_embeddings, attention_mask, past_key_values)
         mixed = self.act_fn(self.qkv_proj(hidden_states))
-        if few and state is not None:  # the engine would check and choose for longer than these few operations take
-            q, k, v = mixed.view(batch, self.num_attention_heads, 1, -1).split(self.head_dim, -1)
-            end = (state * torch.exp(-self.slope_rate)).addcmul_(k.mT, v)
-            o = q @ end
+        if attention_mask is not None:
+            mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
+        if few:  # the engine would check and choose for longer than these few operations take
+            rows = mixed.view(batch, tokens, self.num_attention_heads, -1).transpose(1, 2)
+            q, k, v = rows.split(self.head_dim, -1)
+            if state is not None:
+                end = (state * torch.exp(-self.slope_rate)).addcmul_(k.mT, v)
+                o = q @ end
+            else:
+                end = (k * self.key_decay[:, -tokens:]).mT @ v
+                o = (q @ k.mT * self.diagonal_decay[:, :, :tokens, :tokens]) @ v
+            o = o.transpose(1, 2)
         else:
-            if attention_mask is not None:
-                mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
             q, k, v = mixed.view(batch, tokens, self.num_attention_heads, -1).split(self.head_dim, -1)
             # Not the buffer: in half precision it would be rounded.
             decay = -self.get_slope_rate(mixed.device).float().flatten().expand(batch, tokens, -1)

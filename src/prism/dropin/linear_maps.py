@@ -3,8 +3,12 @@
 Maps: torch computes them by MKL. With two threads of an AMD EPYC, oneDNN was faster by about a sixth, and by more where
 another process held a core. A convolution with one tap is the way to it.
 
+Several maps of the same tokens: weights are stacked, so that products are wider, and the gradients of the tokens are added
+inside the products instead of one after the other.
+
 MLPs, down(silu(gate(x)) ⊙ up(x)): autograd keeps four tensors of the inner width and makes four more in the backward pass.
-This keeps two, and the rest lives in the cache for one span of tokens.
+This keeps two, side by side, and the rest lives in the cache for one span of tokens. Experts are such MLPs, each of the tokens
+that chose it: these are sorted by expert, and of a few tokens each goes straight to its experts.
 
 LoRA, quantisation, offloading and hooks change what a module's call does. Where one of them may be at work, it is called.
 """
@@ -12,7 +16,7 @@ LoRA, quantisation, offloading and hooks change what a module's call does. Where
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +25,13 @@ from torch import Tensor, nn
 from torch.backends import mkldnn as _mkldnn
 
 from prism.dropin.norms import traced
+from prism.dropin.scales import scaled_rows
 from prism.engine import compat
 
 _FEW = 256
 """Fewer tokens stay with torch: preparing the weights for oneDNN costs more than it gains."""
+_FEW_PAIRS = 16
+"""Tokens times experts of each, up to which sorting costs more than it gains."""
 _SPAN = 2**19
 """Numbers of the inner width in a span."""
 
@@ -72,6 +79,72 @@ class _Linear(torch.autograd.Function):
         return d_x, d_weight
 
 
+def attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the `forward` of an attention layer: the same, with its linear maps as `linear` computes them."""
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Tensor, *more: Any, **named: Any) -> Any:
+        many = serves(hidden_states) and self.config._attn_implementation in ("sdpa", "eager")
+        return original(_Mapped(self) if many else self, hidden_states, *more, **named)
+
+    return forward
+
+
+class _Mapped:
+    """A module to look at, whose linear maps are functions."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        return functools.partial(linear, found) if isinstance(found, nn.Linear) else found
+
+
+def can_stack(x: Tensor, *modules: nn.Module) -> bool:
+    """Whether `stacked` may compute these maps of x from their weights."""
+    return serves(x) and all(is_linear(each) for each in modules)
+
+
+def stacked(x: Tensor, *groups: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """For each group of weights `[N_i, K]` the products with x `[…, K]` side by side, `[…, ΣN_i]` (`can_stack`)."""
+    if torch.is_grad_enabled():
+        return _Stacked.apply(x, [len(group) for group in groups], *[weight for group in groups for weight in group])
+    return tuple(times(x, torch.cat(list(group))) for group in groups)
+
+
+class _Stacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Sequence[int], *weights: Tensor) -> tuple[Tensor, ...]:
+        each = iter(weights)
+        joined = [torch.cat([next(each) for _ in range(count)]) for count in counts]
+        ctx.counts = counts
+        ctx.save_for_backward(x, *weights)
+        return tuple(times(x, weight) for weight in joined)
+
+    @staticmethod
+    def backward(ctx: Any, *d_outs: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        rows, d_x = x.flatten(0, -2), None
+        d_weights: list[Tensor | None] = []
+        for count, d_out in zip(ctx.counts, d_outs, strict=True):
+            here, weights = weights[:count], weights[count:]
+            joined, d_rows = torch.cat(here), d_out.flatten(0, -2)
+            if ctx.needs_input_grad[0]:
+                d_x = _added(d_x, d_rows, joined)
+            needed = any(ctx.needs_input_grad[2 + len(d_weights) :][:count])
+            found = (d_rows.t() @ rows).split([len(weight) for weight in here]) if needed else [None] * count
+            d_weights += found
+        return None if d_x is None else d_x.view_as(x), None, *d_weights
+
+
+def _added(total: Tensor | None, d_rows: Tensor, weight: Tensor) -> Tensor:
+    """`d_rows` `[n, N]` times `weight` `[N, K]`, added to `total`."""
+    if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
+        return d_rows @ weight if total is None else total + d_rows @ weight
+    return times(d_rows.contiguous(), weight.t()) if total is None else total.addmm_(d_rows, weight)
+
+
 def mlp(original: Forward) -> Forward:
     """Make the `forward` of an MLP with the maps `gate_proj`, `up_proj` and `down_proj` and the activation `act_fn`."""
 
@@ -87,60 +160,134 @@ def mlp(original: Forward) -> Forward:
 
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """x `[…, K]` through the weights `gate` and `up` `[N, K]` and `down` `[M, N]`, `[…, M]`."""
-    if torch.is_grad_enabled():
-        return _SwiGLU.apply(x, gate, up, down)
     rows = x.reshape(-1, x.shape[-1])
-    out = x.new_empty(len(rows), len(down))
-    for now in _spans(rows, gate):
-        out[now] = times(F.silu(times(rows[now], gate), inplace=True).mul_(times(rows[now], up)), down)
-    return out.view(*x.shape[:-1], len(down))
+    y = _swiglu_of_experts(rows, [len(rows)], torch.cat([gate, up]).unsqueeze(0), down.unsqueeze(0))
+    return y.view(*x.shape[:-1], len(down))
+
+
+def experts(original: Forward) -> Forward:
+    """Make the `forward` of experts with the weights `gate_up_proj` `[E, 2N, K]` and `down_proj` `[E, K, N]`."""
+
+    @functools.wraps(original)
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        given = hidden_states, top_k_index, top_k_weights
+        pairs = top_k_index.numel()
+        few = pairs <= _FEW_PAIRS and not torch.is_grad_enabled()
+        if hidden_states.ndim != 2 or not (few or pairs >= _FEW * len(self.down_proj)):
+            return original(self, *given)
+        if not untouched(hidden_states, top_k_weights) or not _ordinary_experts(self):
+            return original(self, *given)
+        return (_one_by_one if few else _sorted)(*given, self.gate_up_proj, self.down_proj)
+
+    return forward
+
+
+def _ordinary_experts(module: Any) -> bool:
+    ordinary = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+    ordinary |= {"has_post_expert_norm": False, "_is_expert_parallel": False}
+    plain = is_plain(module) and _is_silu(module.act_fn)
+    return plain and all(getattr(module, name, None) is value for name, value in ordinary.items())
+
+
+def _one_by_one(x: Tensor, index: Tensor, weights: Tensor, both: Tensor, down: Tensor) -> Tensor:
+    """A few tokens `[n, K]` through their experts `[n, k]`."""
+    out = torch.zeros_like(x)
+    for row, target, chosen, shares in zip(x, out, index.tolist(), weights, strict=True):
+        for expert, share in zip(chosen, shares, strict=True):
+            g, u = (both[expert] @ row).chunk(2)
+            target.addcmul_(down[expert] @ F.silu(g).mul_(u), share)
+    return out
+
+
+def _sorted(x: Tensor, index: Tensor, weights: Tensor, both: Tensor, down: Tensor) -> Tensor:
+    """Tokens `[n, K]` through their experts `[n, k]`, sorted by expert."""
+    chosen, k = index.flatten(), index.shape[1]
+    order = chosen.argsort(stable=True)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    rows = _Taken.apply(x, order // k, back, k)
+    y = _swiglu_of_experts(rows, chosen.bincount(minlength=len(down)).tolist(), both, down)
+    y = scaled_rows(_Taken.apply(y, back, order, 1).view(1, *index.shape, -1), weights.unsqueeze(0))[0]
+    return y.sum(1) if k > 1 else y[:, 0]
+
+
+class _Taken(torch.autograd.Function):
+    """Rows of x by their indices, where each is taken `count` times; in the result, in order of x, they are at `back`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, indices: Tensor, back: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        ctx.save_for_backward(back)
+        return x.index_select(0, indices)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        d_x = d_y.index_select(0, ctx.saved_tensors[0])
+        return d_x if ctx.count == 1 else d_x.unflatten(0, (-1, ctx.count)).sum(1), None, None, None
+
+
+def _swiglu_of_experts(x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor) -> Tensor:
+    """`[n, M]`: the first `counts[0]` rows of x `[n, K]` through `both[0]` `[2N, K]` and `down[0]` `[M, N]`, and so on."""
+    if torch.is_grad_enabled():
+        return _SwiGLU.apply(x, counts, both, down)
+    return _swiglu(x, counts, both, down, keep=False)[0]
+
+
+def _swiglu(x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor, keep: bool) -> tuple[Tensor, list[Tensor]]:
+    """The outputs, and with `keep` gate(x) and up(x) side by side `[n, 2N]` of each span."""
+    out, kept = x.new_empty(len(x), down.shape[1]), []
+    for e, now in _spans(counts, down):
+        inner = times(x[now], both[e])
+        g, u = inner.chunk(2, -1)
+        out[now] = times(F.silu(g).mul_(u), down[e])
+        if keep:
+            kept.append(inner)
+    return out, kept
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        out, kept = x.new_empty(len(rows), len(down)), []
-        for now in _spans(rows, gate):
-            g, u = times(rows[now], gate), times(rows[now], up)
-            out[now] = times(F.silu(g).mul_(u), down)
-            kept += [g, u]
-        ctx.save_for_backward(x, gate, up, down, *kept)
-        return out.view(*x.shape[:-1], len(down))
+    def forward(ctx: Any, x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor) -> Tensor:
+        out, kept = _swiglu(x, counts, both, down, keep=True)
+        ctx.counts = counts
+        ctx.save_for_backward(x, both, down, *kept)
+        return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, down, *kept = ctx.saved_tensors
+        x, both, down, *kept = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
-            inputs = [z for z in (x, gate, up, down) if z.requires_grad]
-            again = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+            inputs = [z for z in (x, both, down) if z.requires_grad]
+            inner = [F.linear(rows, weight) for rows, weight in zip(x.split(ctx.counts), both, strict=True)]
+            halves = [each.chunk(2, -1) for each in inner]
+            again = torch.cat([F.linear(F.silu(g) * u, weight) for (g, u), weight in zip(halves, down, strict=True)])
             found = iter(torch.autograd.grad(again, inputs, d_out, create_graph=True))
-            return tuple(next(found) if z.requires_grad else None for z in (x, gate, up, down))
-        rows, d_rows = x.reshape(-1, x.shape[-1]), d_out.reshape(-1, len(down))
-        d_x = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
-        d_gate, d_up, d_down = (
-            torch.zeros_like(z) if needed else None
-            for z, needed in zip((gate, up, down), ctx.needs_input_grad[1:], strict=True)
-        )
-        for now, g, u in zip(_spans(rows, gate), kept[::2], kept[1::2], strict=True):
-            opened, d_h = F.silu(g), times(d_rows[now], down.t())
-            if d_down is not None:
-                d_down.addmm_(d_rows[now].t(), opened * u)
-            d_u = opened.mul_(d_h)
-            d_g = torch.ops.aten.silu_backward(d_h.mul_(u), g)
-            if d_gate is not None:
-                d_gate.addmm_(d_g.t(), rows[now])
-            if d_up is not None:
-                d_up.addmm_(d_u.t(), rows[now])
-            if d_x is not None:
-                torch.add(times(d_g, gate.t()), times(d_u, up.t()), out=d_x[now])
-        return None if d_x is None else d_x.view_as(x), d_gate, d_up, d_down
+            d_x, d_both, d_down = (next(found) if z.requires_grad else None for z in (x, both, down))
+            return d_x, None, d_both, d_down
+        to_x, _, to_both, to_down = ctx.needs_input_grad
+        d_x, d_both, d_down = torch.empty_like(x), torch.zeros_like(both), torch.zeros_like(down)
+        for (e, now), inner in zip(_spans(ctx.counts, down), kept, strict=True):
+            g, u = inner.chunk(2, -1)
+            opened, d_h = F.silu(g), times(d_out[now], down[e].t())
+            if to_down:
+                d_down[e].addmm_(d_out[now].t(), opened * u)
+            d_inner = torch.empty_like(inner)
+            d_g, d_u = d_inner.chunk(2, -1)
+            torch.mul(opened, d_h, out=d_u)
+            torch.ops.aten.silu_backward.grad_input(d_h.mul_(u), g, grad_input=d_g)
+            if to_both:
+                d_both[e].addmm_(d_inner.t(), x[now])
+            if to_x:
+                d_x[now] = times(d_inner, both[e].t())
+        return d_x if to_x else None, None, d_both if to_both else None, d_down if to_down else None
 
 
-def _spans(rows: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Spans of tokens."""
-    length = max(1, _SPAN // len(weight))
-    return (slice(start, start + length) for start in range(0, len(rows), length))
+def _spans(counts: Sequence[int], down: Tensor) -> Iterator[tuple[int, slice]]:
+    """Spans of tokens, each of one expert."""
+    length, first = max(1, _SPAN // down.shape[2]), 0
+    for expert, count in enumerate(counts):
+        for start in range(first, first + count, length):
+            yield expert, slice(start, min(start + length, first + count))
+        first += count
 
 
 def _is_silu(activation: Any) -> bool:

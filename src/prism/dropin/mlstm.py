@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.dropin.delta import decayed
+from prism.dropin.linear_maps import untouched
 from prism.engine import memory
 
 State = tuple[Tensor, Tensor, Tensor]
 
 
 def backend(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the `forward` of transformers' mLSTM. One token, and one or two whole chunks, stay with the original: as short."""
+    """Make the `forward` of transformers' mLSTM. One or two whole chunks stay with the original, which is as short."""
 
     @functools.wraps(original)
     def forward(
@@ -43,14 +44,16 @@ def backend(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         mode = mode or self.config.mode
         tokens, chunk = query.shape[2], self.config.chunk_size
-        if tokens == 1 or tokens in (chunk, 2 * chunk) or "with_padding" in mode:
-            return original(
-                self, query, key, value, igate, fgate, c_initial, n_initial, m_initial, return_last_states, mode
-            )
         start = None
         if c_initial is not None and n_initial is not None and m_initial is not None:
             start = c_initial, n_initial, m_initial
-        h, last = mlstm(query, key, value, igate, fgate, start, self.config.eps)
+        one = tokens == 1 and start is not None and not torch.is_grad_enabled() and untouched(query, igate, *start)
+        if "with_padding" in mode or (not one and tokens in (1, chunk, 2 * chunk)):
+            return original(
+                self, query, key, value, igate, fgate, c_initial, n_initial, m_initial, return_last_states, mode
+            )
+        run = _step if one else mlstm
+        h, last = run(query, key, value, igate, fgate, start, self.config.eps)
         if return_last_states is None:
             return_last_states = self.config.return_last_states
         return (h, last) if return_last_states or "inference" in mode else h
@@ -75,6 +78,20 @@ def mlstm(
     o, end = memory(decayed(q * q.shape[-1] ** -0.5, k.unsqueeze(3), w.unsqueeze(3), log_decay), state)
     h = o[..., :-1] / (torch.maximum(o[..., -1:].abs(), (-m).exp().unsqueeze(-1)) + eps)
     return h.transpose(1, 2).to(query.dtype), (end[..., :-1], end[..., -1], m[:, -1].unsqueeze(-1))
+
+
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, write: Tensor, fgate: Tensor, start: Any, eps: float
+) -> tuple[Tensor, State]:
+    """`mlstm` for one token after a state, in as few operations as there can be: each costs more than its arithmetic."""
+    C, n, m = start  # [B, H, K, V], [B, H, K], [B, H, 1]
+    log_f = F.logsigmoid(fgate).add_(m)
+    m = torch.maximum(log_f, write)
+    decay, k = log_f.sub_(m).exp_(), k[:, :, 0] * (write - m).exp_()
+    C, n = (C * decay.unsqueeze(-1)).addcmul_(k.unsqueeze(-1), v), (n * decay).add_(k)
+    q = q * q.shape[-1] ** -0.5
+    size = (q @ n.unsqueeze(-1)).abs_()
+    return (q @ C).div_(torch.maximum(size, (-m).exp_().unsqueeze(-1)).add_(eps)), (C, n, m)
 
 
 def _stabiliser(write: Tensor, log_f: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.dropin.conv import causal_conv1d_fn
+from prism.dropin.linear_maps import untouched
 from prism.engine import memory
 from prism.engine.memories.diagonal import Diagonal
 
@@ -45,6 +46,32 @@ def scan(original: Callable[..., Any]) -> Callable[..., Any]:
         return h.to(hidden_states.dtype), h[:, -1]
 
     return rnn_scan
+
+
+def unit(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the `forward` of gates and recurrence: one cached token in fewer operations, the rest as in the original."""
+
+    @functools.wraps(original)
+    def forward(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
+        state, (batch, tokens, width) = self.recurrent_states, activations.shape
+        one = tokens == 1 and state is not None and not torch.is_grad_enabled()
+        if not one or not untouched(activations, state, self.recurrent_param) or 0 in position_ids:
+            return original(self, activations, position_ids)
+        x = activations.reshape(batch, self.num_attention_heads, -1).transpose(0, 1)
+        opened, gate = (
+            torch.baddbmm(bias.unsqueeze(1), x, weight).sigmoid_().transpose(0, 1).reshape(batch, 1, width)
+            for bias, weight in (
+                (self.input_gate_bias, self.input_gate_weight),
+                (self.recurrent_gate_bias, self.recurrent_gate_weight),
+            )
+        )
+        log_a = gate.mul_(F.softplus(self.recurrent_param).mul_(-8.0))
+        share = (log_a * 2).exp_().neg_().add_(1).sqrt_()  # of the token, sqrt(1 - a²)
+        h = opened.mul_(activations).mul_(share).addcmul_(log_a.exp_(), state.unsqueeze(1))
+        self.recurrent_states = h[:, -1]
+        return h
+
+    return forward
 
 
 def recurrent_block(original: Callable[..., Any]) -> Callable[..., Any]:

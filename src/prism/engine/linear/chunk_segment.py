@@ -80,10 +80,16 @@ def segment_at(fields: tuple, reset: Tensor | None, start: int, length: int, kin
         strength = strength.unsqueeze(-1)
         torch.mul(x[:, :C], strength, out=z[:, C:])
 
-    decay = decay_of(z, g, reset, start, length, C, H)
+    return Segment(z, x, strength, *decays_of(z, g, reset, start, length, kind, H))
+
+
+def decays_of(
+    z: Tensor, g: Tensor | None, reset: Tensor | None, start: int, length: int, kind: Kind, heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """gamma, start, end and carry of `Segment`, for rows z `[m, 2C, K]`."""
+    decay = decay_of(z, g, reset, start, length, z.shape[1] // 2, heads)
     gamma, left = _row_decays(decay, kind)
-    end, carry = decay.to_end(q.new_ones(())), decay.carry().unsqueeze(-1)
-    return Segment(z, x, strength, gamma.unsqueeze(-2), left, end, carry)
+    return gamma.unsqueeze(-2), left, decay.to_end(z.new_ones(())), decay.carry().unsqueeze(-1)
 
 
 def decay_of(
