@@ -114,12 +114,12 @@ def update() -> str:
     """What continuing a training costs and reaches."""
     found = read("update")
     rows = found["results"]["rows"]
-    quality, cost = ([row["ratios"][name] for row in rows] for name in ("test", "cpu_seconds"))
+    quality, cost = ([row["ratios"][name] for row in rows] for name in ("test", "seconds"))
     said = (
         f"`{found['command']}`: trained on the first half of MovieLens-100K's time and updated with the second, a model",
         f"reaches {number(sum(quality) / len(quality), 2)} of the test NDCG@10 of one trained on the whole log",
         f"({', '.join(number(value, 2) for value in quality)} with {len(rows)} seeds; one of a seed has a sampling error of",
-        f".006) in {number(min(cost), 2)} to {number(max(cost), 2)} of its processor time.",
+        f".006) in {number(min(cost), 2)} to {number(max(cost), 2)} of its time, on idle cores.",
     )
     return paragraph(*said)
 
