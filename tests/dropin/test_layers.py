@@ -276,16 +276,21 @@ def test_rotations_agree_with_the_originals(name: str, width: int, monkeypatch: 
     q, k = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(2))
     cos, sin = torch.randn(2, 2, 5, width)
     results = []
-    for small, rotate in (
-        (0, import_module(modeling_file(name)).apply_rotary_pos_emb),
-        (0, rotary.apply_rotary_pos_emb),
-        (1000, rotary.apply_rotary_pos_emb),
+    for small, cached, rotate in (
+        (0, 1, import_module(modeling_file(name)).apply_rotary_pos_emb),
+        (0, 2 * q.numel() // 5, rotary.apply_rotary_pos_emb),  # spans of two tokens
+        (0, 2**17, rotary.apply_rotary_pos_emb),
+        (1000, 1, rotary.apply_rotary_pos_emb),
     ):
         monkeypatch.setattr(rotary, "_SMALL", small)
+        monkeypatch.setattr(rotary, "_CACHED", cached)
         y = rotate(q, k, cos, sin)
         results.append([*y, *torch.autograd.grad(y[0].square().sum() + y[1].sin().sum(), (q, k))])
-    assert_near(results[1], results[0])
-    assert_near(results[2], results[0])
+    for found in results[1:]:
+        assert_near(found, results[0])
+    heads_last = [x.transpose(1, 2) for x in (q, k)]
+    for found, y in zip(rotary.apply_rotary_pos_emb(*heads_last, cos, sin, unsqueeze_dim=2), results[0], strict=False):
+        assert_near([found.transpose(1, 2)], [y])
     half = [x.detach().bfloat16() for x in (q, k, cos, sin)]
     wanted = import_module(modeling_file(name)).apply_rotary_pos_emb(*half)
     assert all(torch.equal(a, b) for a, b in zip(rotary.apply_rotary_pos_emb(*half), wanted, strict=True))

@@ -145,26 +145,39 @@ def _backward(
     after = x.new_zeros(B, W - 1, D)
     for start in reversed(range(0, T, span)):
         stop, seen = min(start + span, T), max(0, start - W + 1)
-        rows, d_y = x[:, seen:stop], d_out[:, start:stop]
+        rows, before = x[:, seen:stop], None
         if silu:
-            d_y = torch.ops.aten.silu_backward(d_y, taps_over(rows, weight, bias)[:, start - seen : stop - seen])
-        d_x[:, start:stop], after = span_back(rows, weight, d_y, after, d_weight, d_bias)
+            before = taps_over(rows, weight, bias)[:, start - seen : stop - seen]
+        d_x[:, start:stop], after = span_back(rows, weight, before, d_out[:, start:stop], after, d_weight, d_bias)
     return d_x, d_weight, d_bias
 
 
 def span_back(
-    rows: Tensor, weight: Tensor, d_y: Tensor, after: Tensor, d_weight: Tensor, d_bias: Tensor | None
+    rows: Tensor,
+    weight: Tensor,
+    before: Tensor | None,
+    d_out: Tensor,
+    after: Tensor,
+    d_weight: Tensor,
+    d_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Add a span's part to the gradients of weight and bias; return the gradient of its tokens, and the next `after`.
 
     Args:
         rows: the n tokens of the span behind up to W - 1 earlier ones, `[B, ≤ W - 1 + n, D]`.
         weight: `[D, W]`.
-        d_y: the gradient of the sum of taps, `[B, n, D]`.
-        after: `d_y` of the W - 1 tokens after the span, zeros after the last.
+        before: the sum of taps, `[B, n, D]`, if SiLU follows it.
+        d_out: the gradient of the outputs, `[B, n, D]`.
+        after: the gradient of the sum of taps of the W - 1 tokens after the span, zeros after the last.
         d_weight, d_bias: added to, in place.
     """
-    n, W = d_y.shape[1], weight.shape[1]
+    (B, n, D), W = d_out.shape, weight.shape[1]
+    wide = d_out.new_empty(B, n + W - 1, D)
+    d_y, wide[:, n:] = wide[:, :n], after
+    if before is None:
+        d_y.copy_(d_out)
+    else:
+        torch.ops.aten.silu_backward.grad_input(d_out, before, grad_input=d_y)
     past = rows.shape[1] - n
     for back in range(min(W, past + n)):
         first = max(0, back - past)  # a product and a sum: einsum would copy channel by channel
@@ -172,5 +185,4 @@ def span_back(
     if d_bias is not None:
         d_bias += d_y.sum((0, 1))
     # The gradient of a token comes from the tokens after it: the same convolution backwards.
-    wide = torch.cat([d_y, after], 1)
-    return taps_over(wide, weight.flip(1))[:, W - 1 : W - 1 + n], wide[:, : W - 1]
+    return taps_over(wide, weight.flip(1))[:, W - 1 : W - 1 + n], wide[:, : W - 1].clone()

@@ -170,8 +170,7 @@ def _backward(
         d_q, d_k, d_w = (_rows(x, g, now) for x in (d.z[:, : s.chunk], d.x, d.y))
         d_beta[:, now] = _rows(d.strength, g, now) + (d_w * tokens.v).sum(-1)
         d_x = _rows_back(sizes, tokens, d_q, d_k, d_w, beta[:, now])
-        d_sum = torch.ops.aten.silu_backward(d_x, tokens.before)
-        d_here, after = span_back(tokens.rows, weights.taps, d_sum, after, d_taps, d_bias)
+        d_here, after = span_back(tokens.rows, weights.taps, tokens.before, d_x, after, d_taps, d_bias)
         _scatter(d_parts, d_here, now)
     return d_taps, d_bias, d_norm, d_g, d_beta, *d_sources
 

@@ -16,6 +16,8 @@ from prism.dropin.linear_maps import untouched
 
 _SMALL = 2**16
 """Of fewer numbers a call costs more than the passes."""
+_CACHED = 2**17
+"""Numbers of a span of tokens."""
 
 
 def apply_rotary_pos_emb(
@@ -23,7 +25,8 @@ def apply_rotary_pos_emb(
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys `[B, H, T, D]` by cos and sin `[B, T, R]`, R ≤ D."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    fast = q.numel() >= _SMALL and untouched(q, k, cos, sin) and not cos.requires_grad and not sin.requires_grad
+    fast = q.numel() >= _SMALL and unsqueeze_dim == 1 and untouched(q, k, cos, sin)
+    fast = fast and not cos.requires_grad and not sin.requires_grad
     rotate = _in_steps if not fast else _Rotated.apply if torch.is_grad_enabled() else _rotated
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
@@ -37,12 +40,16 @@ def _in_steps(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    y, R = torch.empty_like(x), cos.shape[-1]
-    (x_1, x_2), (y_1, y_2) = x[..., :R].chunk(2, -1), y[..., :R].chunk(2, -1)
-    (cos_1, cos_2), (sin_1, sin_2) = cos.chunk(2, -1), sin.chunk(2, -1)
-    torch.mul(x_1, cos_1, out=y_1).addcmul_(x_2, sin_1, value=-1)
-    torch.mul(x_2, cos_2, out=y_2).addcmul_(x_1, sin_2)
-    y[..., R:] = x[..., R:]
+    y, R, T = torch.empty_like(x), cos.shape[-1], x.shape[2]
+    length = max(1, _CACHED * T // x.numel())
+    for start in range(0, T, length):
+        here, there, c, s = (z[:, :, start : start + length] for z in (x, y, cos, sin))
+        (x_1, x_2), (y_1, y_2) = here[..., :R].chunk(2, -1), there[..., :R].chunk(2, -1)
+        s_1, s_2 = s.chunk(2, -1)
+        torch.mul(here[..., :R], c, out=there[..., :R])
+        y_1.addcmul_(x_2, s_1, value=-1)
+        y_2.addcmul_(x_1, s_2)
+        there[..., R:] = here[..., R:]
     return y
 
 
