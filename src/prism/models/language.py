@@ -36,7 +36,7 @@ from prism.models.flags import document_starts_of, padding_mask
 from prism.models.lean import LeanCache as LeanCache  # which adds itself to what `cache_for` chooses from
 from prism.models.replay import ReplayedCache, cache_for
 from prism.models.rollback import Inputs
-from prism.nn.block import Block, place_options
+from prism.nn.block import Block, may_defer, place_options
 from prism.nn.parameters import assign, gates, initial_weights
 from prism.nn.pattern import LayerSpec
 from prism.nn.state import State
@@ -189,7 +189,8 @@ class PrismModel(PrismPreTrainedModel):
         hidden: list[Any] = []
         new: list[State] = []
         options: dict[str, Any] = {"form": form, "backend": backend, "context": context}
-        defers = self._defers_sums() and not output_hidden_states
+        # With gradient checkpointing each layer's input is kept: one tensor, not two.
+        defers = not output_hidden_states and not self.gradient_checkpointing and may_defer(self.layers)
         for i, (layer, state) in enumerate(zip(self.layers, states or [None] * len(self.layers), strict=True), 1):
             if output_hidden_states:  # only then: keeping them needs memory for layers × tokens
                 hidden.append(x)
@@ -197,14 +198,6 @@ class PrismModel(PrismPreTrainedModel):
             x, state = layer(x, state, mask, reset, shared, keep_state=use_cache, defer=defer, **options)
             new.append(state)
         return self.norm(x), new, hidden
-
-    def _defers_sums(self) -> bool:
-        """Whether a layer leaves its residual sum to the next layer, which computes it together with its norm, in training.
-
-        Not where a hook would see two summands, or where each layer's input is kept for gradient checkpointing.
-        """
-        plain = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        return plain and not self.gradient_checkpointing and all(map(is_unmodified, self.layers))
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from prism import rules
@@ -134,6 +136,14 @@ class Block(nn.Module):
         if norm is None or type(self.mlp) is not SwiGLU or not all(map(plain_linear, maps)):
             return None
         return GluPlan(norm, *(m.weight for m in maps))
+
+
+def may_defer(layers: Iterable[nn.Module]) -> bool:
+    """Whether each of these blocks can leave its residual sum to the next one: in training, where no hook would see two
+    summands."""
+    layers = list(layers)
+    plain = all(layer.training for layer in layers) and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return plain and all(map(compat.is_unmodified, layers))
 
 
 def _norm_plan(norm: nn.Module) -> Norm | None:
