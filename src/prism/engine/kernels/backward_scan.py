@@ -78,7 +78,7 @@ def backward_scan_kernel(
 
     begin = segment * per_segment
     end = tl.minimum(chunks, begin + per_segment)
-    if BOUND:  # what later reads are answered is written after this segment began, and no segment precedes the first
+    if BOUND:  # later reads see nothing of the state with which the segment began, and no segment precedes the first
         lasting = lasting_chunks(reach + bh.to(tl.int64) * chunks, begin, end - begin, 1)
         end = tl.where(segment == 0, begin, tl.minimum(end, begin + lasting))
     for back in range(0, end - begin):

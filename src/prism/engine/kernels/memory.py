@@ -109,10 +109,8 @@ def _rehearse(u: KernelInputs, state: Tensor | None, save: bool, numbers_of_segm
     for segments in numbers_of_segments:
         o, final, states, fed, tables = _forward(run, entering, save, segments)
         if states is not None:
-            kinds = (
-                [tables] if segments == 1 else [tables, tables._replace(maps=None, reach=None)]
-            )  # the latter if compiled
-            for kind, d_final in product(kinds, (None, final)):
+            without = tables._replace(maps=None, reach=None)  # as in the backward of compiled callers
+            for kind, d_final in product([tables] if segments == 1 else [tables, without], (None, final)):
                 _backward(run, kind, entering, states, fed, o, d_final, segments)
 
 
