@@ -12,8 +12,8 @@ written. Queries, outputs and their gradients, log-decays and documents have one
 last row, a decay to the first.
 
 **Reach.** The norm of the matrix by which a chunk multiplies its incoming state is at most 2^reach: the product of its decays
-and of the norms of its tokens' I - a bᵀ. The matrix is 0 where a document starts. A chain of chunks whose reaches sum up to less than
--FORGOTTEN leaves nothing of what came before it.
+and of the norms of its tokens' I - a bᵀ. The matrix is 0 where a document starts. A chain of chunks whose reaches sum up to
+less than -FORGOTTEN leaves nothing of what came before it.
 """
 
 from __future__ import annotations
