@@ -13,9 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.exceptions import HTTPException
 
 from prism.serve.app import create_app
-from prism.serve.errors import ApiError
+from prism.serve.errors import ApiError, error_response
 from prism.serve.limits import Gate
 from prism.serve.logs import JsonLines
 from prism.serve.metrics import Metrics
@@ -88,7 +89,13 @@ def test_pages_of_other_sites_may_not_write(client: httpx.Client) -> None:
     assert client.post("/api/count", json=[1], headers=own).status_code == 200
 
 
-def test_a_refused_request_is_read_before_it_is_answered() -> None:
+async def read_all(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive()).get("more_body"):
+        pass
+
+
+@pytest.mark.parametrize(("origin", "limit", "status"), [(b"http://evil.example", 100, 403), (b"http://here", 15, 413)])
+def test_a_refused_request_is_read_before_it_is_answered(origin: bytes, limit: int, status: int) -> None:
     """Closed with unread bytes, the connection would be reset, and the client would not see the reason."""
     waiting = [{"type": "http.request", "body": b"x" * 10, "more_body": more} for more in (True, True, False)]
     unread: list[int] = []
@@ -98,12 +105,50 @@ def test_a_refused_request_is_read_before_it_is_answered() -> None:
 
     async def send(message: Any) -> None:
         unread.append(len(waiting))
+        assert message.get("status", status) == status
 
-    headers = [(b"origin", b"http://evil.example"), (b"host", b"here")]
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        with pytest.raises(HTTPException) as refused:
+            await read_all(scope, receive, send)
+        await error_response(refused.value.status_code, refused.value.detail)(scope, receive, send)
+
+    headers = [(b"origin", origin), (b"host", b"here")]
     scope = {"type": "http", "method": "POST", "path": "/api/count", "headers": headers}
-    gate = Gate(lambda *_: None, ServerSettings(), Metrics("tokens", lambda: 0.0))  # type: ignore[arg-type, return-value]
+    gate = Gate(app, ServerSettings(max_body=limit), Metrics("tokens", lambda: 0.0))
     asyncio.run(gate(scope, receive, send))
     assert unread and set(unread) == {0}
+
+
+def test_an_unexpected_error_keeps_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """Uvicorn closes the connection of an application that raises, perhaps under the client's next request."""
+    app = create_app("rec", "a service", ServerSettings(), Metrics("events"), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/api/health/ready", "headers": [], "query_string": b""}
+    asyncio.run(app(scope, receive, send))
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 500 and b"division" not in sent[1]["body"]
+    assert "division by zero" in caplog.text
+
+
+def test_an_answer_that_breaks_off_is_not_ended_as_if_whole() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise RuntimeError("lost")
+
+    async def send(message: Any) -> None:
+        assert message["type"] == "http.response.start"
+
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    gate = Gate(app, ServerSettings(), Metrics("tokens", lambda: 0.0))
+    with pytest.raises(RuntimeError, match="lost"):
+        asyncio.run(gate(scope, lambda: None, send))  # type: ignore[arg-type, return-value]
 
 
 def test_docs_list_every_operation_and_load_nothing(client: httpx.Client) -> None:

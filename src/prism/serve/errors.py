@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -12,8 +11,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
-
-log = logging.getLogger("prism.serve")
 
 
 class ErrorReason(BaseModel):
@@ -80,7 +77,7 @@ def error_response(
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every kind of error with `ErrorBody`."""
+    """Answer every kind of refusal with `ErrorBody`; `Gate` does so for errors that nobody expected."""
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)
@@ -103,11 +100,6 @@ def add_error_handlers(app: FastAPI) -> None:
         message = f"{place}: {first['msg']}" + (f" (and {more} more)" if more else "")
         return error_response(422, message, place, first["type"])
 
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
-        log.error("unexpected error", exc_info=error, extra={"fields": {"path": request.url.path}})
-        return error_response(500, "an unexpected error, which the log of the service describes")
-
     app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, unexpected)

@@ -24,7 +24,7 @@ OPEN = frozenset({"/", "/docs", "/openapi.json", "/api/health/live", "/api/healt
 
 
 class Gate:
-    """Let a request through, or answer it with 401, 403, 404 or 413 and a reason; count and log it."""
+    """Let a request through, or answer it with 401, 403, 413 or 500 and a reason; count and log it."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
@@ -36,20 +36,21 @@ class Gate:
             await self.app(scope, receive, send)
             return
         started, status, headers = time.perf_counter(), 500, dict(scope["headers"])
-        read = 0
+        read, answering = 0, False
 
         async def limited() -> Message:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
             if read > self.settings.max_body:
+                await self._read_rest(receive, message.get("more_body", False))
                 raise HTTPException(413, self._large)
             return message
 
         async def counted(message: Message) -> None:
-            nonlocal status
+            nonlocal status, answering
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, answering = message["status"], True
             await send(message)
 
         self.metrics.running.inc()
@@ -60,6 +61,13 @@ class Gate:
             else:
                 await self._read_rest(receive)
                 await refusal(scope, receive, counted)
+        except Exception as error:
+            # Raised on, it would make the server close the connection after the answer, under the client's next request.
+            if answering:
+                raise
+            log.error("unexpected error", exc_info=error, extra={"fields": {"path": scope["path"]}})
+            failure = error_response(500, "an unexpected error, which the log of the service describes")
+            await failure(scope, receive, counted)
         finally:
             self.metrics.running.dec()
             self._count(scope, status, time.perf_counter() - started)
@@ -84,9 +92,9 @@ class Gate:
             return error_response(413, self._large)
         return None
 
-    async def _read_rest(self, receive: Receive) -> None:
+    async def _read_rest(self, receive: Receive, more: bool = True) -> None:
         """Read what a refused request sends, up to the limit: closed with unread bytes, a connection loses its answer."""
-        read, more = 0, True
+        read = 0
         while more and read <= self.settings.max_body:
             message = await receive()
             read, more = read + len(message.get("body", b"")), message.get("more_body", False)
