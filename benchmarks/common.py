@@ -26,16 +26,18 @@ def paired(
     """Seconds of two candidates, and of the first over the second: the medians of `repeats` turns.
 
     The ratio is taken turn by turn, so that slow and fast phases of the machine cancel, and every second turn begins with the
-    other candidate. With `alone`, turns in which other processes used more than a twentieth of a core do not count (Linux).
+    other candidate. Each runs twice in a turn, and the second time counts: the first gets the heap as the other left it, full
+    of holes or given back to the system, which no training step or request after another one does. With `alone`, turns in
+    which other processes used more than a twentieth of a core do not count (Linux).
     """
     turns: list[tuple[float, float]] = []
     candidate(), reference()
     for turn in range(_MOST_TURNS * repeats):
         order = (candidate, reference) if turn % 2 else (reference, candidate)
         before = _used_by_others()
-        found = {run: _seconds(run) for run in order}
+        found = {run: (run(), _seconds(run))[1] for run in order}
         used = _used_by_others() - before
-        if not alone or used <= max(_TICKS, sum(found.values()) / 20):
+        if not alone or used <= max(_TICKS, sum(found.values()) / 10):
             turns.append((found[candidate], found[reference]))
         if len(turns) == repeats:
             ours, theirs = zip(*turns, strict=True)

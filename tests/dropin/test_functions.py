@@ -85,7 +85,7 @@ def test_unit_rows() -> None:
 
 @pytest.mark.parametrize("cached", [7, 2**16])
 def test_scaled_rows(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "_CACHED", cached)
+    monkeypatch.setattr(norms, "_SPAN", cached)
     x, y, row, head, channel = doubles(2, 3, 2, 4), doubles(2, 3, 2, 4), doubles(2, 3, 2), doubles(2), doubles(2, 4)
     assert torch.equal(scales.scaled_rows(x, row), x * row.unsqueeze(-1))
     assert gradcheck(scales.scaled_rows, (x, row)) and gradgradcheck(scales.scaled_rows, (x, row))
@@ -133,7 +133,7 @@ def test_rows_that_stay_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("cached", [7, 2**16])
 @pytest.mark.parametrize("gate_first", [False, True])
 def test_gated_norm(gate_first: bool, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "_CACHED", cached)
+    monkeypatch.setattr(norms, "_SPAN", cached)
     given = doubles(2, 5, 6), doubles(2, 5, 6), doubles(2, 3)
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:

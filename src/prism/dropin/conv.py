@@ -178,10 +178,14 @@ def span_back(
         d_y.copy_(d_out)
     else:
         torch.ops.aten.silu_backward.grad_input(d_out, before, grad_input=d_y)
-    past = rows.shape[1] - n
+    past, products = (
+        rows.shape[1] - n,
+        torch.empty_like(d_out),
+    )  # one for all taps: a fresh tensor costs more than a sum
     for back in range(min(W, past + n)):
         first = max(0, back - past)  # a product and a sum: einsum would copy channel by channel
-        d_weight[:, -1 - back] += (d_y[:, first:] * rows[:, past + first - back : past + n - back]).sum((0, 1))
+        here = torch.mul(d_y[:, first:], rows[:, past + first - back : past + n - back], out=products[:, first:])
+        d_weight[:, -1 - back] += here.sum((0, 1))
     if d_bias is not None:
         d_bias += d_y.sum((0, 1))
     # The gradient of a token comes from the tokens after it: the same convolution backwards.

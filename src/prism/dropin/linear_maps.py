@@ -7,7 +7,7 @@ Several maps of the same tokens: weights are stacked, so that products are wider
 inside the products instead of one after the other.
 
 MLPs, down(silu(gate(x)) ⊙ up(x)): autograd keeps four tensors of the inner width and makes four more in the backward pass.
-This keeps two, side by side, and the rest lives in the cache for one span of tokens. Experts are such MLPs, each of the tokens
+This keeps two, side by side, and the rest lives for one span of tokens. Experts are such MLPs, each of the tokens
 that chose it: these are sorted by expert, and of a few tokens each goes straight to its experts.
 
 LoRA, quantisation, offloading and hooks change what a module's call does. Where one of them may be at work, it is called.
@@ -32,8 +32,8 @@ _FEW = 256
 """Fewer tokens stay with torch: preparing the weights for oneDNN costs more than it gains."""
 _FEW_PAIRS = 16
 """Tokens times experts of each, up to which sorting costs more than it gains."""
-_SPAN = 2**19
-"""Numbers of the inner width in a span."""
+_SPAN = 2**21
+"""Numbers of the inner width in a span. Measured: shorter ones fit the cache, but slow the products down by more."""
 
 Forward = Callable[..., Tensor]
 
@@ -56,11 +56,30 @@ def serves(x: Tensor) -> bool:
 
 def times(x: Tensor, weight: Tensor) -> Tensor:
     """x `[…, K]` times the transpose of `weight` `[N, K]`."""
-    if torch.get_num_threads() == 1 or not _mkldnn.is_available():  # torch's convolution would not use oneDNN
+    if not _by_convolution():
         return x @ weight.t()
-    rows = x.reshape(1, 1, -1, x.shape[-1]).permute(0, 3, 1, 2)  # [1, K, 1, tokens], channels last
-    y = F.conv2d(rows, weight[:, :, None, None])
+    y = F.conv2d(_image(x), weight[:, :, None, None])
     return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], len(weight))
+
+
+def gradients(d_y: Tensor, x: Tensor, weight: Tensor, to_x: bool, to_weight: bool) -> tuple[Any, Any]:
+    """Of x `[…, K]` and of the weight `[N, K]` in `times`, those that are wanted, from that of its outputs `[…, N]`."""
+    if torch.is_grad_enabled() or not _by_convolution() or not (to_x or to_weight):
+        d_x = d_y @ weight if to_x else None
+        return d_x, d_y.flatten(0, -2).t() @ x.flatten(0, -2) if to_weight else None
+    given = _image(d_y), _image(x), weight[:, :, None, None], None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    d_rows, d_weight, _ = torch.ops.aten.convolution_backward(*given, [to_x, to_weight, False])
+    return d_rows.permute(0, 2, 3, 1).reshape(x.shape) if to_x else None, d_weight.flatten(1) if to_weight else None
+
+
+def _by_convolution() -> bool:
+    """Whether torch computes a convolution by oneDNN."""
+    return torch.get_num_threads() > 1 and _mkldnn.is_available()
+
+
+def _image(x: Tensor) -> Tensor:
+    """`[…, K]` → `[1, K, 1, tokens]`, channels last."""
+    return x.reshape(1, 1, -1, x.shape[-1]).permute(0, 3, 1, 2)
 
 
 class _Linear(torch.autograd.Function):
@@ -72,11 +91,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
-            return d_y @ weight, d_y.flatten(0, -2).t() @ x.flatten(0, -2)
-        d_x = times(d_y.contiguous(), weight.t()) if ctx.needs_input_grad[0] else None
-        d_weight = d_y.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return d_x, d_weight
+        return gradients(d_y, x, weight, *ctx.needs_input_grad)
 
 
 def attention(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,24 +143,16 @@ class _Stacked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
-        rows, d_x = x.flatten(0, -2), None
+        d_x: Tensor | None = None
         d_weights: list[Tensor | None] = []
         for count, d_out in zip(ctx.counts, d_outs, strict=True):
             here, weights = weights[:count], weights[count:]
-            joined, d_rows = torch.cat(here), d_out.flatten(0, -2)
-            if ctx.needs_input_grad[0]:
-                d_x = _added(d_x, d_rows, joined)
             needed = any(ctx.needs_input_grad[2 + len(d_weights) :][:count])
-            found = (d_rows.t() @ rows).split([len(weight) for weight in here]) if needed else [None] * count
-            d_weights += found
-        return None if d_x is None else d_x.view_as(x), None, *d_weights
-
-
-def _added(total: Tensor | None, d_rows: Tensor, weight: Tensor) -> Tensor:
-    """`d_rows` `[n, N]` times `weight` `[N, K]`, added to `total`."""
-    if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
-        return d_rows @ weight if total is None else total + d_rows @ weight
-    return times(d_rows.contiguous(), weight.t()) if total is None else total.addmm_(d_rows, weight)
+            d_here, found = gradients(d_out, x, torch.cat(here), ctx.needs_input_grad[0], needed)
+            if d_here is not None:
+                d_x = d_here if d_x is None else d_x + d_here if torch.is_grad_enabled() else d_x.add_(d_here)
+            d_weights += found.split([len(weight) for weight in here]) if needed else [None] * count
+        return d_x, None, *d_weights
 
 
 def mlp(original: Forward) -> Forward:
@@ -237,14 +244,14 @@ def _swiglu_of_experts(x: Tensor, counts: Sequence[int], both: Tensor, down: Ten
 
 def _swiglu(x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor, keep: bool) -> tuple[Tensor, list[Tensor]]:
     """The outputs, and with `keep` gate(x) and up(x) side by side `[n, 2N]` of each span."""
-    out, kept = x.new_empty(len(x), down.shape[1]), []
+    parts, kept = [], []
     for e, now in _spans(counts, down):
         inner = times(x[now], both[e])
         g, u = inner.chunk(2, -1)
-        out[now] = times(F.silu(g).mul_(u), down[e])
+        parts.append(times(F.silu(g).mul_(u), down[e]))
         if keep:
             kept.append(inner)
-    return out, kept
+    return _joined(parts), kept
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -267,21 +274,29 @@ class _SwiGLU(torch.autograd.Function):
             d_x, d_both, d_down = (next(found) if z.requires_grad else None for z in (x, both, down))
             return d_x, None, d_both, d_down
         to_x, _, to_both, to_down = ctx.needs_input_grad
-        d_x, d_both, d_down = torch.empty_like(x), torch.zeros_like(both), torch.zeros_like(down)
+        d_both, d_down = torch.zeros_like(both), torch.zeros_like(down)
+        parts = []
         for (e, now), inner in zip(_spans(ctx.counts, down), kept, strict=True):
             g, u = inner.chunk(2, -1)
-            opened, d_h = F.silu(g), times(d_out[now], down[e].t())
+            opened = F.silu(g)
+            d_h, found = gradients(d_out[now], opened * u, down[e], True, to_down)
             if to_down:
-                d_down[e].addmm_(d_out[now].t(), opened * u)
+                d_down[e] += found
             d_inner = torch.empty_like(inner)
             d_g, d_u = d_inner.chunk(2, -1)
             torch.mul(opened, d_h, out=d_u)
             torch.ops.aten.silu_backward.grad_input(d_h.mul_(u), g, grad_input=d_g)
+            d_here, found = gradients(d_inner, x[now], both[e], to_x, to_both)
             if to_both:
-                d_both[e].addmm_(d_inner.t(), x[now])
-            if to_x:
-                d_x[now] = times(d_inner, both[e].t())
-        return d_x if to_x else None, None, d_both if to_both else None, d_down if to_down else None
+                d_both[e] += found
+            parts.append(d_here)
+        d_x = _joined(parts) if to_x else None
+        return d_x, None, d_both if to_both else None, d_down if to_down else None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Spans one after the other; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _spans(counts: Sequence[int], down: Tensor) -> Iterator[tuple[int, slice]]:

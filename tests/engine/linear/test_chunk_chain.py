@@ -36,16 +36,19 @@ def test_chunks_in_turn_agree_with_the_definition(erase: str, tokens: int, write
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("strength", "dtype"), [(1.0, torch.float32), (1.5, torch.float64), (-0.5, torch.float64)])
-def test_inverses_are_made_in_float64_unless_every_step_contracts(
-    strength: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("strength", "alike", "double"), [(1.0, True, False), (2.0, False, False), (2.0, True, True), (-0.5, True, True)]
+)
+def test_inverses_are_made_in_float64_where_they_amplify_rounding(
+    strength: float, alike: bool, double: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
     original = chunk_segment.unit_lower_inverse
     monkeypatch.setattr(chunk_segment, "unit_lower_inverse", lambda lower: seen.append(lower.dtype) or original(lower))
-    unit = F.normalize(torch.randn(1, 20, 2, 1, 6), dim=-1)
-    beta = torch.rand(1, 20, 2)
-    beta[0, 7, 1] = strength
+    unit = F.normalize(torch.randn(1, 20, 2, 1, 60), dim=-1)
+    if alike:
+        unit = unit[:, :1].expand_as(unit)
+    beta = torch.full((1, 20, 2), strength)
     update = Update(unit[..., 0, :], unit, unit, erase_strength=beta, erase_first=True)
     chunkwise(update)
-    assert seen == [dtype]
+    assert (torch.float64 in seen) == double
