@@ -27,28 +27,42 @@ def paired(
 
     The ratio is taken turn by turn, so that slow and fast phases of the machine cancel, and every second turn begins with the
     other candidate. Each runs twice in a turn, and the second time counts: the first gets the heap as the other left it, full
-    of holes or given back to the system, which no training step or request after another one does. With `alone`, turns in
-    which other processes used more than a twentieth of a core do not count (Linux).
+    of holes or given back to the system, which no training step or request after another one does. With `alone`, turns do
+    not count in which other processes used more than a twentieth of a core (Linux), or around which a matrix product took
+    over a tenth longer than at its best: on a rented machine neighbours on the same cores are not seen otherwise.
     """
     turns: list[tuple[float, float]] = []
     candidate(), reference()
     for turn in range(_MOST_TURNS * repeats):
         order = (candidate, reference) if turn % 2 else (reference, candidate)
-        before = _used_by_others()
+        slowed, before = alone and _is_slowed(), _used_by_others()
         found = {run: (run(), _seconds(run))[1] for run in order}
         used = _used_by_others() - before
-        if not alone or used <= max(_TICKS, sum(found.values()) / 10):
+        if not alone or (not slowed and used <= max(_TICKS, sum(found.values()) / 10) and not _is_slowed()):
             turns.append((found[candidate], found[reference]))
         if len(turns) == repeats:
             ours, theirs = zip(*turns, strict=True)
             return median(ours), median(theirs), median(a / b for a, b in turns)
-    raise SystemExit("other processes use the processor: nothing was measured")
+    raise SystemExit("other processes or machines use the processor: nothing was measured")
 
 
 _MOST_TURNS = 40
 """Turns for each that counts."""
 _TICKS = 0.03
 """Seconds; the system counts in hundredths for each core."""
+
+
+_products: list[float] = []
+"""Seconds of the matrix products so far."""
+
+
+def _is_slowed() -> bool:
+    """Whether a matrix product takes longer now than it did at its best."""
+    import torch
+
+    x = torch.ones(1024, 1024)
+    _products.append(min(_seconds(lambda: x @ x) for _ in range(3)))
+    return _products[-1] > 1.1 * min(_products)
 
 
 def _used_by_others() -> float:

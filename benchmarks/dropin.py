@@ -8,7 +8,8 @@
 For each family: a forward pass, a forward and backward pass at T = 1024 and 4096, and one token of cached decoding. Batch 1,
 float32, four layers (three memory layers and one attention layer where the family mixes them), width 256. "transformers" is
 its torch path, also where flash-linear-attention is installed. The two take turns; seconds are medians, and the ratio is the
-median of the turns' ratios. Turns in which other processes use the processor are repeated, but for `--busy`.
+median of the turns' ratios. Each runs twice in a turn, and the second time counts. Turns in which other processes use the
+processor, or neighbours of a rented machine slow it down, are repeated, but for `--busy`.
 """
 
 from __future__ import annotations
