@@ -23,6 +23,10 @@ DELTA = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"]
 MLPS = [("qwen3_next", "Qwen3NextMLP"), ("qwen3_5", "Qwen3_5MLP"), ("olmo_hybrid", "OlmoHybridMLP")]
 MLPS += [("qwen3_5_moe", "Qwen3_5MoeMLP"), ("bamba", "BambaMLP")]
 
+MAPS = {"mamba2": 4, "bamba": 10, "falcon_h1": 18, "granitemoehybrid": 10, "nemotron_h": 6, "zamba2": 12}
+MAPS |= {"minimax": 7, "xlstm": 16}
+"""Products of each family's small model in a forward pass that `linear_maps` computes."""
+
 
 @pytest.fixture(autouse=True)
 def _originals_afterwards() -> Any:
@@ -321,21 +325,51 @@ def test_attention_runs_with_our_maps(name: str, implementation: str, monkeypatc
     assert not torch.equal(model(tokens, labels=tokens).loss, found[0])
 
 
+@pytest.fixture
+def two_threads() -> Any:
+    """With several threads torch convolves by oneDNN."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize(("name", "count"), MAPS.items())
+def test_other_families_run_with_our_maps(
+    name: str, count: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = called(monkeypatch, linear_maps, "times")
+    model, tokens = tiny(name), torch.randint(2, 60, (1, 300))
+    parameters = [each for each in model.parameters() if each.requires_grad]
+
+    def found() -> list[Tensor]:
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        return [loss.detach(), *torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)]
+
+    with torch_functions(name):
+        wanted = found()
+    prism.accelerate(None if everywhere else model, quiet=True)
+    calls.clear()
+    assert_near(found(), wanted)
+    assert len(calls) == count
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_linear_maps(threads: int) -> None:
-    """With several threads by oneDNN, in float32."""
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        module, x = nn.Linear(24, 40, bias=False), torch.randn(2, 200, 24, requires_grad=True)
-        wanted = results(module, x)
-        y = linear_maps.linear(module, x)
-        assert "_Linear" in y.grad_fn.name()  # type: ignore[union-attr]
-        assert_near([y, *torch.autograd.grad(y.square().sum(), [x, module.weight])], wanted)
-        with torch.no_grad():
-            assert_near([linear_maps.linear(module, x)], wanted[:1])
-    finally:
-        torch.set_num_threads(before)
+    module, x = nn.Linear(24, 40, bias=False), torch.randn(2, 200, 24, requires_grad=True)
+    wanted = results(module, x)
+    y = linear_maps.linear(module, x)
+    assert "_Linear" in y.grad_fn.name()  # type: ignore[union-attr]
+    assert_near([y, *torch.autograd.grad(y.square().sum(), [x, module.weight])], wanted)
+    with torch.no_grad():
+        assert_near([linear_maps.linear(module, x)], wanted[:1])
+    module.weight.requires_grad_(False)
+    y = linear_maps.linear(module, x)
+    assert_near([y, *torch.autograd.grad(y.square().sum(), [x])], wanted[:2])
     given = doubles(5, 3), doubles(2, 3)
     assert gradcheck(linear_maps._Linear.apply, given) and gradgradcheck(linear_maps._Linear.apply, given)
 

@@ -47,6 +47,16 @@ _MAMBA2 = (
     ("nemotron_h", "NemotronH"),
     ("zamba2", "Zamba2"),
 )
+_WITH_MAPS = {
+    "mamba2": ("Mamba2Mixer",),
+    "bamba": ("BambaMixer", "BambaAttention"),
+    "falcon_h1": ("FalconH1Mixer", "FalconH1Attention", "FalconH1MLP"),
+    "granitemoehybrid": ("GraniteMoeHybridMambaLayer", "GraniteMoeHybridAttention", "GraniteMoeHybridMLP"),
+    "nemotron_h": ("NemotronHMamba2Mixer", "NemotronHAttention", "NemotronHMLP"),
+    "zamba2": ("Zamba2MambaMixer", "Zamba2Attention", "Zamba2MLP"),
+}
+"""Layers of the Mamba-2 family with linear maps."""
+_MAPS = "prism.dropin.linear_maps:layer"
 _EXPERTS = "prism.dropin.linear_maps:experts"
 _RMS_NORM = "prism.dropin.norms:rms_norm"
 _CENTRED_RMS_NORM = "prism.dropin.norms:centred_rms_norm"
@@ -65,7 +75,7 @@ FAMILIES = (
             for model, prefix in _DELTA
             for part, ours in (
                 ("GatedDeltaNet", f"prism.dropin.delta_layer:{model.removesuffix('_moe')}"),
-                ("Attention", "prism.dropin.linear_maps:attention"),
+                ("Attention", _MAPS),
                 ("MLP", "prism.dropin.linear_maps:mlp"),
                 ("Experts", _EXPERTS),
                 ("RMSNormGated", "prism.dropin.delta:gated_norm"),
@@ -93,6 +103,7 @@ FAMILIES = (
             "zamba2.Zamba2RMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
             "bamba.BambaMLP.forward": "prism.dropin.linear_maps:mlp",
             **{f"{model}.{prefix}RMSNorm.forward": _RMS_NORM for model, prefix in _MAMBA2},
+            **{f"{model}.{kind}.forward": _MAPS for model, kinds in _WITH_MAPS.items() for kind in kinds},
         },
         backbones=(
             "Mamba2Model",
@@ -110,10 +121,19 @@ FAMILIES = (
             "minimax.MiniMaxLightningAttention.forward": "prism.dropin.lightning:lightning_attention",
             "minimax.MiniMaxRMSNorm.forward": _RMS_NORM,
             "minimax.MiniMaxExperts.forward": _EXPERTS,
+            "minimax.MiniMaxAttention.forward": _MAPS,
         },
         backbones=("MiniMaxModel",),
     ),
-    Family("mLSTM", ("xlstm",), methods={"xlstm.xLSTMBackend.forward": "prism.dropin.mlstm:backend"}),
+    Family(
+        "mLSTM",
+        ("xlstm",),
+        methods={
+            "xlstm.xLSTMBackend.forward": "prism.dropin.mlstm:backend",
+            "xlstm.xLSTMLayer.forward": _MAPS,
+            "xlstm.xLSTMFeedForward.forward": _MAPS,
+        },
+    ),
     Family(
         "RG-LRU",
         ("recurrent_gemma",),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from prism.dropin.documents import document_numbers, document_starts
+from prism.dropin.linear_maps import linear
 from prism.engine import Update, memory
 
 
@@ -33,7 +34,7 @@ def lightning_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         few = tokens == 1 if state is not None else exact and tokens <= self.block_size
         if few and state is not None and (not exact or attention_mask is not None):
             return original(self, hidden_states, position_embeddings, attention_mask, past_key_values)
-        mixed = self.act_fn(self.qkv_proj(hidden_states))
+        mixed = self.act_fn(linear(self.qkv_proj, hidden_states))
         if attention_mask is not None:
             mixed = (mixed * attention_mask[:, :, None]).to(mixed.dtype)
         if few:  # the engine would check and choose for longer than these few operations take
@@ -54,7 +55,7 @@ def lightning_attention(original: Callable[..., Any]) -> Callable[..., Any]:
             o, end = memory(Update(q, k.unsqueeze(3), v.unsqueeze(3), decay, reset=document_starts(numbers)), state)
             end = end.to(v.dtype)
         o = self.norm(o.reshape(batch, tokens, -1))
-        o = self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * o)
+        o = linear(self.out_proj, torch.sigmoid(linear(self.output_gate, hidden_states)) * o)
         if past_key_values is not None:
             past_key_values.set_linear_cache(self.layer_idx, end)
         return o, end

@@ -94,8 +94,8 @@ class _Linear(torch.autograd.Function):
         return gradients(d_y, x, weight, *ctx.needs_input_grad)
 
 
-def attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the `forward` of an attention layer: the same, with its linear maps as `linear` computes them."""
+def layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the `forward` of a layer: the same, with its linear maps as `linear` computes them."""
 
     @functools.wraps(original)
     def forward(self: Any, hidden_states: Tensor, *more: Any, **named: Any) -> Any:
@@ -105,7 +105,7 @@ def attention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Mapped:
-    """A module to look at, whose linear maps are functions. Attention functions get it in the module's place."""
+    """A module to look at, whose linear maps are called by `linear`. Attention functions get it in the module's place."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -116,7 +116,12 @@ class _Mapped:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._module, name)
-        return functools.partial(linear, found) if isinstance(found, nn.Linear) else found
+        return _Map(found) if isinstance(found, nn.Linear) else found
+
+
+class _Map(_Mapped):
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(self._module, x)
 
 
 def can_stack(x: Tensor, *modules: nn.Module) -> bool:
