@@ -48,17 +48,25 @@ _SMALL_SUM = 8.0
 """Of the absolute values in a row of an inverse that hardly amplifies rounding."""
 _CACHED = 2**18
 """Numbers of a segment's values. Measured: twice as many outgrow the cache, half as many cost more calls."""
+_CACHED_WITHOUT_ERASE = 2**19
+"""The same without an erase, which has fewer temporaries."""
 
 
 def segment_rows(fields: tuple, kind: Kind) -> int:
     """Rows that are computed at once, whole chunks: so many that the temporaries of all rows and heads fit in a cache."""
     B, _, H, _, V = fields[2].shape
-    return fitting_rows(B * H * max(V, fields[0].shape[-1]), kind)
+    return fitting_rows(B * H * max(V, fields[0].shape[-1]), kind, erases(fields))
 
 
-def fitting_rows(width: int, kind: Kind) -> int:
+def fitting_rows(width: int, kind: Kind, erase: bool = True) -> int:
     """As `segment_rows`, for rows of `width` numbers."""
-    return max(1, min(kind.segment, _CACHED // width) // kind.chunk) * kind.chunk
+    numbers = _CACHED if erase else _CACHED_WITHOUT_ERASE
+    return max(1, min(kind.segment, numbers // width) // kind.chunk) * kind.chunk
+
+
+def erases(fields: tuple) -> bool:
+    """Whether there is an `erase_write` or an `erase_strength`."""
+    return fields[4] is not None or fields[6] is not None
 
 
 def segment_at(fields: tuple, reset: Tensor | None, start: int, length: int, kind: Kind) -> Segment:

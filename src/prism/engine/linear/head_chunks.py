@@ -35,7 +35,7 @@ from torch import Tensor
 from prism.engine import compat
 from prism.engine.autocast import without_autocast
 from prism.engine.linear import erase_chunks, group_chunks
-from prism.engine.linear.chunk_segment import Kind
+from prism.engine.linear.chunk_segment import Kind, erases
 from prism.engine.linear.steps import Steps
 
 Kept = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
@@ -121,8 +121,3 @@ def backward(
     incoming = [each[-1] for each in kept]
     d_q, d_k, d_w, d_g, d_S = group_chunks.backward(fields, reset, incoming, dO, dS, kind)
     return d_q, d_k, d_w, d_g, None, None, None, None, d_S
-
-
-def erases(fields: tuple) -> bool:
-    """Whether there is an `erase_write` or an `erase_strength`."""
-    return fields[4] is not None or fields[6] is not None
