@@ -49,7 +49,7 @@ CLASSES = {
         {**_COMMON, "state_size": 16, "num_heads": 4, "n_groups": 2, "expand": 2, "chunk_size": 8},
     ),
     "bamba": ("BambaForCausalLM", {**_COMMON, **_MAMBA, "attn_layer_indices": [1]}),
-    "falcon_h1": ("FalconH1ForCausalLM", {**_COMMON, **_MAMBA, "mamba_d_ssm": 64}),
+    "falcon_h1": ("FalconH1ForCausalLM", {**_COMMON, **_MAMBA, "mamba_d_ssm": 64, "mlp_multipliers": [0.8, 1.25]}),
     "granitemoehybrid": (
         "GraniteMoeHybridForCausalLM",
         {

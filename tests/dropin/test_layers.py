@@ -21,9 +21,9 @@ from tests.dropin.models import tiny, torch_functions
 
 DELTA = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"]
 MLPS = [("qwen3_next", "Qwen3NextMLP"), ("qwen3_5", "Qwen3_5MLP"), ("olmo_hybrid", "OlmoHybridMLP")]
-MLPS += [("qwen3_5_moe", "Qwen3_5MoeMLP"), ("bamba", "BambaMLP")]
+MLPS += [("qwen3_5_moe", "Qwen3_5MoeMLP"), ("bamba", "BambaMLP"), ("falcon_h1", "FalconH1MLP")]
 
-MAPS = {"mamba2": 4, "bamba": 10, "falcon_h1": 18, "granitemoehybrid": 10, "nemotron_h": 6, "zamba2": 12}
+MAPS = {"mamba2": 4, "bamba": 10, "falcon_h1": 16, "granitemoehybrid": 10, "nemotron_h": 6, "zamba2": 12}
 MAPS |= {"minimax": 7, "xlstm": 16}
 """Products of each family's small model in a forward pass that `linear_maps` computes."""
 

@@ -50,13 +50,14 @@ _MAMBA2 = (
 _WITH_MAPS = {
     "mamba2": ("Mamba2Mixer",),
     "bamba": ("BambaMixer", "BambaAttention"),
-    "falcon_h1": ("FalconH1Mixer", "FalconH1Attention", "FalconH1MLP"),
+    "falcon_h1": ("FalconH1Mixer", "FalconH1Attention"),
     "granitemoehybrid": ("GraniteMoeHybridMambaLayer", "GraniteMoeHybridAttention", "GraniteMoeHybridMLP"),
     "nemotron_h": ("NemotronHMamba2Mixer", "NemotronHAttention", "NemotronHMLP"),
     "zamba2": ("Zamba2MambaMixer", "Zamba2Attention", "Zamba2MLP"),
 }
 """Layers of the Mamba-2 family with linear maps."""
 _MAPS = "prism.dropin.linear_maps:layer"
+_MLP = "prism.dropin.linear_maps:mlp"
 _EXPERTS = "prism.dropin.linear_maps:experts"
 _RMS_NORM = "prism.dropin.norms:rms_norm"
 _CENTRED_RMS_NORM = "prism.dropin.norms:centred_rms_norm"
@@ -76,7 +77,7 @@ FAMILIES = (
             for part, ours in (
                 ("GatedDeltaNet", f"prism.dropin.delta_layer:{model.removesuffix('_moe')}"),
                 ("Attention", _MAPS),
-                ("MLP", "prism.dropin.linear_maps:mlp"),
+                ("MLP", _MLP),
                 ("Experts", _EXPERTS),
                 ("RMSNormGated", "prism.dropin.delta:gated_norm"),
                 ("RMSNorm", _RMS_NORM if model == "olmo_hybrid" else _CENTRED_RMS_NORM),
@@ -101,7 +102,8 @@ FAMILIES = (
             "granitemoehybrid.GraniteMoeHybridRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
             "nemotron_h.NemotronHRMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
             "zamba2.Zamba2RMSNormGated.forward": "prism.dropin.mamba2:gated_norm",
-            "bamba.BambaMLP.forward": "prism.dropin.linear_maps:mlp",
+            "bamba.BambaMLP.forward": _MLP,
+            "falcon_h1.FalconH1MLP.forward": _MLP,
             **{f"{model}.{prefix}RMSNorm.forward": _RMS_NORM for model, prefix in _MAMBA2},
             **{f"{model}.{kind}.forward": _MAPS for model, kinds in _WITH_MAPS.items() for kind in kinds},
         },

@@ -161,14 +161,19 @@ class _Stacked(torch.autograd.Function):
 
 
 def mlp(original: Forward) -> Forward:
-    """Make the `forward` of an MLP with the maps `gate_proj`, `up_proj` and `down_proj` and the activation `act_fn`."""
+    """Make the `forward` of an MLP with the maps `gate_proj`, `up_proj` and `down_proj` and the activation `act_fn`.
+
+    Falcon-H1 multiplies the outputs of two of them.
+    """
 
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
         maps = self.gate_proj, self.up_proj, self.down_proj
         if not serves(x) or not all(is_linear(each) for each in maps) or not _is_silu(self.act_fn):
             return original(self, x)
-        return swiglu(x, *(each.weight for each in maps))
+        factors = getattr(self, "gate_multiplier", 1), 1, getattr(self, "down_multiplier", 1)
+        weights = (each.weight if c == 1 else each.weight * c for each, c in zip(maps, factors, strict=True))
+        return swiglu(x, *weights)
 
     return forward
 
