@@ -24,10 +24,12 @@ READY = "() => document.querySelector('#model').innerText !== ''"
 
 
 @contextmanager
-def served(model: Path, key: str | None = None) -> Iterator[str]:
-    """A server with a small model; yields its URL."""
+def served(model: Path, key: str | None = None, endless: bool = False) -> Iterator[str]:
+    """A server with a small model, `endless`: which writes no end of a text; yields its URL."""
     settings = ServerSettings(port=0, api_key=key)
-    service = open_service(model, LmSettings(device="cpu"), Metrics("tokens"))
+    service = open_service(model, LmSettings(device="cpu", max_tokens=10**6), Metrics("tokens"))
+    if endless:
+        service._ends = dict.fromkeys(service._ends, frozenset())
     with in_thread(lm_app(service, settings), settings) as url:
         yield url
 
@@ -47,7 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def start(visit: Visit, tokens: int = 12) -> None:
     """Wait for the page, and ask for so many tokens a turn."""
     visit.wait(READY)
-    visit.page.evaluate("(most) => document.getElementById('most').value = most", tokens)
+    visit.page.evaluate("(most) => Object.assign(document.getElementById('most'), {max: most, value: most})", tokens)
 
 
 def write(visit: Visit, text: str, branch: int = 0) -> str:
@@ -123,9 +125,16 @@ def test_type_stream_and_fork(browser: Any, server: str) -> None:
     visit.close()
 
 
-def test_the_keyboard_is_enough_and_escape_stops(browser: Any, server: str) -> None:
+@pytest.fixture
+def endless(tmp_path: Path) -> Iterator[str]:
+    with served(save_lm(tmp_path), endless=True) as url:
+        yield url
+
+
+def test_the_keyboard_is_enough_and_escape_stops(browser: Any, endless: str) -> None:
+    server = endless  # so that nothing but Escape ends the text, however slow the browser
     visit = Visit(browser, server)
-    start(visit, 4000)
+    start(visit, 10**6)
     assert visit.focus()["tag"] == "TEXTAREA" and visit.focus()["seen"]
     visit.page.keyboard.type("Once")
     visit.press("Shift+Enter")
