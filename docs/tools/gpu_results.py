@@ -1,6 +1,6 @@
 """Tables of GPU benchmarks, from the results of single runs in experiments/results.
 
-`gpu_ranks.json` and `gpu_memories.json` are outputs of `benchmarks/gpu.py` and `gpu_models*.json` of
+`gpu_ranks.json`, `gpu_memories.json` and `gpu_accuracy.json` are outputs of `benchmarks/gpu.py` and `gpu_models*.json` of
 `benchmarks/throughput.py`, each with its command and machine. All times of a file are from one process.
 """
 
@@ -103,6 +103,31 @@ def long_context() -> str:
     return f"In one run, rank 2 makes {speeds}: {long / short:.3f}."
 
 
+def first_call() -> str:
+    """What the first call of a process costs with an empty compile cache, and what later shapes cost."""
+    seconds = read("gpu_ranks")["first call"]
+    later = max(time for name, time in seconds.items() if name != "first")
+    return paragraph(
+        "First forward and backward from an empty compile cache, import excluded:",
+        f"{seconds['first']:.1f} s on 16 cores for K = V = 128, L = 2 (`{command('gpu_ranks')}`).",
+        "After that nothing is compiled for another length, batch or number of heads, or for a sequence so long",
+        f"that it runs as segments: at most {1000 * later:.0f} ms.",
+    )
+
+
+def accuracy() -> str:
+    """How far the kernels' errors are from torch's, over all accuracy cases on the chip."""
+    cases = read("gpu_accuracy")["accuracy"]
+    within = sum(row["good"] for row in cases)
+    half = [e["kernel"] / e["torch"] for row in cases if "16" in row["case"]["dtype"] for e in row["errors"].values()]
+    single = [e["kernel"] for row in cases if row["case"]["dtype"] == "float32" for e in row["errors"].values()]
+    return paragraph(
+        f"`{command('gpu_accuracy')}`: {within} of {len(cases)} cases are within twice torch's error against float64",
+        f"in every output, state and gradient. The largest ratio in 16 bits is {max(half):.2f}; in float32, where",
+        f"differences below 2e-6 are not judged by their ratio, the largest error is {max(single):.1e}.",
+    )
+
+
 def blocks() -> dict[str, Any]:
     """What writes each block."""
     return {
@@ -110,4 +135,6 @@ def blocks() -> dict[str, Any]:
         "gpu-channels": channels,
         "gpu-models": models,
         "gpu-long-context": long_context,
+        "gpu-first-call": first_call,
+        "gpu-accuracy": accuracy,
     }
