@@ -158,6 +158,14 @@ def test_curves_are_by_length_and_by_state(found: Findings) -> None:
     assert [(x, y) for x, y, _ in tokens] == [(10, 1.0), (20, 0.5), (30, pytest.approx(1 / 3))]
 
 
+def test_collected_results_have_no_curves_of_the_loss(found: Findings, tmp_path: Path) -> None:
+    for finding in found.found:
+        for run in finding.runs.values():
+            del run["curve"]  # experiments/collect.py leaves it out
+    write_report(found, tmp_path)
+    assert not (tmp_path / "loss-by-tokens.png").exists() and (tmp_path / "score-by-length.png").exists()
+
+
 def test_what_has_no_curve_has_no_picture(found: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "score-by-state.png").write_text("old")
     one = Findings(found.plan, found.found[:3], [])

@@ -72,8 +72,8 @@ def loss_by(key: str) -> Callable[[Findings, str], Curves]:
 
 
 def _loss_curve(finding: Finding, key: str) -> list[Point]:
-    """Points that every seed has (runs may have stopped early)."""
-    curves = [[point for point in run["curve"] if point["loss"] is not None] for run in finding.runs.values()]
+    """Points that every seed has (runs may have stopped early, and results collected from elsewhere have no curves)."""
+    curves = [[point for point in run.get("curve", ()) if point["loss"] is not None] for run in finding.runs.values()]
     points = []
     for same in zip(*curves, strict=False):
         loss = estimate(point["loss"] for point in same)

@@ -1,7 +1,8 @@
 """Run many small training jobs side by side on one machine, in processes that stay alive from job to job.
 
-A worker imports torch and loads kernels once. A job that fails, or kills its worker, costs no other job. Workers end
-themselves when the process that started them is gone.
+A worker imports torch and loads kernels once. A job that fails, or kills its worker, costs no other job. One that runs out
+of a GPU's memory next to others starts again, and from then on fewer run side by side. Workers end themselves when the
+process that started them is gone.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class Outcome:
     details: str = ""
     """The traceback of the error."""
 
+    @property
+    def out_of_memory(self) -> bool:
+        return "OutOfMemoryError" in (type(self.error).__name__, str(self.error).partition(":")[0])
+
 
 class _Worker:
     """A process that computes one job after the other."""
@@ -59,9 +64,11 @@ class _Worker:
         theirs.close()  # the worker's death closes the connection
         self.job: Job | None = None
         self.bar: TaskID | None = None
+        self.alone = True
+        """Whether no other job has run since this one started."""
 
     def start(self, job: Job, bar: TaskID) -> None:
-        self.job, self.bar = job, bar
+        self.job, self.bar, self.alone = job, bar, True
         self.connection.send((job.function, job.argument))
 
     def end(self) -> None:
@@ -101,10 +108,22 @@ class Workers:
                 assert job is not None and worker.bar is not None
                 self.progress.remove_task(worker.bar)
                 worker.job = worker.bar = None
+                if outcome.out_of_memory and not worker.alone:
+                    self._make_room(worker, job)
+                    waiting.append(job)
+                    continue
                 done += job.steps
                 yield job, outcome
         if everything is not None:
             self.progress.update(everything, completed=steps)
+
+    def _make_room(self, worker: _Worker, job: Job) -> None:
+        """Run fewer jobs side by side, after one found too little memory next to the others."""
+        worker.end()  # what its allocator kept is free for the others
+        self.workers.remove(worker)
+        self.count = max(1, min(self.count - 1, len(self.running())))
+        line = f"{job.name}: out of memory next to other jobs; starts again, with at most {self.count} at a time"
+        self.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def running(self) -> list[Job]:
         return [worker.job for worker in self.workers if worker.job is not None]
@@ -116,19 +135,20 @@ class Workers:
     def _give(self, waiting: deque[Job], started: Callable[[Job], None]) -> None:
         """Give jobs to idle workers, and to new ones as long as there may be more."""
         for worker in [w for w in self.workers if w.job is None]:
-            if not worker.process.is_alive():
+            if not worker.process.is_alive() or len(self.workers) > self.count:
                 worker.end()
                 self.workers.remove(worker)
-        while waiting:
+        while waiting and len(self.running()) < self.count:
             idle = next((w for w in self.workers if w.job is None), None)
             if idle is None:
-                if len(self.workers) >= self.count:
-                    return
                 idle = _Worker()
                 self.workers.append(idle)
             job = waiting.popleft()
             started(job)
             idle.start(job, self.progress.add_task(job.name, total=job.steps, loss=""))
+            busy = [w for w in self.workers if w.job is not None]
+            for worker in busy if len(busy) > 1 else ():
+                worker.alone = False
 
     def _ready(self) -> list[_Worker]:
         """Workers that have something to say."""
@@ -203,6 +223,8 @@ def _serve(connection: Connection, parent: int) -> None:
         while True:
             function, argument = connection.recv()
             connection.send(_compute(function, argument, lambda step, loss: connection.send((step, loss))))
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # other workers may need it
     except (EOFError, OSError, KeyboardInterrupt):
         os._exit(0)  # nothing is left to say, and a thread may still be at work
 

@@ -1,0 +1,75 @@
+"""Jobs side by side: one that finds too little memory next to others starts again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from prism.probes.jobs import Job, Outcome, workers
+
+SEATS = 2
+"""Jobs that fit into the pretended memory."""
+
+
+def seated(argument: tuple[str, int], report: Callable[[int, float], None]) -> int:
+    """Keep one of the seats until a third job has come; without a free one run out of memory, as on a full GPU."""
+    folder, number = argument
+    tries = Path(folder, "tries")
+    with tries.open("a") as file:
+        file.write(f"{number}\n")
+    for seat in range(SEATS):
+        mark = Path(folder, f"seat {seat}")
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        while len(tries.read_text().split()) <= SEATS:
+            time.sleep(0.01)
+        time.sleep(0.2)  # the third looks for a seat meanwhile
+        mark.unlink()
+        return number
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def full(argument: int, report: Callable[[int, float], None]) -> int:
+    """Run out of memory, alone or not."""
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def outcomes(jobs: list[Job], count: int) -> tuple[dict[str, Outcome], int]:
+    with workers(count) as pool:
+        found = {job.name: outcome for job, outcome in pool.run(deque(jobs), len(jobs))}
+        return found, pool.count
+
+
+def test_jobs_that_do_not_fit_side_by_side_all_end(tmp_path: Path) -> None:
+    jobs = [Job(seated, (str(tmp_path), number), f"job {number}", 1) for number in range(4)]
+    found, count = outcomes(jobs, 3)
+    assert {name: outcome.result for name, outcome in found.items()} == {job.name: job.argument[1] for job in jobs}
+    assert len((tmp_path / "tries").read_text().split()) == len(jobs) + 1
+    assert count == SEATS
+
+
+def test_a_job_that_does_not_fit_alone_has_failed() -> None:
+    found, _ = outcomes([Job(full, number, f"job {number}", 1) for number in range(2)], 2)
+    assert {name: type(outcome.error) for name, outcome in found.items()} == dict.fromkeys(
+        ["job 0", "job 1"], torch.OutOfMemoryError
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (None, False),
+        (ValueError("out of range"), False),
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("OutOfMemoryError: CUDA out of memory."), True),
+    ],
+)
+def test_only_a_lack_of_memory_is_tried_again(error: Exception | None, memory: bool) -> None:
+    assert Outcome(error=error).out_of_memory == memory
