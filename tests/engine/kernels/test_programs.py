@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +163,43 @@ def test_descriptors_with_other_state_are_not_copied(monkeypatch: pytest.MonkeyP
     assert not compat._has_only_fields()
     monkeypatch.setattr(compat, "TensorDescriptor", tuple)
     assert not compat._has_only_fields()
+
+
+def test_a_rehearsal_starts_nothing_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, found = Kernel(), dict[Any, Any]()
+    program = runtime.Program(kernel, {}, Tiling(16))
+    program.start(1)
+    monkeypatch.setattr(runtime._active, "programs", found, raising=False)
+    program.start(1)
+    assert kernel.ready.starts == 0 and not found
+
+
+def test_one_process_compiles_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "cache_folder", lambda: tmp_path / "cache")
+    order, entered = list[str](), threading.Event()
+
+    def second() -> None:
+        entered.set()
+        with runtime.alone_on_this_machine():
+            order.append("second")
+
+    other = threading.Thread(target=second)
+    with runtime.alone_on_this_machine():
+        other.start()
+        assert entered.wait(10)
+        other.join(0.2)
+        order.append("first")
+    other.join(10)
+    assert order == ["first", "second"]
+
+
+def test_without_a_lock_nothing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(compat, "cache_folder", lambda: tmp_path / "file" / "cache")
+    with runtime.alone_on_this_machine(), runtime.alone_on_this_machine():
+        pass
+
+
+def test_the_lock_is_where_triton_keeps_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "somewhere")
+    assert compat.cache_folder() == Path("somewhere")

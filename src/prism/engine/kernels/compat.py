@@ -8,9 +8,11 @@ descriptors are built by their constructor: slower on the host, with the same re
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +56,12 @@ def startable(kernel: Any) -> Any:
 def build_launcher(compiled: Any) -> None:
     """Build the host side of a launch now (half a second of a C compiler); otherwise the first start does."""
     getattr(compiled, "run", None)
+
+
+def cache_folder() -> Path:
+    """Where Triton keeps compiled kernels, also those of other processes."""
+    folder = getattr(getattr(getattr(triton, "knobs", None), "cache", None), "dir", None)
+    return Path(folder or os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
 
 def _has_only_fields() -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from functools import lru_cache
 from typing import Any
@@ -52,11 +52,11 @@ class Program:
 
     def start(self, count: int, *arguments: Any) -> None:
         """Start `count` program instances. Tensors must begin at multiples of 16 bytes."""
-        if self.compiled is not None:
-            self.compiled[(count, 1, 1)](*arguments, *self.values)
-        elif (together := getattr(_active, "programs", None)) is not None:
-            if self not in together:
+        if (together := getattr(_active, "programs", None)) is not None:
+            if self.compiled is None and self not in together:
                 together[self] = compat.compile_ahead(self.kernel, count, arguments, {**self.constants, **self.options})
+        elif self.compiled is not None:
+            self.compiled[(count, 1, 1)](*arguments, *self.values)
         else:  # the first start; in the interpreter, which compiles nothing, every start
             self.compiled = compat.startable(self.kernel[(count,)](*arguments, **self.constants, **self.options))
 
@@ -68,7 +68,27 @@ def compile_together(run: Callable[[], None]) -> None:
     """Compile the programs that `run` starts, on several threads, and start none of them."""
     if compat.compiles_ahead():
         # In a separate context: Triton 3.6 stays in its asynchronous mode when it is interrupted.
-        copy_context().run(_compile_together, run)
+        with alone_on_this_machine():
+            copy_context().run(_compile_together, run)
+
+
+@contextmanager
+def alone_on_this_machine() -> Iterator[None]:
+    """Wait until no other process with the same cache compiles.
+
+    Processes that start together would all compile the same kernels, and replace each other's files in Triton's cache. Then a
+    process can load the wrong launcher: Python knows loaded libraries by their inodes, and a replaced file's is used again.
+    Where files cannot be locked, nothing waits.
+    """
+    with ExitStack() as stack:
+        with suppress(ImportError, OSError):
+            import fcntl
+
+            folder = compat.cache_folder()
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context((folder / "prism.lock").open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield
 
 
 def _compile_together(run: Callable[[], None]) -> None:
