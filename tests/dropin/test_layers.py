@@ -17,6 +17,7 @@ from prism.dropin.families import modeling_file
 from prism.dropin.linear_maps import is_linear, is_plain
 from prism.engine.linear import chunk_segment
 from prism.engine.linear.chunk_segment import Kind
+from tests.dropin.comparing import assert_near, called, doubles
 from tests.dropin.models import tiny, torch_functions
 
 DELTA = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"]
@@ -34,10 +35,6 @@ def _originals_afterwards() -> Any:
     prism.restore()
 
 
-def doubles(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-
-
 def layer_of(name: str, accelerate: bool = True) -> Any:
     model = tiny(name)
     if accelerate:
@@ -49,24 +46,6 @@ def results(layer: Any, x: Tensor, **more: Any) -> list[Tensor]:
     """The output, and the gradients of the input and of all parameters."""
     y = layer(x, **more)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
-
-
-def called(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
-    """Grows with every call of a function."""
-    calls: list[None] = []
-    original = getattr(module, name)
-
-    def counted(*given: Any, **named: Any) -> Any:
-        calls.append(None)
-        return original(*given, **named)
-
-    monkeypatch.setattr(module, name, counted)
-    return calls
-
-
-def assert_near(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for a, b in zip(found, wanted, strict=True):
-        assert float((a - b).detach().norm()) < 1e-4 * float(b.detach().norm()) + 1e-6
 
 
 @pytest.mark.parametrize("cached", [2**18, 2**11])
@@ -181,63 +160,6 @@ def test_gradients_of_an_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gate, up, down = given
     torch.testing.assert_close(linear_maps.swiglu(*given), (F.silu(x @ gate.t()) * (x @ up.t())) @ down.t())
     assert gradcheck(linear_maps.swiglu, given) and gradgradcheck(linear_maps.swiglu, given)
-
-
-def experts_of(name: str) -> Any:
-    model = tiny(name)
-    model.config._experts_implementation = "grouped_mm"  # transformers' default
-    return next(module for module in model.modules() if type(module).__name__.endswith("Experts"))
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe", "minimax"])
-@pytest.mark.parametrize(("tokens", "k"), [(1, 2), (5, 3), (700, 1), (700, 2)])
-def test_experts_agree_with_the_originals(name: str, tokens: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few tokens one by one, many sorted by expert; the last expert is chosen by none."""
-    torch.manual_seed(0)
-    layer = experts_of(name)
-    count = len(layer.down_proj)
-    monkeypatch.setattr(linear_maps, "_FEW", 64)
-    calls = [called(monkeypatch, linear_maps, path) for path in ("_one_by_one", "_sorted")]
-    x, weights = torch.randn(tokens, 32, requires_grad=True), torch.rand(tokens, k, requires_grad=True)
-    index = torch.randint(0, count - 1, (tokens, k))
-
-    def found() -> list[Tensor]:
-        with torch.no_grad():
-            quiet = layer(x, index, weights)
-        y = layer(x, index, weights)
-        return [quiet, y.detach(), *torch.autograd.grad(y.square().sum(), [x, weights, *layer.parameters()])]
-
-    wanted = found()
-    layer.forward = linear_maps.experts(type(layer).forward).__get__(layer)
-    monkeypatch.setattr(linear_maps, "is_plain", lambda module: True)  # `forward` of this instance is changed
-    assert_near(found(), wanted)
-    assert [len(each) for each in calls] == ([1, 0] if tokens * k < 16 else [0, 2])
-
-
-def test_experts_of_another_kind_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = [called(monkeypatch, linear_maps, path) for path in ("_one_by_one", "_sorted")]
-    given = torch.randn(1, 32), torch.zeros(1, 2, dtype=torch.long), torch.rand(1, 2)
-    for name, value in (("is_transposed", True), ("act_fn", nn.GELU()), ("_is_expert_parallel", True)):
-        layer = experts_of("qwen3_5_moe")
-        setattr(layer, name, value)
-        seen: list[Any] = []
-        linear_maps.experts(lambda *given, seen=seen: seen.append(given))(layer, *given)
-        assert len(seen) == 1
-    assert calls == [[], []]
-
-
-def test_gradients_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_maps, "_SPAN", 6)
-    index = torch.tensor([[0, 2], [2, 0], [2, 3], [0, 2], [3, 0]])
-    given = doubles(5, 2), doubles(5, 2), doubles(4, 6, 2), doubles(4, 2, 3)
-
-    def run(x: Tensor, weights: Tensor, both: Tensor, down: Tensor) -> Tensor:
-        return linear_maps._sorted(x, index, weights, both, down)
-
-    with torch.no_grad():
-        one_by_one = linear_maps._one_by_one(given[0], index, *given[1:])
-    torch.testing.assert_close(run(*given), one_by_one)
-    assert gradcheck(run, given) and gradgradcheck(run, given)
 
 
 def test_gradients_of_stacked_maps() -> None:

@@ -58,7 +58,7 @@ _WITH_MAPS = {
 """Layers of the Mamba-2 family with linear maps."""
 _MAPS = "prism.dropin.linear_maps:layer"
 _MLP = "prism.dropin.linear_maps:mlp"
-_EXPERTS = "prism.dropin.linear_maps:experts"
+_EXPERTS = "prism.dropin.experts:experts"
 _RMS_NORM = "prism.dropin.norms:rms_norm"
 _CENTRED_RMS_NORM = "prism.dropin.norms:centred_rms_norm"
 FAMILIES = (
@@ -79,10 +79,11 @@ FAMILIES = (
                 ("Attention", _MAPS),
                 ("MLP", _MLP),
                 ("Experts", _EXPERTS),
+                ("SparseMoeBlock", "prism.dropin.experts:block"),
                 ("RMSNormGated", "prism.dropin.delta:gated_norm"),
                 ("RMSNorm", _RMS_NORM if model == "olmo_hybrid" else _CENTRED_RMS_NORM),
             )
-            if part != "Experts" or model in ("qwen3_next", "qwen3_5_moe")
+            if part not in ("Experts", "SparseMoeBlock") or model in ("qwen3_next", "qwen3_5_moe")
         },
         backbones=("Qwen3NextModel", "Qwen3_5TextModel", "Qwen3_5MoeTextModel", "OlmoHybridModel"),
     ),

@@ -7,8 +7,7 @@ Several maps of the same tokens: weights are stacked, so that products are wider
 inside the products instead of one after the other.
 
 MLPs, down(silu(gate(x)) ⊙ up(x)): autograd keeps four tensors of the inner width and makes four more in the backward pass.
-This keeps two, side by side, and the rest lives for one span of tokens. Experts are such MLPs, each of the tokens
-that chose it: these are sorted by expert, and of a few tokens each goes straight to its experts.
+This keeps two, side by side, and the rest lives for one span of tokens. Experts (experts.py) are such MLPs.
 
 LoRA, quantisation, offloading and hooks change what a module's call does. Where one of them may be at work, it is called.
 """
@@ -25,13 +24,10 @@ from torch import Tensor, nn
 from torch.backends import mkldnn as _mkldnn
 
 from prism.dropin.norms import traced
-from prism.dropin.scales import scaled_rows
 from prism.engine import compat
 
-_FEW = 256
+FEW = 256
 """Fewer tokens stay with torch: preparing the weights for oneDNN costs more than it gains."""
-_FEW_PAIRS = 16
-"""Tokens times experts of each, up to which sorting costs more than it gains."""
 _SPAN = 2**21
 """Numbers of the inner width in a span. Measured: shorter ones fit the cache, but slow the products down by more."""
 
@@ -51,7 +47,7 @@ def linear(module: nn.Module, x: Tensor) -> Tensor:
 
 def serves(x: Tensor) -> bool:
     """Whether x `[…, K]` has enough tokens, and may be computed on this way."""
-    return x.numel() >= _FEW * x.shape[-1] and x.is_contiguous() and untouched(x)
+    return x.numel() >= FEW * x.shape[-1] and x.is_contiguous() and untouched(x)
 
 
 def times(x: Tensor, weight: Tensor) -> Tensor:
@@ -168,91 +164,40 @@ def mlp(original: Forward) -> Forward:
 
     @functools.wraps(original)
     def forward(self: Any, x: Tensor) -> Tensor:
-        maps = self.gate_proj, self.up_proj, self.down_proj
-        if not serves(x) or not all(is_linear(each) for each in maps) or not _is_silu(self.act_fn):
+        if not serves(x) or (weights := mlp_weights(self)) is None:
             return original(self, x)
-        factors = getattr(self, "gate_multiplier", 1), 1, getattr(self, "down_multiplier", 1)
-        weights = (each.weight if c == 1 else each.weight * c for each, c in zip(maps, factors, strict=True))
         return swiglu(x, *weights)
 
     return forward
 
 
+def mlp_weights(module: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The weights of an MLP's gate, up and down; None if its maps are not plain, or its activation is not SiLU."""
+    maps = module.gate_proj, module.up_proj, module.down_proj
+    if not all(is_linear(each) for each in maps) or not is_silu(module.act_fn):
+        return None
+    gate, up, down = (each.weight for each in maps)
+    opened, closed = getattr(module, "gate_multiplier", 1), getattr(module, "down_multiplier", 1)
+    return gate if opened == 1 else gate * opened, up, down if closed == 1 else down * closed
+
+
 def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """x `[…, K]` through the weights `gate` and `up` `[N, K]` and `down` `[M, N]`, `[…, M]`."""
     rows = x.reshape(-1, x.shape[-1])
-    y = _swiglu_of_experts(rows, [len(rows)], torch.cat([gate, up]).unsqueeze(0), down.unsqueeze(0))
+    y = swiglu_of_experts(rows, [len(rows)], torch.cat([gate, up]).unsqueeze(0), down.unsqueeze(0))
     return y.view(*x.shape[:-1], len(down))
 
 
-def experts(original: Forward) -> Forward:
-    """Make the `forward` of experts with the weights `gate_up_proj` `[E, 2N, K]` and `down_proj` `[E, K, N]`."""
-
-    @functools.wraps(original)
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        given = hidden_states, top_k_index, top_k_weights
-        pairs = top_k_index.numel()
-        few = pairs <= _FEW_PAIRS and not torch.is_grad_enabled()
-        if hidden_states.ndim != 2 or not (few or pairs >= _FEW * len(self.down_proj)):
-            return original(self, *given)
-        if not untouched(hidden_states, top_k_weights) or not _ordinary_experts(self):
-            return original(self, *given)
-        return (_one_by_one if few else _sorted)(*given, self.gate_up_proj, self.down_proj)
-
-    return forward
-
-
-def _ordinary_experts(module: Any) -> bool:
-    ordinary = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-    ordinary |= {"has_post_expert_norm": False, "_is_expert_parallel": False}
-    plain = is_plain(module) and _is_silu(module.act_fn)
-    return plain and all(getattr(module, name, None) is value for name, value in ordinary.items())
-
-
-def _one_by_one(x: Tensor, index: Tensor, weights: Tensor, both: Tensor, down: Tensor) -> Tensor:
-    """A few tokens `[n, K]` through their experts `[n, k]`."""
-    out = torch.zeros_like(x)
-    for row, target, chosen, shares in zip(x, out, index.tolist(), weights, strict=True):
-        for expert, share in zip(chosen, shares, strict=True):
-            g, u = (both[expert] @ row).chunk(2)
-            target.addcmul_(down[expert] @ F.silu(g).mul_(u), share)
-    return out
-
-
-def _sorted(x: Tensor, index: Tensor, weights: Tensor, both: Tensor, down: Tensor) -> Tensor:
-    """Tokens `[n, K]` through their experts `[n, k]`, sorted by expert."""
-    chosen, k = index.flatten(), index.shape[1]
-    order = chosen.argsort(stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    rows = _Taken.apply(x, order // k, back, k)
-    y = _swiglu_of_experts(rows, chosen.bincount(minlength=len(down)).tolist(), both, down)
-    y = scaled_rows(_Taken.apply(y, back, order, 1).view(1, *index.shape, -1), weights.unsqueeze(0))[0]
-    return y.sum(1) if k > 1 else y[:, 0]
-
-
-class _Taken(torch.autograd.Function):
-    """Rows of x by their indices, where each is taken `count` times; in the result, in order of x, they are at `back`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, indices: Tensor, back: Tensor, count: int) -> Tensor:
-        ctx.count = count
-        ctx.save_for_backward(back)
-        return x.index_select(0, indices)
-
-    @staticmethod
-    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
-        d_x = d_y.index_select(0, ctx.saved_tensors[0])
-        return d_x if ctx.count == 1 else d_x.unflatten(0, (-1, ctx.count)).sum(1), None, None, None
-
-
-def _swiglu_of_experts(x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor) -> Tensor:
+def swiglu_of_experts(x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor) -> Tensor:
     """`[n, M]`: the first `counts[0]` rows of x `[n, K]` through `both[0]` `[2N, K]` and `down[0]` `[M, N]`, and so on."""
     if torch.is_grad_enabled():
         return _SwiGLU.apply(x, counts, both, down)
-    return _swiglu(x, counts, both, down, keep=False)[0]
+    return swiglu_spans(x, counts, both, down, keep=False)[0]
 
 
-def _swiglu(x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor, keep: bool) -> tuple[Tensor, list[Tensor]]:
+def swiglu_spans(
+    x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor, keep: bool
+) -> tuple[Tensor, list[Tensor]]:
     """The outputs, and with `keep` gate(x) and up(x) side by side `[n, 2N]` of each span."""
     parts, kept = [], []
     for e, now in _spans(counts, down):
@@ -267,7 +212,7 @@ def _swiglu(x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor, keep: 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Sequence[int], both: Tensor, down: Tensor) -> Tensor:
-        out, kept = _swiglu(x, counts, both, down, keep=True)
+        out, kept = swiglu_spans(x, counts, both, down, keep=True)
         ctx.counts = counts
         ctx.save_for_backward(x, both, down, *kept)
         return out
@@ -283,25 +228,40 @@ class _SwiGLU(torch.autograd.Function):
             found = iter(torch.autograd.grad(again, inputs, d_out, create_graph=True))
             d_x, d_both, d_down = (next(found) if z.requires_grad else None for z in (x, both, down))
             return d_x, None, d_both, d_down
-        to_x, _, to_both, to_down = ctx.needs_input_grad
-        d_both, d_down = torch.zeros_like(both), torch.zeros_like(down)
-        parts = []
-        for (e, now), inner in zip(_spans(ctx.counts, down), kept, strict=True):
-            g, u = inner.chunk(2, -1)
-            opened = F.silu(g)
-            d_h, found = gradients(d_out[now], opened * u, down[e], True, to_down)
-            if to_down:
-                d_down[e] += found
-            d_inner = torch.empty_like(inner)
-            d_g, d_u = d_inner.chunk(2, -1)
-            torch.mul(opened, d_h, out=d_u)
-            torch.ops.aten.silu_backward.grad_input(d_h.mul_(u), g, grad_input=d_g)
-            d_here, found = gradients(d_inner, x[now], both[e], to_x, to_both)
-            if to_both:
-                d_both[e] += found
-            parts.append(d_here)
-        d_x = _joined(parts) if to_x else None
-        return d_x, None, d_both if to_both else None, d_down if to_down else None
+        to_x, _, *to_weights = ctx.needs_input_grad
+        d_x, d_both, d_down = swiglu_back(d_out, x, ctx.counts, both, down, kept, to_x, *to_weights)
+        return d_x, None, d_both, d_down
+
+
+def swiglu_back(
+    d_out: Tensor,
+    x: Tensor,
+    counts: Sequence[int],
+    both: Tensor,
+    down: Tensor,
+    kept: Sequence[Tensor],
+    to_x: bool,
+    to_both: bool,
+    to_down: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, `both` and `down`, those that are wanted, from that of the outputs and what the forward pass kept."""
+    d_both, d_down = torch.zeros_like(both), torch.zeros_like(down)
+    parts = []
+    for (e, now), inner in zip(_spans(counts, down), kept, strict=True):
+        g, u = inner.chunk(2, -1)
+        opened = F.silu(g)
+        d_h, found = gradients(d_out[now], opened * u, down[e], True, to_down)
+        if to_down:
+            d_down[e] += found
+        d_inner = torch.empty_like(inner)
+        d_g, d_u = d_inner.chunk(2, -1)
+        torch.mul(opened, d_h, out=d_u)
+        torch.ops.aten.silu_backward.grad_input(d_h.mul_(u), g, grad_input=d_g)
+        d_here, found = gradients(d_inner, x[now], both[e], to_x, to_both)
+        if to_both:
+            d_both[e] += found
+        parts.append(d_here)
+    return _joined(parts) if to_x else None, d_both if to_both else None, d_down if to_down else None
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -318,7 +278,7 @@ def _spans(counts: Sequence[int], down: Tensor) -> Iterator[tuple[int, slice]]:
         first += count
 
 
-def _is_silu(activation: Any) -> bool:
+def is_silu(activation: Any) -> bool:
     return type(activation).__name__ in ("SiLU", "SiLUActivation")  # torch's and transformers'
 
 
