@@ -108,6 +108,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "known": lambda: known(findings),
         "networks": lambda: networks(evidence),
         "text": lambda: comparisons.text(evidence),
+        "text-choices": lambda: comparisons.choices(evidence),
         "probes": lambda: comparisons.probes(evidence),
         "searches": lambda: comparisons.searches(evidence),
         "unfinished": lambda: comparisons.unfinished(evidence),

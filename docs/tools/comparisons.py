@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from evidence import RARE, Evidence, Group, is_rule
+from evidence import RARE, Evidence, Group, is_default, is_rule
 from wording import joined, number, paragraph, shown, table
 
-from prism.compare.statistics import estimate
+from prism.compare.statistics import estimate, paired
 
 COLUMNS = 4
 """Tasks side by side in a table, so that its lines fit."""
@@ -28,6 +28,28 @@ def text(evidence: Evidence) -> str:
         header = ["rule", "test", "better by", "rare bigrams", "validation"]
         parts.append(joined(paragraph(f"**{task}** (`{file}`): {training(groups)}."), table(header, rows)))
     return joined(*parts) or "No comparison on text is in the repository yet."
+
+
+def choices(evidence: Evidence) -> str:
+    """What the search for a better PRISM found: each choice of its writes against the default, on validation."""
+    parts = []
+    for (file, task), groups in _by_task(evidence.of("text")).items():
+        default = next(filter(is_default, groups), None)
+        others = [group for group in groups if group.rule == "prism" and group is not default]
+        if default is None or not others:
+            continue
+        gains = {group.label: paired(default.validation, group.validation) for group in others}
+        rows = [
+            [label, shown(gain, 3, sign=True), str(gain.count)]
+            for label, gain in sorted(gains.items(), key=lambda item: -item[1].mean)
+        ]
+        better = [label for label, gain in gains.items() if gain.significant and gain.mean > 0]
+        said = paragraph(
+            f"**{task}** (`{file}`), nats a token by which a choice is better than `{default.label}` on validation.",
+            f"Beyond two standard errors, with three seeds or more: {', '.join(better) if better else 'none'}.",
+        )
+        parts.append(joined(said, table(["choice", "better by", "seeds"], rows)))
+    return joined(*parts) or "No choice was searched yet."
 
 
 def training(groups: list[Group]) -> str:
