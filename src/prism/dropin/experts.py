@@ -28,7 +28,6 @@ from prism.dropin.linear_maps import (
     untouched,
 )
 from prism.dropin.norms import spans
-from prism.dropin.scales import scaled_rows
 
 _FEW_PAIRS = 16
 """Tokens times experts of each, up to which sorting costs more than it gains."""
@@ -136,8 +135,8 @@ def _sorted(x: Tensor, index: Tensor, weights: Tensor, both: Tensor, down: Tenso
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     rows = _Taken.apply(x, order // k, back, k)
     y = swiglu_of_experts(rows, chosen.bincount(minlength=len(down)).tolist(), both, down)
-    y = scaled_rows(_Taken.apply(y, back, order, 1).view(1, *index.shape, -1), weights.unsqueeze(0))[0]
-    return y.sum(1) if k > 1 else y[:, 0]
+    mixed: Tensor = _Mixed.apply(y, weights, back, order)
+    return mixed
 
 
 class _Taken(torch.autograd.Function):
@@ -153,3 +152,31 @@ class _Taken(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         d_x = d_y.index_select(0, ctx.saved_tensors[0])
         return d_x if ctx.count == 1 else d_x.unflatten(0, (-1, ctx.count)).sum(1), None, None, None
+
+
+class _Mixed(torch.autograd.Function):
+    """For each token the sum of its experts' outputs, scaled: y `[n k, K]` sorted by expert, weights `[n, k]` → `[n, K]`.
+
+    The experts' outputs of the tokens in their order are at `back` of y, and those of y in the tokens' order at `order`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, back: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(y, weights, back, order)
+        scaled = y.index_select(0, back).view(*weights.shape, -1).mul_(weights.unsqueeze(-1))
+        return scaled.sum(1) if weights.shape[1] > 1 else scaled.squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        y, weights, back, order = ctx.saved_tensors
+        d_rows = d_out.index_select(0, order // weights.shape[1])
+        shares = weights.flatten().index_select(0, order)
+        if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
+            d_shares = (d_rows * y).sum(-1)
+            d_rows = d_rows * shares.unsqueeze(-1)
+        else:
+            d_shares = torch.empty_like(shares)
+            for rows in spans(y):
+                torch.sum(d_rows[rows] * y[rows], -1, out=d_shares[rows])
+                d_rows[rows] *= shares[rows].unsqueeze(-1)
+        return d_rows, d_shares.index_select(0, back).view_as(weights), None, None

@@ -136,20 +136,21 @@ class _Stacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: Sequence[int], *weights: Tensor) -> tuple[Tensor, ...]:
         each = iter(weights)
-        joined = [torch.cat([next(each) for _ in range(count)]) for count in counts]
         ctx.counts = counts
+        ctx.joined = [_joined([next(each) for _ in range(count)]) for count in counts]
         ctx.save_for_backward(x, *weights)
-        return tuple(times(x, weight) for weight in joined)
+        return tuple(times(x, weight) for weight in ctx.joined)
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         d_x: Tensor | None = None
         d_weights: list[Tensor | None] = []
-        for count, d_out in zip(ctx.counts, d_outs, strict=True):
+        for count, joined, d_out in zip(ctx.counts, ctx.joined, d_outs, strict=True):
             here, weights = weights[:count], weights[count:]
             needed = any(ctx.needs_input_grad[2 + len(d_weights) :][:count])
-            d_here, found = gradients(d_out, x, torch.cat(here), ctx.needs_input_grad[0], needed)
+            weight = torch.cat(here) if torch.is_grad_enabled() else joined  # to be differentiated again
+            d_here, found = gradients(d_out, x, weight, ctx.needs_input_grad[0], needed)
             if d_here is not None:
                 d_x = d_here if d_x is None else d_x + d_here if torch.is_grad_enabled() else d_x.add_(d_here)
             d_weights += found.split([len(weight) for weight in here]) if needed else [None] * count
@@ -245,27 +246,44 @@ def swiglu_back(
     to_down: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, `both` and `down`, those that are wanted, from that of the outputs and what the forward pass kept."""
-    d_both, d_down = torch.zeros_like(both), torch.zeros_like(down)
+    d_both, d_down = _Sums(both), _Sums(down)
     parts = []
     for (e, now), inner in zip(_spans(counts, down), kept, strict=True):
         g, u = inner.chunk(2, -1)
         opened = F.silu(g)
         d_h, found = gradients(d_out[now], opened * u, down[e], True, to_down)
-        if to_down:
-            d_down[e] += found
+        d_down.add(e, found)
         d_inner = torch.empty_like(inner)
         d_g, d_u = d_inner.chunk(2, -1)
         torch.mul(opened, d_h, out=d_u)
         torch.ops.aten.silu_backward.grad_input(d_h.mul_(u), g, grad_input=d_g)
         d_here, found = gradients(d_inner, x[now], both[e], to_x, to_both)
-        if to_both:
-            d_both[e] += found
+        d_both.add(e, found)
         parts.append(d_here)
-    return _joined(parts) if to_x else None, d_both if to_both else None, d_down if to_down else None
+    return _joined(parts) if to_x else None, d_both.all() if to_both else None, d_down.all() if to_down else None
+
+
+class _Sums:
+    """Gradients of the experts' weights `[E, …]`, summed over spans of tokens."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+        self.found: dict[int, Tensor] = {}
+
+    def add(self, expert: int, found: Tensor | None) -> None:
+        if found is not None:
+            known = self.found.get(expert)
+            self.found[expert] = found if known is None else known.add_(found)
+
+    def all(self) -> Tensor:
+        if len(self.weights) == 1 and self.found:
+            return self.found[0].unsqueeze(0)
+        none = torch.zeros_like(self.weights[0]) if len(self.found) < len(self.weights) else self.weights
+        return torch.stack([self.found.get(expert, none) for expert in range(len(self.weights))])
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Spans one after the other; a single one is not copied."""
+    """One after the other; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
