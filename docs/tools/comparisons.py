@@ -45,7 +45,7 @@ def choices(evidence: Evidence) -> str:
         ]
         better = [label for label, gain in gains.items() if gain.significant and gain.mean > 0]
         said = paragraph(
-            f"**{task}** (`{file}`), nats a token by which a choice is better than `{default.label}` on validation.",
+            f"**{task}** (`{file}`), nats a token by which a choice is better than the default on validation.",
             f"Beyond two standard errors, with three seeds or more: {', '.join(better) if better else 'none'}.",
         )
         parts.append(joined(said, table(["choice", "better by", "seeds"], rows)))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-from prism.dropin import conv, delta, lightning, mamba2, mlstm, norms, rg_lru, scales
+from prism.dropin import conv, delta, lightning, mamba2, mlstm, norms, rg_lru
 from prism.dropin.documents import document_numbers, document_starts
 from prism.dropin.families import modeling_file
 from prism.engine import pieces
@@ -87,16 +87,16 @@ def test_unit_rows() -> None:
 def test_scaled_rows(cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "_SPAN", cached)
     x, y, row, head, channel = doubles(2, 3, 2, 4), doubles(2, 3, 2, 4), doubles(2, 3, 2), doubles(2), doubles(2, 4)
-    assert torch.equal(scales.scaled_rows(x, row), x * row.unsqueeze(-1))
-    assert gradcheck(scales.scaled_rows, (x, row)) and gradgradcheck(scales.scaled_rows, (x, row))
+    assert torch.equal(norms.scaled_rows(x, row), x * row.unsqueeze(-1))
+    assert gradcheck(norms.scaled_rows, (x, row)) and gradgradcheck(norms.scaled_rows, (x, row))
     for scale in (head, channel):
         wanted = y + x * (head.unsqueeze(-1) if scale is head else channel)
-        torch.testing.assert_close(scales.add_scaled(y.clone(), x, scale), wanted)
+        torch.testing.assert_close(norms.add_scaled(y.clone(), x, scale), wanted)
         with torch.no_grad():
-            torch.testing.assert_close(scales.add_scaled(y.clone(), x, scale), wanted)
+            torch.testing.assert_close(norms.add_scaled(y.clone(), x, scale), wanted)
 
         def run(*given: torch.Tensor) -> torch.Tensor:
-            return scales.add_scaled(given[0] * 1, *given[1:])  # a leaf cannot be written into
+            return norms.add_scaled(given[0] * 1, *given[1:])  # a leaf cannot be written into
 
         assert gradcheck(run, (y, x, scale)) and gradgradcheck(run, (y, x, scale))
 

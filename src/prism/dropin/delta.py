@@ -18,7 +18,6 @@ from torch import Tensor
 
 from prism.dropin import norms
 from prism.dropin.documents import document_numbers, document_starts
-from prism.dropin.scales import scaled_rows
 from prism.engine import Update, fused, memory, pieces
 from prism.engine.checks import InvalidValueError
 from prism.engine.fused import UNIT_EPS
@@ -62,7 +61,7 @@ def chunk_gated_delta_rule(
     half = _half_on_gpu(query)
     q, k = (_half_rows if half else _rows)(query, key, use_qk_l2norm_in_kernel, scale)
     strength = beta.float()
-    w = value * beta.to(value.dtype).unsqueeze(-1) if half else scaled_rows(value.float(), strength)
+    w = value * beta.to(value.dtype).unsqueeze(-1) if half else norms.scaled_rows(value.float(), strength)
     reset = document_starts(document_numbers(batch, tokens, seq_idx, cu_seqlens))
     update = decayed(
         q, k.unsqueeze(3), w.unsqueeze(3), g.float(), erase_strength=strength, erase_first=True, reset=reset

@@ -19,7 +19,6 @@ from torch import Tensor
 from prism.dropin import norms
 from prism.dropin.delta import decayed
 from prism.dropin.documents import document_numbers, document_starts
-from prism.dropin.scales import add_scaled, scaled_rows
 from prism.engine import memory
 
 
@@ -68,12 +67,12 @@ def chunk_scan(
     update = decayed(
         C.float(),
         B.float().unsqueeze(3),
-        scaled_rows(x, step).unsqueeze(3),
+        norms.scaled_rows(x, step).unsqueeze(3),
         A.float() * step,
         reset=document_starts(numbers),
     )
     y, state = memory(update, None if initial_states is None else initial_states.mT)
-    y = y if D is None else add_scaled(y, x, D)
+    y = y if D is None else norms.add_scaled(y, x, D)
     y = y if z is None else y * F.silu(z.float())
     return (y, state.mT.contiguous()) if return_final_states else y
 

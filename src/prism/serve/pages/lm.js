@@ -174,10 +174,15 @@ async function showServer(chart) {
   $("busy").textContent = stats.Active + stats.Waiting === 0 ? "idle" : `${count(stats.Active)} writing, ${count(stats.Waiting)} waiting`;
   const { Second: seconds, Tokens: tokens } = stats.Series;
   chart.update(seconds, [tokens], `${count(tokens.slice(-10).reduce((sum, value) => sum + value, 0) / 10)} a second`);
+  if (first) branches.forEach((branch) => branch.write());
+  showBranches();
   if (first) {
-    branches.forEach((branch) => branch.write());
     await refresh();
+    showBranches();
   }
+}
+
+function showBranches() {
   branches.forEach((branch) => branch.show());
   showActive();
 }
