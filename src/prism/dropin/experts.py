@@ -46,10 +46,10 @@ def block(original: Forward) -> Forward:
         x = hidden_states.view(-1, hidden_states.shape[-1])
         _, shares, chosen = self.gate(x)
         routed = self.experts(x, chosen, shares)
-        up, down = torch.cat(weights[:2]), weights[2]
+        both, down = torch.cat(weights[:2]), weights[2]
         if torch.is_grad_enabled():
-            return _Shared.apply(x, routed, gate.weight, up, down).view_as(hidden_states)
-        return _shared(x, routed, gate.weight, up, down, keep=False)[0].view_as(hidden_states)
+            return _Shared.apply(x, routed, gate.weight, both, down).view_as(hidden_states)
+        return _shared(x, routed, gate.weight, both, down, keep=False)[0].view_as(hidden_states)
 
     return forward
 

@@ -76,9 +76,9 @@ def compile_together(run: Callable[[], None]) -> None:
 def alone_on_this_machine() -> Iterator[None]:
     """Wait until no other process with the same cache compiles.
 
-    Processes that start together would all compile the same kernels, and replace each other's files in Triton's cache. Then a
-    process can load the wrong launcher: Python knows loaded libraries by their inodes, and a replaced file's is used again.
-    Where files cannot be locked, nothing waits.
+    Processes that start together would all compile the same kernels, and replace each other's files in Triton's cache. One of
+    twelve was seen to start a kernel with the launcher of another. The likely cause: Python knows loaded libraries by their
+    inodes, and that of a replaced file is used again. Where files cannot be locked, nothing waits.
     """
     with ExitStack() as stack:
         with suppress(ImportError, OSError):
