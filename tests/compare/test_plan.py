@@ -101,6 +101,9 @@ def test_rules_may_have_names_of_their_own() -> None:
         ({"rules": []}, "file: rules must be a list"),
         ({"rules": ["prsim"]}, "file: rules: unknown rule 'prsim'"),
         ({"rules": {"a": 3}}, "file: rules.a must be a text"),
+        ({"rules": {"a": {"rule": "delta", "text": 3}}}, "file: rules.a.text must be a table with tables"),
+        ({"rules": {"a": {"rule": "delta", "text": {"model": "x"}}}}, "file: rules.a.text must be a table with tables"),
+        ({"rules": {"a": {"rule": "delta", "text": {"modl": {}}}}}, "got 'modl' (did you mean 'model'?)"),
         ({"rules": ["prism:steps"]}, "must look like name=value"),
         ({"rules": ["prism:stepz=2"]}, "tasks[0], rule 'prism:stepz=2': rule 'prism' has no option 'stepz'"),
         ({"reference": "delta"}, "file: reference must be one of the rules gated_delta, prism:steps=2, linear"),
@@ -247,6 +250,16 @@ def test_text_is_a_task_with_the_same_budget(monkeypatch: pytest.MonkeyPatch) ->
         "precision": "fp32",
     }.items() <= training.settings.items()
     assert {"seed": 0, "learning_rate": 1e-3, "test": True, "steps": 250}.items() <= training.settings.items()
+    groups = ["*.writes.*=lr:2"]
+    own = {"model": {"layers": "prism(steps=1)+prism"}, "optimizer": {"groups": groups}}
+    other = {"a": "gated_delta", "b": {"rule": "prism", "steps": 2, "text": own}}
+    plan = make_plan({**values, "rules": other, "reference": "a", "budget": {**budget, "layers": 2}}, "file")
+    first, second = plan.entries
+    assert first.settings["model"]["layers"] == "gated_delta" and "optimizer" not in first.settings
+    assert second.settings["model"]["layers"] == "prism(steps=1)+prism"
+    assert second.settings["model"]["rule_options"]["prism"]["steps"] == 2
+    assert second.settings["optimizer"] == {"groups": groups}
+    assert abs(second.parameters - first.parameters) <= TOLERANCE * first.parameters
     for wrong, sentence in (
         ({"options": {}}, "options.data must be a folder"),
         ({"tests": {}}, "tests is for synthetic"),

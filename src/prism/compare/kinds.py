@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,15 @@ TEXT = "text"
 """The name of the task on text."""
 
 
+class Compared(NamedTuple):
+    """A rule of a plan."""
+
+    name: str
+    options: dict[str, Any]
+    text: dict[str, Any] = {}  # noqa: RUF012  # never written
+    """Fields `model` and `optimizer` of `TextRun` that this rule alone has, for tasks on text."""
+
+
 class Kind(Protocol):
     """What a plan asks about a task, whichever kind it is."""
 
@@ -29,7 +38,7 @@ class Kind(Protocol):
     """The training, `module:function`."""
     steps: int
 
-    def settings(self, rule: str, options: dict[str, Any], key_dim: int, **changed: int) -> dict[str, Any]:
+    def settings(self, rule: Compared, key_dim: int, **changed: int) -> dict[str, Any]:
         """Settings of a training. `changed` has another `width` or `hidden` than the budget."""
         ...
 
@@ -77,9 +86,9 @@ class Probe:
         self.run.build_tests()
         self.run.stages()
 
-    def settings(self, rule: str, options: dict[str, Any], key_dim: int, **changed: int) -> dict[str, Any]:
+    def settings(self, rule: Compared, key_dim: int, **changed: int) -> dict[str, Any]:
         sizes: dict[str, Any] = {"key_dim": key_dim, **changed}
-        model = replace(self.run.model, rule=rule, options=options, **sizes)
+        model = replace(self.run.model, rule=rule.name, options=rule.options, **sizes)
         return asdict(replace(self.run, model=model))
 
     def sizes(self, settings: Mapping[str, Any]) -> tuple[int, int]:
@@ -106,21 +115,23 @@ class Text:
         self.budget, self.plan = settings.budget, settings
         self.steps = settings.budget.steps_for(self.options.get("context", self.text.TextRun.context))
 
-    def settings(self, rule: str, options: dict[str, Any], key_dim: int, **changed: int) -> dict[str, Any]:
+    def settings(self, rule: Compared, key_dim: int, **changed: int) -> dict[str, Any]:
         budget = replace(self.budget, **changed)  # type: ignore[arg-type]  # width and hidden alone
-        check_options(registry.get(rule), options)
+        check_options(registry.get(rule.name), rule.options)
         sizes = {"key_dim": key_dim, "value_dim": value_dim(self.budget), "conv_size": budget.conv}
-        taken = registry.get(rule).option_names()
-        chosen = {name: size for name, size in sizes.items() if name in taken} | options
+        taken = registry.get(rule.name).option_names()
+        chosen = {name: size for name, size in sizes.items() if name in taken} | rule.options
         model = {
-            "layers": rule,
+            "layers": rule.name,
             "hidden_size": budget.width,
             "num_hidden_layers": budget.layers,
             "num_heads": budget.heads,
             "intermediate_size": budget.hidden,
-            "rule_options": {rule: chosen},
+            "rule_options": {rule.name: chosen},
             **self.options.get("model", {}),
+            **rule.text.get("model", {}),
         }
+        optimizer = {**self.options.get("optimizer", {}), **rule.text.get("optimizer", {})}
         return {
             "batch": budget.batch,
             "warmup": budget.warmup,
@@ -130,6 +141,7 @@ class Text:
             "device": self.plan.device,
             "precision": {"bfloat16": "bf16", "float32": "fp32"}[self.plan.precision],
             **self.options,
+            **({"optimizer": optimizer} if optimizer else {}),
             "model": model,
         }
 

@@ -33,11 +33,12 @@ import torch
 
 from prism import rules as registry
 from prism.compare.entries import Budget, Entry, PlanSettings
-from prism.compare.kinds import Kind, kind_of
+from prism.compare.kinds import Compared, Kind, kind_of
 from prism.compare.matching import TOLERANCE, closest
 from prism.messages import did_you_mean
 from prism.overrides import override, read_toml
 
+_TEXT_KEYS = ("model", "optimizer")
 _TASK_KEYS = ("task", "label", "options", "tests", "curriculum", "budget", "learning_rate")
 
 
@@ -128,8 +129,8 @@ def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _rules(values: Any, where: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Label → name and options of a rule, from a list of texts or a table."""
+def _rules(values: Any, where: str) -> dict[str, Compared]:
+    """Rules by label, from a list of texts or a table."""
     if isinstance(values, list) and values and all(isinstance(text, str) for text in values):
         values = {text: text for text in values}
     if not isinstance(values, dict) or not values:
@@ -137,18 +138,31 @@ def _rules(values: Any, where: str) -> dict[str, tuple[str, dict[str, Any]]]:
     found = {}
     for label, value in values.items():
         if isinstance(value, str):
-            found[label] = parse_rule(value)
+            found[label] = Compared(*parse_rule(value))
         elif isinstance(value, dict) and isinstance(value.get("rule"), str):
-            found[label] = (value["rule"], {key: item for key, item in value.items() if key != "rule"})
+            options = {key: item for key, item in value.items() if key not in ("rule", "text")}
+            found[label] = Compared(value["rule"], options, _text(value.get("text", {}), label, where))
         else:
             raise ValueError(
                 f'{where}: rules.{label} must be a text such as "prism:steps=2", or {{ rule = "prism", … }}'
             )
         try:
-            registry.get(found[label][0])
+            registry.get(found[label].name)
         except ValueError as error:
             raise ValueError(f"{where}: rules: {error}") from error
     return found
+
+
+def _text(values: Any, label: str, where: str) -> dict[str, Any]:
+    """What a rule alone has in tasks on text. Data, steps and batches are the same for all rules."""
+    if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
+        raise ValueError(f"{where}: rules.{label}.text must be a table with tables {' and '.join(_TEXT_KEYS)}")
+    for key in values:
+        if key not in _TEXT_KEYS:
+            raise ValueError(
+                f"{where}: rules.{label}.text may have {' and '.join(_TEXT_KEYS)}, got {key!r}{did_you_mean(key, _TEXT_KEYS)}"
+            )
+    return values
 
 
 def _with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +204,7 @@ def _task_entries(
     table: dict[str, Any],
     prefix: str,
     settings: PlanSettings,
-    named: dict[str, tuple[str, dict[str, Any]]],
+    named: dict[str, Compared],
     reference: str,
     where: str,
 ) -> Iterator[Entry]:
@@ -225,19 +239,19 @@ def _task_entries(
 def _entry(
     kind: Kind,
     label: str,
-    rule: tuple[str, dict[str, Any]],
+    rule: Compared,
     key_dim: int,
     settings: PlanSettings,
     target: tuple[int, int] | None,
 ) -> Entry:
     """The entry of a rule. `target` has the reference's parameters and state size; None: this is the reference."""
-    budget, (name, options) = settings.budget, rule
+    budget = settings.budget
     changed: dict[str, int] = {}
     if budget.match == "parameters" and target is not None:
-        changed = _matched(kind, name, options, key_dim, settings.budget, target[0])
-    made = kind.settings(name, options, key_dim, **changed)
+        changed = _matched(kind, rule, key_dim, budget, target[0])
+    made = kind.settings(rule, key_dim, **changed)
     parameters, state_size = kind.sizes(made)
-    grows = not registry.get(name).constant_state
+    grows = not registry.get(rule.name).constant_state
     if target is not None and budget.equal_state and not grows and abs(state_size - target[1]) > TOLERANCE * target[1]:
         raise ValueError(
             f"its state size is {state_size:,}, the reference's {target[1]:,}: give it options that make them equal, or "
@@ -249,14 +263,12 @@ def _entry(
     )
 
 
-def _matched(
-    kind: Kind, rule: str, options: dict[str, Any], key_dim: int, budget: Budget, target: int
-) -> dict[str, int]:
+def _matched(kind: Kind, rule: Compared, key_dim: int, budget: Budget, target: int) -> dict[str, int]:
     """The width of the SwiGLU, or without one of the model, at which the rule has about `target` parameters."""
     what = "hidden" if budget.hidden else "width"
 
     def count(value: int) -> int:
-        return kind.sizes(kind.settings(rule, options, key_dim, **{what: value}))[0]
+        return kind.sizes(kind.settings(rule, key_dim, **{what: value}))[0]
 
     try:
         try:
