@@ -1,7 +1,8 @@
-"""Jobs side by side: one that finds too little memory next to others starts again."""
+"""Jobs side by side: one that finds too little memory next to others starts again, and none ends within a kernel."""
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from prism.probes import jobs as side_by_side
 from prism.probes.jobs import Job, Outcome, workers
 
 SEATS = 2
@@ -73,3 +75,43 @@ def test_a_job_that_does_not_fit_alone_has_failed() -> None:
 )
 def test_only_a_lack_of_memory_is_tried_again(error: Exception | None, memory: bool) -> None:
     assert Outcome(error=error).out_of_memory == memory
+
+
+def computing(folder: str, report: Callable[[int, float], None]) -> None:
+    """Never end, with kernels under way on a pretended GPU."""
+
+    def wait() -> None:
+        time.sleep(0.3)
+        Path(folder, "kernels ended").touch()
+
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, lambda device=None: wait()
+    Path(folder, "started").touch()
+    while True:
+        time.sleep(0.01)
+
+
+def deaf(folder: str, report: Callable[[int, float], None]) -> None:
+    """Never end, nor listen."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    Path(folder, "started").touch()
+    time.sleep(600)
+
+
+def end_when_started(job: Job, mark: Path) -> None:
+    """End the pool of a job that has set its mark."""
+    with workers(1) as pool:
+        pool._give(deque([job]), lambda job: None)
+        while not mark.exists():
+            time.sleep(0.01)
+        (worker,) = pool.workers
+    assert not worker.process.is_alive()
+
+
+def test_a_worker_ends_after_what_its_gpu_computes(tmp_path: Path) -> None:
+    end_when_started(Job(computing, str(tmp_path), "job", 1), tmp_path / "started")
+    assert (tmp_path / "kernels ended").exists()
+
+
+def test_a_worker_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "PATIENCE", 0.2)
+    end_when_started(Job(deaf, str(tmp_path), "job", 1), tmp_path / "started")

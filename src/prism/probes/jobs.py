@@ -2,7 +2,8 @@
 
 A worker imports torch and loads kernels once. A job that fails, or kills its worker, costs no other job. One that runs out
 of a GPU's memory next to others starts again, and from then on fewer run side by side. Workers end themselves when the
-process that started them is gone.
+process that started them is gone. They end between kernels: under NVIDIA's MPS, a process that dies within one takes all
+others on the GPU with it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -27,6 +28,8 @@ from prism.messages import progress_bars
 
 START = "spawn"
 """How workers are started: a process that has used a GPU cannot be forked."""
+PATIENCE = 10.0
+"""Seconds in which a worker may finish what its GPU computes before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,16 @@ class _Worker:
         self.job, self.bar, self.alone = job, bar, True
         self.connection.send((job.function, job.argument))
 
-    def end(self) -> None:
+    def stop(self) -> None:
+        """Ask the process to end."""
         self.connection.close()
         self.process.terminate()
+
+    def end(self) -> None:
+        """Wait until the process has ended."""
+        self.stop()
+        self.process.join(PATIENCE)
+        self.process.kill()
         self.process.join()
 
 
@@ -129,6 +139,8 @@ class Workers:
         return [worker.job for worker in self.workers if worker.job is not None]
 
     def end(self) -> None:
+        for worker in self.workers:
+            worker.stop()
         for worker in self.workers:
             worker.end()
 
@@ -218,7 +230,7 @@ def _serve(connection: Connection, parent: int) -> None:
 
     torch.set_num_threads(1)  # one run per core is faster than one run on all cores
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, _leave)
     try:
         while True:
             function, argument = connection.recv()
@@ -226,7 +238,7 @@ def _serve(connection: Connection, parent: int) -> None:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # other workers may need it
     except (EOFError, OSError, KeyboardInterrupt):
-        os._exit(0)  # nothing is left to say, and a thread may still be at work
+        _leave()
 
 
 def _compute(function: Callable[..., Any], argument: Any, report: Callable[[int, float], None]) -> Outcome:
@@ -242,8 +254,20 @@ def _compute(function: Callable[..., Any], argument: Any, report: Callable[[int,
         return Outcome(error=error, details=traceback.format_exc())
 
 
+def _leave(*_: object) -> None:
+    """End this process once its GPU has computed what was asked of it."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        with suppress(RuntimeError):  # a graph is being captured, or the GPU has failed
+            torch.cuda.synchronize()
+    os._exit(0)  # nothing is left to say, and a thread may still be at work
+
+
 def _end_with(parent: int) -> None:
     """End this process when its parent is gone."""
     while os.getppid() == parent:
         time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGTERM)  # the main thread ends it, between two kernels
+    time.sleep(PATIENCE)
     os._exit(1)
