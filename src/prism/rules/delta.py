@@ -13,6 +13,7 @@ or with `negative_eigenvalues` (β = 2σ) in [-1, 1].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from prism.engine.pieces import Convolution, products_serve
 from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan, Norm
 from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan
-from prism.rules.parts.decays import SoftplusDecay
+from prism.rules.parts.decays import DRAWN, SoftplusDecay
 from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.rule import (
     DECAYED_REGRESSION,
@@ -61,6 +62,7 @@ class DeltaFamily(Rule):
         conv_size: int = 4,
         negative_eigenvalues: bool = False,
         forget_gate: bool = False,
+        timescales: str | Sequence[float] = DRAWN,
         substeps: int = 1,
         norm_eps: float = 1e-5,
     ) -> None:
@@ -77,7 +79,7 @@ class DeltaFamily(Rule):
         self.gate: nn.Module | None = nn.Linear(width, values, bias=False) if gate else None
         self.out = nn.Linear(values, width, bias=False)
         self.decay_in: nn.Module | None = nn.Linear(width, heads, bias=False) if forget_gate else None
-        self.decay: SoftplusDecay | None = SoftplusDecay(heads) if forget_gate else None
+        self.decay: SoftplusDecay | None = SoftplusDecay(heads, timescales=timescales) if forget_gate else None
 
     @property
     def rate_maps(self) -> tuple[nn.Module, ...]:
@@ -264,6 +266,8 @@ class GatedDelta(DeltaFamily):
     Args:
         key_dim: size of a head's queries and keys; ¾ · width / heads by default.
         value_dim: size of a head's values; 2 · key_dim by default.
+        timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
+            in log, or `"drawn"`: at random, mostly from 1 to 100, as published.
         norm_eps: epsilon of the norm of every head's output.
     """
 
@@ -283,6 +287,7 @@ class GatedDelta(DeltaFamily):
         conv_size: int = 4,
         gate: bool = True,
         negative_eigenvalues: bool = False,
+        timescales: str | Sequence[float] = DRAWN,
         norm_eps: float = 1e-5,
     ) -> None:
         key_dim = per_head(width, heads, key_dim, ratio=0.75)
@@ -295,6 +300,7 @@ class GatedDelta(DeltaFamily):
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
             forget_gate=True,
+            timescales=timescales,
             norm_eps=norm_eps,
         )
 

@@ -24,6 +24,7 @@ H·V = width (`paper`), or mapped to them by a low-rank W_u (`lm`).
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,6 +74,8 @@ class Prism(GatedDelta):
         erase: what is erased along k₁: `"tied"` as much as the first write adds (β₁), `"head"` a strength of its own,
             `"channel"` a strength for each channel of k₁, as in Gated DeltaNet-2, by a low-rank map.
         qkv_conv: whether q, k and v have the short convolution; the anchor has it in any case.
+        timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
+            in log, or `"drawn"`: at random, mostly from 1 to 100, as Gated DeltaNet is published.
         norm_eps: epsilon of the norm of every head's output.
     """
 
@@ -106,6 +109,7 @@ class Prism(GatedDelta):
         qkv_conv: bool = True,
         gate: bool = True,
         negative_eigenvalues: bool = False,
+        timescales: str | Sequence[float] = (1.0, 1024.0),
         norm_eps: float = 1e-5,
         layer_index: int = 0,
     ) -> None:
@@ -123,6 +127,7 @@ class Prism(GatedDelta):
             conv_size=conv_size if qkv_conv else 1,
             gate=gate,
             negative_eigenvalues=negative_eigenvalues,
+            timescales=timescales,
             norm_eps=norm_eps,
         )
         self.write_rank, self.layer_index = steps, layer_index

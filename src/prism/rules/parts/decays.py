@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from prism.engine.step_plan import DecayPlan
 from prism.rules.parts import at_least_float32, split_heads
 from prism.rules.rule import set_initial_weights
+
+DRAWN = "drawn"
+"""Timescales at random, as Mamba-2 and Gated DeltaNet are published."""
 
 
 def log_sigmoid_decay(z: Tensor, power: float = 16.0) -> Tensor:
@@ -38,23 +42,60 @@ def bounded_decay(z: Tensor, bound: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
 def timescale_bias(size: int, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4) -> Tensor:
     """softplus⁻¹ of step sizes drawn log-uniformly from [low, high] (Mamba's Δ bias)."""
     step = torch.exp(torch.rand(size) * (math.log(high) - math.log(low)) + math.log(low)).clamp(min=floor)
-    return step + torch.log(-torch.expm1(-step))
+    return inverse_softplus(step)
+
+
+def inverse_softplus(x: Tensor) -> Tensor:
+    """softplus⁻¹ of positive numbers."""
+    return x + torch.log(-torch.expm1(-x))
+
+
+def spread(first: float, last: float, count: int) -> Tensor:
+    """`[count]` numbers from `first` to `last`, evenly in log; a single one is their geometric mean."""
+    if count == 1:
+        return torch.tensor([math.sqrt(first * last)])
+    return torch.logspace(math.log10(first), math.log10(last), count)
+
+
+def check_timescales(timescales: str | Sequence[float]) -> None:
+    """Raise a ValueError unless these are two positive numbers, or "drawn"."""
+    if timescales == DRAWN:
+        return
+    numbers = timescales if isinstance(timescales, (list, tuple)) else ()
+    if len(numbers) != 2 or not all(isinstance(n, (int, float)) and 0 < n < math.inf for n in numbers):
+        raise ValueError(f"timescales must be {DRAWN!r} or two numbers of tokens above 0, got {timescales!r}")
 
 
 class SoftplusDecay(nn.Module):
     """Log-decay -e^{A_log} · softplus(z + dt_bias), the gate of Mamba-2, Gated DeltaNet and KDA.
 
     `A_log` `[H]`, `dt_bias` `[H · channels]`, the size of z's last dimension. Both stay in float32.
+
+    Args:
+        a_range: where e^{A_log} is drawn from.
+        timescales: tokens in which untrained heads (z = 0) forget by a factor e. Two numbers: heads are spread between them,
+            evenly in log; a single head gets their geometric mean. `"drawn"`: at random as published, mostly from 1 to 100.
     """
 
-    def __init__(self, heads: int, channels: int = 1, a_range: tuple[float, float] = (0.0, 16.0)) -> None:
+    def __init__(
+        self,
+        heads: int,
+        channels: int = 1,
+        a_range: tuple[float, float] = (0.0, 16.0),
+        timescales: str | Sequence[float] = DRAWN,
+    ) -> None:
         super().__init__()
+        check_timescales(timescales)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads * channels))
-        self.channels, self.a_range = channels, a_range
+        self.channels, self.a_range, self.timescales = channels, a_range, timescales
         set_initial_weights(self)
 
     def initial_weights(self) -> dict[str, Tensor]:
+        if not isinstance(self.timescales, str):
+            first, last = self.timescales
+            step = 1 / spread(first, last, len(self.A_log)).repeat_interleave(self.channels)
+            return {"A_log": torch.zeros(len(self.A_log)), "dt_bias": inverse_softplus(step)}
         a = torch.empty(len(self.A_log)).uniform_(*self.a_range)
         a = a.clamp(min=1e-4)  # U(0, 16) can draw a number whose log is -inf
         return {"A_log": a.log(), "dt_bias": timescale_bias(len(self.dt_bias))}
