@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from evidence import RARE, Evidence, Group, is_default, is_rule
+from evidence import DRAWN, RARE, Evidence, Group, is_default, is_prism, is_rule
 from wording import joined, number, paragraph, shown, table
 
 from prism.compare.statistics import estimate, paired
@@ -31,10 +31,10 @@ def text(evidence: Evidence) -> str:
 
 
 def choices(evidence: Evidence) -> str:
-    """What the search for a better PRISM found: each choice of its writes against the default, on validation."""
+    """What the search for a better PRISM found: each choice against the default it was searched with, on validation."""
     parts = []
     for (file, task), groups in _by_task(evidence.of("text")).items():
-        default = next(filter(is_default, groups), None)
+        default = next(iter([*filter(is_prism(**DRAWN), groups), *filter(is_default, groups)]), None)
         others = [group for group in groups if group.rule == "prism" and group is not default]
         if default is None or not others:
             continue
@@ -45,7 +45,7 @@ def choices(evidence: Evidence) -> str:
         ]
         better = [label for label, gain in gains.items() if gain.significant and gain.mean > 0]
         said = paragraph(
-            f"**{task}** (`{file}`), nats a token by which a choice is better than the default on validation.",
+            f"**{task}** (`{file}`), nats a token by which a choice is better than *{default.label}* on validation.",
             f"Beyond two standard errors, with three seeds or more: {', '.join(better) if better else 'none'}.",
         )
         parts.append(joined(said, table(["choice", "better by", "seeds"], rows)))

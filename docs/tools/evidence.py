@@ -104,9 +104,13 @@ def largest(pairs: Iterable[Pair]) -> list[Pair]:
 Test = Callable[[Group], bool]
 
 
+DRAWN = {"timescales": "drawn"}
+"""The option with which older runs of PRISM were made: decays at random, as in Gated DeltaNet."""
+
+
 def is_default(group: Group) -> bool:
-    """PRISM as `prism` builds it, or with L = 2 spelled out."""
-    return group.rule == "prism" and group.options in ({}, {"steps": 2})
+    """PRISM as `prism` builds it, or with L = 2 spelled out; with drawn decays where that was not run."""
+    return group.rule == "prism" and group.options in ({}, {"steps": 2}, {"steps": 2, **DRAWN})
 
 
 def is_rule(name: str, **options: Any) -> Test:
@@ -114,9 +118,9 @@ def is_rule(name: str, **options: Any) -> Test:
     return lambda group: group.rule == name and group.options == options
 
 
-def has_option(name: str, value: Any) -> Test:
-    """A test for PRISM of rank 2 with one option, and nothing else, changed."""
-    return lambda group: group.rule == "prism" and {**group.options, "steps": 2} == {"steps": 2, name: value}
+def is_prism(**options: Any) -> Test:
+    """A test for PRISM of rank 2 with these options and no others."""
+    return lambda group: group.rule == "prism" and {**group.options, "steps": 2} == {"steps": 2, **options}
 
 
 class Evidence:
@@ -202,6 +206,12 @@ class Evidence:
         return found
 
 
+def ranks(evidence: Evidence, *kinds: str) -> list[Pair]:
+    """PRISM of rank 2 and Gated DeltaNet, its rank 1, that start with the same decays: only the rank differs."""
+    spread = evidence.pairs(is_prism(), is_rule("gated_delta", timescales=[1, 1024]), *kinds)
+    return [*spread, *evidence.pairs(is_prism(**DRAWN), is_rule("gated_delta"), *kinds)]
+
+
 def identity(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Name and options of a line's rule, without sizes, however it is labelled."""
     settings, label = line.get("settings", {}), str(line["rule"])
@@ -210,8 +220,12 @@ def identity(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     model = settings.get("model") if isinstance(settings, dict) else None
     if not isinstance(model, dict):
         return label, {}
-    name = model.get("rule") or model.get("layers") or label
-    options = model.get("options") or model.get("rule_options", {}).get(name) or {}
+    name, pattern, by_rule = model.get("rule") or model.get("layers") or label, None, model.get("rule_options", {})
+    if name not in by_rule and len(by_rule) == 1:  # a pattern of layers with options of one rule
+        name, pattern = next(iter(by_rule)), name
+    options = dict(model.get("options") or by_rule.get(name) or {})
+    more = {"layers": pattern, "optimizer": settings.get("optimizer")}
+    options |= {key: value for key, value in more.items() if value}
     return str(name), {key: value for key, value in options.items() if key not in SIZES}
 
 

@@ -13,7 +13,7 @@ from prism.compare.statistics import Estimate
 from tests.docs.test_pages import ROOT, tool
 
 claims = tool("claims")
-from evidence import Evidence, has_option, is_default, is_rule  # noqa: E402
+from evidence import Evidence, is_default, is_prism, is_rule, ranks  # noqa: E402
 from verdicts import CLAIMS, both_ways, judge, judge_equal  # noqa: E402
 from wording import number, shown  # noqa: E402
 
@@ -141,7 +141,7 @@ def test_lines_of_a_comparison_become_verdicts(tmp_path: Path) -> None:
     (pair,) = evidence.pairs(is_default, is_rule("gated_delta"), "text")
     assert pair.first.score().mean == pytest.approx(3.1)
     assert pair.gain.count == 3 and pair.gain.mean == pytest.approx(0.105)  # lower is better: a gain is positive
-    (pair,) = evidence.pairs(is_default, has_option("shared_key", True), "text")
+    (pair,) = evidence.pairs(is_default, is_prism(shared_key=True), "text")
     assert pair.gain.count == 1 and pair.gain.mean == pytest.approx(0.4)
     assert [failed["error"] for failed in evidence.unfinished] == ["no memory", "killed"]
     found = {claim.slug: claim.check(evidence) for claim in CLAIMS}
@@ -232,6 +232,38 @@ def test_the_largest_comparison_decides(tmp_path: Path) -> None:
     assert "| novels, 20 M, nats a token | 2.1000 ± .0577 | 2.6500" in found.text and "−" in found.text
 
 
+def as_built(rule: str, **options: Any) -> dict[str, Any]:
+    """Settings of a model whose heads start with PRISM's timescales, unless there are others."""
+    spread = {"timescales": [1, 1024]} if rule == "gated_delta" else {}
+    return {"model": {"layers": rule, "rule_options": {rule: {**spread, **options}}}}
+
+
+def test_ranks_are_compared_with_equal_decays(tmp_path: Path) -> None:
+    drawn = {"timescales": "drawn"}
+    published = {"model": {"layers": "gated_delta", "rule_options": {"gated_delta": {}}}}
+    runs = {
+        "prism": as_built("prism"),
+        "drawn": as_built("prism", steps=2, **drawn),
+        "spread": as_built("gated_delta"),
+        "published": published,
+    }
+    evidence = write(tmp_path, *(line(label, 0, 3.0, settings=settings) for label, settings in runs.items()))
+    found = [(pair.first.label, pair.second.label) for pair in ranks(evidence, "text")]
+    assert found == [("prism", "spread"), ("drawn", "published")]
+    (pair,) = evidence.pairs(is_default, is_rule("gated_delta"), "text")
+    assert pair.first.label == "prism"  # drawn decays only where the default was not run
+
+
+def test_layers_and_optimizer_tell_rules_apart(tmp_path: Path) -> None:
+    plain = as_built("prism", steps=2)
+    halves = {"model": {**plain["model"], "layers": "prism(steps=1)+prism"}}
+    faster = {**plain, "optimizer": {"groups": ["*=lr:2"]}}
+    runs = {"plain": plain, "halves": halves, "faster": faster}
+    evidence = write(tmp_path, *(line(label, 0, 3.0, settings=settings) for label, settings in runs.items()))
+    assert [group.label for group in evidence.groups if is_default(group)] == ["plain"]
+    assert {group.rule for group in evidence.groups} == {"prism"}
+
+
 @pytest.mark.parametrize(
     ("rank_2", "rare", "verdict"),
     [(2.0, 3.0, "holds"), (2.0, 2.05, "holds in part"), (2.0, 1.9, "does not hold"), (8.5, 8.0, "not seen")],
@@ -242,7 +274,8 @@ def test_recall_in_text_is_compared_with_its_nats(tmp_path: Path, rank_2: float,
     for seed in (0, 1, 2):
         for rule, scores in {"prism": (2.0, rank_2), "gated_delta": (2.1, rare)}.items():
             both = {"nats": scores[0] + seed, "repeated rare bigrams": scores[1] + seed}
-            lines.append(line(rule, seed, None, result={"scores": both, "better": "lower", "metric": "nats"}))
+            result = {"scores": both, "better": "lower", "metric": "nats"}
+            lines.append(line(rule, seed, None, result=result, settings=as_built(rule)))
     found = next(claim for claim in CLAIMS if claim.slug == "retrieval").check(write(tmp_path, *lines))
     assert found.verdict == verdict
     assert "| novels, repeated rare bigrams |" in found.text
