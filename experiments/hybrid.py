@@ -46,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-3,
     "test_sequences": 512,
     "stretch": [1, 2, 4],
+    "timescales": "drawn",
 }
 
 
@@ -55,7 +56,7 @@ class Stack(nn.Module):
     def __init__(self, stack: str, settings: dict[str, Any]) -> None:
         super().__init__()
         width = settings["width"]
-        sizes = {"key_dim": settings["key_dim"], "value_dim": width, "conv_size": 1}
+        sizes = {name: settings[name] for name in ("key_dim", "timescales")} | {"value_dim": width, "conv_size": 1}
         self.embedding = nn.Embedding(settings["vocabulary"], width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.norms, self.convolutions, self.mixers = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
