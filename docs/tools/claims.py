@@ -109,6 +109,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "networks": lambda: networks(evidence),
         "text": lambda: comparisons.text(evidence),
         "text-choices": lambda: comparisons.choices(evidence),
+        "learning": lambda: comparisons.learning(evidence),
         "probes": lambda: comparisons.probes(evidence),
         "searches": lambda: comparisons.searches(evidence),
         "unfinished": lambda: comparisons.unfinished(evidence),

@@ -98,6 +98,28 @@ def probes(evidence: Evidence) -> str:
     return joined(*parts) or "No comparison on synthetic tasks is in the repository yet."
 
 
+def learning(evidence: Evidence) -> str:
+    """Steps until a task was solved, in the comparison of several pairs in one token."""
+    groups = [group for group in evidence.groups if group.file == "pairs"]
+    goal = next((group.line["settings"].get("stop_at") for group in groups), None)
+    if goal is None:
+        return "No run of this is in the repository yet."
+    tasks, rules = (list(dict.fromkeys(getattr(group, what) for group in groups)) for what in ("task", "label"))
+    rows = {rule: [""] * len(tasks) for rule in rules}
+    for group in groups:
+        solved = [seed for seed, score in group.validation.items() if score >= goal]
+        count = shown(estimate(group.steps[seed] for seed in solved), 0) if solved else ""
+        missing = len(group.validation) - len(solved)
+        rows[group.label][tasks.index(group.task)] = count + f" ({missing} never)" * bool(missing)
+    header = ["rule", *tasks]
+    seeds = max(len(group.runs) for group in groups)
+    said = paragraph(
+        f"Steps until {number(goal, 3)} of the answers on validation are right, at the learning rate that was best in the",
+        f"search, {seeds} seeds, one head, no convolution:",
+    )
+    return joined(said, table(header, [[rule, *cells] for rule, cells in rows.items()]))
+
+
 def searches(evidence: Evidence) -> str:
     """Of rules without a final run on a task, the best score on validation in the search for a learning rate."""
     final = {(group.file, group.task, group.label) for group in evidence.groups}

@@ -52,6 +52,8 @@ class Group:
     """Scores by seed."""
     validation: dict[int, float] = field(default_factory=dict)
     """Main scores on the split validation, by seed."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """Training steps by seed: fewer than planned where a training stopped because it had solved its task."""
     commands: set[str] = field(default_factory=set)
     line: dict[str, Any] = field(default_factory=dict)
     """The line of one of the trainings, for what they have in common."""
@@ -179,6 +181,8 @@ class Evidence:
             group.lower = result.get("better") == "lower"
             if result.get("validation") is not None:
                 group.validation[int(line["seed"])] = result["validation"]
+            if "steps" in result:
+                group.steps[int(line["seed"])] = result["steps"]
             group.commands.add(line.get("command", ""))
             group.line = line
         return [group for group in found.values() if any(group.runs.values())]

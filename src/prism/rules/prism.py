@@ -69,7 +69,7 @@ class Prism(GatedDelta):
         key_rank: rank of the map to keys 2 … L, by default `rank`; 0 is a full linear map.
         up_std: initial standard deviation of the second halves of the low-rank maps to keys 2 … L and gains; None: as a
             model initialises every linear map (`initializer_range`).
-        step_scale: initial value of γ; with 0 a model starts exactly as Gated DeltaNet (for adapters).
+        step_scale: initial value of γ; with 0 and Gated DeltaNet's weights a model computes what that does (for adapters).
         scaling: γ per `"channel"` or per `"head"`, or `"fixed"` at `step_scale`.
         erase: what is erased along k₁: `"tied"` as much as the first write adds (β₁), `"head"` a strength of its own,
             `"channel"` a strength for each channel of k₁, as in Gated DeltaNet-2, by a low-rank map.
