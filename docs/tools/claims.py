@@ -71,6 +71,11 @@ def highlights(evidence: Evidence) -> str:
         f"- **Constant memory**: {step:.2f} ms per token for 32 rows (118 M parameters, H200) after any context."
         " CUDA-graph decoding is built in.",
     ]
+    if gain := comparisons.learning_gain(evidence):
+        items.append(
+            f"- **Writes of rank L**: where a token carries two facts, rank 2 learns to recall them in {gain[0]:.2f} of the"
+            f" steps of rank 1 ({gain[1]} seeds, [claims](docs/claims.md#how-fast-a-rank-2-task-is-learned))."
+        )
     return "\n".join(paragraph(item, indent="  ") for item in items)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from evidence import DRAWN, RARE, Evidence, Group, is_default, is_prism, is_rule
+from evidence import DRAWN, RARE, Evidence, Group, is_default, is_prism, is_rule, ranks
 from wording import joined, number, paragraph, shown, table
 
 from prism.compare.statistics import estimate, paired
@@ -118,6 +118,19 @@ def learning(evidence: Evidence) -> str:
         f"search, {seeds} seeds, one head, no convolution:",
     )
     return joined(said, table(header, [[rule, *cells] for rule, cells in rows.items()]))
+
+
+def learning_gain(evidence: Evidence) -> tuple[float, int] | None:
+    """Steps that PRISM of rank 2 needs over those of rank 1, with two pairs in a token, and seeds; None without results."""
+    pairs = [
+        p
+        for p in ranks(evidence, "recall")
+        if p.first.file == "pairs" and p.first.task == "2 pairs a token" and p.solved
+    ]
+    if not pairs:
+        return None
+    ours, theirs = (estimate(group.steps.values()) for group in (pairs[0].first, pairs[0].second))
+    return ours.mean / theirs.mean, min(ours.count, theirs.count)
 
 
 def searches(evidence: Evidence) -> str:

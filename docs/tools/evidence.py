@@ -88,6 +88,15 @@ class Pair:
         return self.first.gain(self.second)
 
     @property
+    def solved(self) -> bool:
+        """Whether all trainings of both stopped because they had solved the task: then their scores say nothing."""
+        goals = [group.line.get("settings", {}).get("stop_at") for group in (self.first, self.second)]
+        return all(
+            goal is not None and min(group.validation.values(), default=0.0) >= goal
+            for group, goal in zip((self.first, self.second), goals, strict=True)
+        )
+
+    @property
     def scale(self) -> tuple[int, int]:
         """Parameters and seeds: which of two pairs on the same task says more."""
         return self.first.parameters or 0, self.gain.count

@@ -196,14 +196,14 @@ def both_ways(parts: Sequence[str]) -> str:
 def on_probes(evidence: Evidence) -> str:
     """Where rank 2 is better or worse than rank 1 on synthetic tasks."""
     kinds = {group.kind for group in evidence.groups} - {"text", "recommendation", "hybrid", "adapter"}
-    pairs = evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
+    pairs = [pair for pair in evidence.pairs(is_default, is_rule("gated_delta"), *kinds) if not pair.solved]
     if not pairs:
         return "Synthetic tasks were not run yet."
     counts = {1: 0, -1: 0}
     for gain in (pair.gain for pair in pairs if pair.gain.significant):
         counts[1 if gain.mean > 0 else -1] += 1
     said = f"Synthetic tasks: better on {counts[1]} of {len(pairs)}, worse on {counts[-1]}, beyond two standard errors."
-    same = [pair for pair in ranks(evidence, *kinds) if pair.first.options.get("timescales") != "drawn"]
+    same = [p for p in ranks(evidence, *kinds) if p.first.options.get("timescales") != "drawn" and not p.solved]
     if not same:
         return joined(said, against(pairs))
     why = paragraph(
@@ -263,6 +263,8 @@ def retrieval(evidence: Evidence) -> Finding:
 
 def shows_no_difference(pair: Pair) -> bool:
     """Whether a task can show no difference: both rules solve it, or neither is better than its baseline."""
+    if pair.solved:
+        return True
     scores = [group.score().mean for group in (pair.first, pair.second)]
     guess = pair.first.line.get("result", {}).get("baseline", {}).get(pair.first.main, 0.0)
     return min(scores) > 0.99 or max(scores) < guess + 0.05
@@ -273,6 +275,7 @@ def shared_keys(evidence: Evidence) -> Finding:
         pair
         for decays in ({}, DRAWN)
         for pair in evidence.pairs(is_prism(**decays), is_prism(shared_key=True, **decays), "text", "recall", "nine")
+        if not pair.solved
     ]
     if not pairs:
         return Finding(NOT_RUN, "", NOTHING)
