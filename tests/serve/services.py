@@ -40,6 +40,8 @@ def recommender(seed: int = 0, items: int = ITEMS, **config: Any) -> Recommender
         model.model.embed_tokens.weight.mul_(50)
         if model.gap_embedding is not None:
             model.gap_embedding.weight.mul_(50)
+        for vector in (parameter for parameter in model.parameters() if parameter.ndim == 1):
+            vector.add_(0.01 * torch.randn_like(vector))  # as training would: a model is known by its vectors
     model.describe_items(counts=torch.arange(items + 1))
     return Recommender(model, Catalogue([f"i{n}" for n in range(1, items + 1)]))
 

@@ -56,7 +56,7 @@ def test_coarse_rounding_does_not_change_exact_texts() -> None:
 
 def test_without_exact_coarse_rounding_does_change_texts() -> None:
     """So the test above can fail."""
-    sent = asks(6)
+    sent = asks(16)
     run(scheduler(model(), noisy(0.02), exact=False), sent)
     assert [ask.text() for ask in sent] != [expected(ask, "prism*2") for ask in sent]
 
