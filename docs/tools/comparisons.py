@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 
 from evidence import DRAWN, RARE, Evidence, Group, is_default, is_prism, is_rule, ranks
 from wording import joined, number, paragraph, shown, table
@@ -34,7 +35,7 @@ def choices(evidence: Evidence) -> str:
     """What the search for a better PRISM found: each choice against the default it was searched with, on validation."""
     parts = []
     for (file, task), groups in _by_task(evidence.of("text")).items():
-        default = next(iter([*filter(is_prism(**DRAWN), groups), *filter(is_default, groups)]), None)
+        default = next(chain(filter(is_prism(**DRAWN), groups), filter(is_default, groups)), None)
         others = [group for group in groups if group.rule == "prism" and group is not default]
         if default is None or not others:
             continue

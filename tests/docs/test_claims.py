@@ -327,4 +327,11 @@ def test_steps_until_a_task_is_solved(tmp_path: Path) -> None:
     found = comparisons.learning(Evidence(tmp_path))
     assert "| prism | 500 ± 100 |" in found and "| delta | 800 (1 never) |" in found
     assert "Steps until .990 of the answers" in found
+    (pair,) = Evidence(tmp_path).pairs(is_rule("prism"), is_rule("delta"), "recall")
+    assert not pair.solved
+    (tmp_path / "pairs.jsonl").unlink()
+    (pair,) = write(tmp_path, *lines[:2], solved("delta", 1, 800, 1.0)).pairs(
+        is_rule("prism"), is_rule("delta"), "recall"
+    )
+    assert pair.solved
     assert comparisons.learning(Evidence(tmp_path / "empty")) == "No run of this is in the repository yet."

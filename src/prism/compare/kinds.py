@@ -27,7 +27,7 @@ class Compared(NamedTuple):
 
     name: str
     options: dict[str, Any]
-    text: dict[str, Any] = {}  # noqa: RUF012  # never written
+    text: dict[str, Any]
     """Fields `model` and `optimizer` of `TextRun` that this rule alone has, for tasks on text."""
 
 

@@ -138,7 +138,7 @@ def _rules(values: Any, where: str) -> dict[str, Compared]:
     found = {}
     for label, value in values.items():
         if isinstance(value, str):
-            found[label] = Compared(*parse_rule(value))
+            found[label] = Compared(*parse_rule(value), {})
         elif isinstance(value, dict) and isinstance(value.get("rule"), str):
             options = {key: item for key, item in value.items() if key not in ("rule", "text")}
             found[label] = Compared(value["rule"], options, _text(value.get("text", {}), label, where))
