@@ -45,11 +45,11 @@ def test_spread_heads_do_not_depend_on_the_seed_and_drawn_ones_do(rule: str) -> 
     assert (one(0) == one(1)) == (rule == "prism")  # Gated DeltaNet as published
 
 
-def test_drawn_prism_starts_with_the_decays_of_gated_delta() -> None:
+def test_drawn_prism_of_rank_1_starts_as_gated_delta() -> None:
     torch.manual_seed(3)
     delta = Mixer("gated_delta", 32, 4)
     torch.manual_seed(3)
-    drawn = Mixer("prism", 32, 4, steps=1, timescales="drawn")
+    drawn = Mixer("prism", 32, 4, steps=1, timescales="drawn", start="drawn")
     for name, weight in delta.state_dict().items():
         torch.testing.assert_close(drawn.state_dict()[name], weight, rtol=0, atol=0)
 

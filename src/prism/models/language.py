@@ -37,7 +37,7 @@ from prism.models.lean import LeanCache as LeanCache  # which adds itself to wha
 from prism.models.replay import ReplayedCache, cache_for
 from prism.models.rollback import Inputs
 from prism.nn.block import Block, may_defer, place_options
-from prism.nn.parameters import assign, gates, initial_weights
+from prism.nn.parameters import aligned_weights, assign, gates, initial_weights
 from prism.nn.pattern import LayerSpec
 from prism.nn.state import State
 
@@ -82,8 +82,9 @@ class PrismPreTrainedModel(PreTrainedModel):
         elif isinstance(module, PrismLayer):
             own = dict(module.mixer.rule.named_parameters())
             if not all(is_loaded(parameter) for parameter in own.values()):
-                for name, value in initial_weights(module.mixer.rule).items():
-                    _initialise(own[name], lambda shape, value=value: value)
+                for values in (initial_weights, aligned_weights):
+                    for name, value in values(module.mixer.rule).items():
+                        _initialise(own[name], lambda shape, value=value: value)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> PrismPreTrainedModel:

@@ -15,7 +15,7 @@ from prism.engine.checks import check_flags
 from prism.engine.context import Context
 from prism.engine.dispatch import cut_refuses, in_place_equivalent
 from prism.engine.packed import packed_starts
-from prism.nn.parameters import full_precision, gates, keep_gates_exact
+from prism.nn.parameters import aligned_weights, assign, full_precision, gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.parts import fewest_tokens
 from prism.rules.rule import Carry, Span
@@ -45,6 +45,8 @@ class Mixer(nn.Module):
         super().__init__()
         with full_precision():
             self.rule = rules.get(rule).build(width, heads, **options)
+            for name, value in aligned_weights(self.rule).items():
+                assign(self.rule.get_parameter(name), value)
         self.to(torch.get_default_dtype())
 
     @property

@@ -7,7 +7,7 @@ to the weights of its maps, convolutions and norms. Gates are few, appear in exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -110,6 +110,45 @@ def _targets(part: nn.Module, name: str) -> list[str]:
     if not isinstance(owner, MemoryMaps):
         return [name]
     return [f"{place}.maps.{memory}.{leaf}" for memory in range(len(owner.maps))]
+
+
+@torch.no_grad()
+def aligned_weights(rule: Rule) -> dict[str, Tensor]:
+    """What `Rule.aligned_weights` makes of a rule's weights as they are now, by name, whole if those are sharded."""
+    values: dict[str, Tensor] = {}
+    for place, part in rule.named_modules():
+        if isinstance(part, Rule):
+            values |= {f"{place}.{name}" if place else name: value for name, value in _aligned_of(part).items()}
+    return values
+
+
+def _aligned_of(part: Rule) -> dict[str, Tensor]:
+    mixed = {name: maps for name, maps in part.named_children() if isinstance(maps, MemoryMaps)}
+    values: dict[str, Tensor] = {}
+    for memory in reversed(range(max((len(maps.maps) for maps in mixed.values()), default=1))):  # the first one's stay
+
+        def pieces(name: str, memory: int = memory) -> list[str]:
+            """The parameters that together are `name` of one memory."""
+            place, _, leaf = name.rpartition(".")
+            if place not in mixed:
+                return [name]
+            shared = [] if mixed[place].first is None else [f"{place}.first.{leaf}"]
+            return [*shared, f"{place}.maps.{memory}.{leaf}"]
+
+        def weight(name: str, pieces: Callable[[str], list[str]] = pieces) -> Tensor:
+            return torch.cat([_whole(part.get_parameter(piece)) for piece in pieces(name)])
+
+        for name, value in part.aligned_weights(weight).items():
+            sizes = [len(part.get_parameter(piece)) for piece in pieces(name)]
+            values |= zip(pieces(name), value.split(sizes), strict=True)
+    return values
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A parameter's value, gathered if it is sharded."""
+    from torch.distributed.tensor import DTensor
+
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @torch.no_grad()

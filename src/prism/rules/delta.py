@@ -13,9 +13,10 @@ or with `negative_eigenvalues` (β = 2σ) in [-1, 1].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from prism.engine import Update
@@ -37,7 +38,11 @@ from prism.rules.rule import (
     check_integers,
     check_nonnegative,
     per_head,
+    uniform,
 )
+
+RECALL = "recall"
+STARTS = (RECALL, DRAWN)
 
 
 class DeltaFamily(Rule):
@@ -268,6 +273,10 @@ class GatedDelta(DeltaFamily):
         value_dim: size of a head's values; 2 · key_dim by default.
         timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
             in log, or `"drawn"`: at random, mostly from 1 to 100, as published.
+        start: `"drawn"`: weights start at random, as published. `"recall"`: an untrained layer already looks up and copies.
+            Its keys start equal to its queries; in the second half of the heads, the slower ones, a key is that of the
+            token before, so that a token finds what followed it earlier; and the output map starts as the transpose of the
+            map to values. Without a convolution keys cannot look back: with conv_size=1 weights are drawn.
         norm_eps: epsilon of the norm of every head's output.
     """
 
@@ -288,9 +297,12 @@ class GatedDelta(DeltaFamily):
         gate: bool = True,
         negative_eigenvalues: bool = False,
         timescales: str | Sequence[float] = DRAWN,
+        start: str = DRAWN,
         norm_eps: float = 1e-5,
     ) -> None:
         key_dim = per_head(width, heads, key_dim, ratio=0.75)
+        if start not in STARTS:
+            raise ValueError(f"start must be one of {', '.join(STARTS)}, got {start!r}")
         super().__init__(
             width,
             heads,
@@ -303,6 +315,32 @@ class GatedDelta(DeltaFamily):
             timescales=timescales,
             norm_eps=norm_eps,
         )
+        self.recalls = start == RECALL and conv_size > 1
+        for name, value in GatedDelta.initial_weights(self).items():  # a subclass's own come when it has been built
+            self.get_parameter(name).data.copy_(value)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {"conv.weight": recall_taps(self.conv.size, self.heads, self.sizes)} if self.recalls else {}
+
+    def aligned_weights(self, weight: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        if not self.recalls:
+            return {}
+        query, _, value = weight("qkv.weight").split(self.sizes)
+        return {"qkv.weight": torch.cat([query, query, value]), "out.weight": value.mT}
+
+
+def recall_taps(size: int, heads: int, sizes: Sequence[int], noise: float = 0.3) -> Tensor:
+    """Initial taps `[size, channels]` of queries, keys and values, of which there are `sizes` channels, for start="recall".
+
+    Each channel sees its token, and keys of the second half of the heads the token before; `noise` is the scale of what is
+    drawn on top, as a part of what other convolutions draw.
+    """
+    keys = sizes[1]
+    back = torch.zeros(sum(sizes), dtype=torch.long)
+    back[sizes[0] + keys // heads * (heads // 2) : sizes[0] + keys] = 1
+    taps = noise * uniform((size, len(back)), size**-0.5)
+    taps[size - 1 - back, torch.arange(len(back))] += 1.0
+    return taps
 
 
 class DeltaProduct(DeltaFamily):

@@ -35,13 +35,15 @@ from prism.engine import Update
 from prism.engine.fused import SOLVERS, Corrections, solved_writes
 from prism.engine.pieces import Convolution
 from prism.engine.step_plan import DeltaPlan
-from prism.rules.delta import GatedDelta
+from prism.rules.delta import RECALL, GatedDelta
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, split_heads
 from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.parts.writes import KEYS, RESIDUALS, SCALINGS, ResidualWrites
 from prism.rules.rule import RESIDUAL_PROXY, Paper, Rule, Span, check_integers, construct, per_head, set_initial_weights
 
 ERASES = ("tied", "head", "channel")
+RECALL_SCALE = (1.0, 0.1)
+"""γ of the fastest and the slowest head with start="recall"."""
 
 _PAPER = Paper(
     "PRISM: Parallel Residual Iterative Sequence Model", "Jiang et al. 2026", "https://arxiv.org/abs/2602.10796"
@@ -69,13 +71,17 @@ class Prism(GatedDelta):
         key_rank: rank of the map to keys 2 … L, by default `rank`; 0 is a full linear map.
         up_std: initial standard deviation of the second halves of the low-rank maps to keys 2 … L and gains; None: as a
             model initialises every linear map (`initializer_range`).
-        step_scale: initial value of γ; with 0 and Gated DeltaNet's weights a model computes what that does (for adapters).
+        step_scale: initial value of γ: a number, or two, between which heads are spread evenly in log. None: 1; with
+            start="recall" from 1 to .1, because later writes disturb what slow heads recall. With 0 and Gated DeltaNet's
+            weights a model computes what that does (for adapters).
         scaling: γ per `"channel"` or per `"head"`, or `"fixed"` at `step_scale`.
         erase: what is erased along k₁: `"tied"` as much as the first write adds (β₁), `"head"` a strength of its own,
             `"channel"` a strength for each channel of k₁, as in Gated DeltaNet-2, by a low-rank map.
         qkv_conv: whether q, k and v have the short convolution; the anchor has it in any case.
         timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
             in log, or `"drawn"`: at random, mostly from 1 to 100, as Gated DeltaNet is published.
+        start: `"recall"`: an untrained layer already looks up and copies; `"drawn"`: weights start at random. See
+            `gated_delta`.
         norm_eps: epsilon of the norm of every head's output.
     """
 
@@ -102,7 +108,7 @@ class Prism(GatedDelta):
         rank: int | None = None,
         key_rank: int | None = None,
         up_std: float | None = None,
-        step_scale: float = 1.0,
+        step_scale: float | Sequence[float] | None = None,
         scaling: str = "channel",
         erase: str = "tied",
         conv_size: int = 4,
@@ -110,6 +116,7 @@ class Prism(GatedDelta):
         gate: bool = True,
         negative_eigenvalues: bool = False,
         timescales: str | Sequence[float] = (1.0, 1024.0),
+        start: str = RECALL,
         norm_eps: float = 1e-5,
         layer_index: int = 0,
     ) -> None:
@@ -128,8 +135,11 @@ class Prism(GatedDelta):
             gate=gate,
             negative_eigenvalues=negative_eigenvalues,
             timescales=timescales,
+            start=start,
             norm_eps=norm_eps,
         )
+        if step_scale is None:
+            step_scale = RECALL_SCALE if self.recalls else 1.0
         self.write_rank, self.layer_index = steps, layer_index
         self.hands_over = residual == "below" and steps > 1
         rank = max(8, width // 32) if rank is None else rank

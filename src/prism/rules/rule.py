@@ -294,6 +294,14 @@ class Rule(nn.Module):
         """
         return {}
 
+    def aligned_weights(self, weight: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """Initial values that depend on other weights, by parameter name, from `weight(name)`, how those were drawn.
+
+        A `Mixer` and a model call it after all weights were drawn, so that a map may start equal to another one at whatever
+        scale the model draws its maps. A rule in a mixture of memories sees the maps of one memory at a time.
+        """
+        return {}
+
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Any, dict[str, Tensor], Any]:
         """x `[B, T, width]` → the engine's update, the carry for the next call, and `extra` for `output`."""
         raise NotImplementedError

@@ -15,6 +15,7 @@ gains are low-rank maps of the anchor u, a short convolution of the input. The k
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from prism.rules.parts import (
     split_heads,
     token_shift,
 )
+from prism.rules.parts.decays import spread
 from prism.rules.rule import Span, set_initial_weights
 
 KEYS = ("own", "orthogonal", "convolved", "rotated", "previous", "shared")
@@ -47,6 +49,7 @@ class ResidualWrites(nn.Module):
         rank: rank of the maps.
         key_rank: rank of the map to the keys; 0: a full linear map.
         up_std: initial standard deviation of the second halves of the maps to keys and gains; None: as other maps.
+        step_scale: initial γ: one number, or two, between which heads are spread evenly in log.
         scaling: γ per `"channel"` or per `"head"`; `"fixed"`: γ stays `step_scale`.
         residual: e is a map of u (`"anchored"`), of what the layer below has read (`"below"`), or 0 (`"value"`).
     """
@@ -67,11 +70,12 @@ class ResidualWrites(nn.Module):
         rank: int,
         key_rank: int,
         up_std: float | None,
-        step_scale: float,
+        step_scale: float | Sequence[float],
         scaling: str,
         conv_size: int,
     ) -> None:
         super().__init__()
+        check_scale(step_scale)
         if keys == "rotated" and key_dim % 2:
             raise ValueError(f"key_dim must be even for keys='rotated', got {key_dim}")
         self.heads, self.count = heads, steps - 1
@@ -98,7 +102,7 @@ class ResidualWrites(nn.Module):
     def initial_weights(self) -> dict[str, Tensor]:
         values = {}
         if self.scale is not None:
-            values["scale"] = torch.full(self.scale.shape, float(self.step_scale))
+            values["scale"] = self.first_scale().expand(self.scale.shape).clone()
         if self.angle is not None:
             values["angle"] = right_angles(*self.angle.shape)
         if self.up_std is not None:
@@ -144,11 +148,21 @@ class ResidualWrites(nn.Module):
         )
         return corrections, carried
 
+    def first_scale(self) -> Tensor:
+        """Initial γ `[H, 1]`."""
+        ends = self.step_scale
+        numbers = (
+            spread(ends[0], ends[1], self.heads)
+            if isinstance(ends, Sequence)
+            else torch.full((self.heads,), float(ends))
+        )
+        return numbers.unsqueeze(-1)
+
     def gamma(self) -> Tensor:
         """γ `[L - 1, H, V]`."""
         shape = (self.count, self.heads, self.value_dim)
         if self.scale is None:
-            return torch.full(shape, float(self.step_scale), device=self.beta.weight.device)
+            return self.first_scale().to(self.beta.weight.device).expand(shape).contiguous()
         return self.scale if self.scale.shape == shape else self.scale.expand(shape).contiguous()
 
     def placed(self, k: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
@@ -181,6 +195,15 @@ class ResidualWrites(nn.Module):
         key, gain, expected = (None if m is None else plans[m] for m in (self.key, self.gain, self.expected))
         given = (self.conv.weight, key, gain, expected, self.beta.weight, self.gamma())
         return WritesPlan(*given, self.solver, self.nonlinearity)
+
+
+def check_scale(step_scale: float | Sequence[float]) -> None:
+    """Raise a ValueError unless this is a number, or two above 0."""
+    several = isinstance(step_scale, (list, tuple))
+    numbers = step_scale if isinstance(step_scale, (list, tuple)) else (step_scale,)
+    right = all(isinstance(n, (int, float)) and math.isfinite(n) and (n > 0 or not several) for n in numbers)
+    if not right or len(numbers) != 1 + several:
+        raise ValueError(f"step_scale must be a number, or two numbers above 0, got {step_scale!r}")
 
 
 def unit_rms(x: Tensor, eps: float = 1e-5) -> Tensor:

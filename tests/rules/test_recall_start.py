@@ -1,0 +1,107 @@
+"""A layer that can recall before it was trained: the option `start` of Gated DeltaNet and PRISM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prism.models import PrismConfig, PrismForCausalLM
+from prism.nn import Mixer
+from prism.rules.delta import GatedDelta
+
+
+def aligned(rule: Any) -> bool:
+    """Whether keys are made like queries, and outputs by the transposed map to values."""
+    query, key, value = rule.qkv.weight.split(rule.sizes)
+    return torch.equal(query, key) and torch.equal(rule.out.weight, value.mT)
+
+
+def lags(rule: GatedDelta) -> list[set[int]]:
+    """For queries, keys of each head, and values: how far back the largest tap of their channels reaches."""
+    query, key, value = (rule.conv.size - 1 - rule.conv.weight.argmax(0)).split(rule.sizes)
+    return [set(part.tolist()) for part in (query, *key.chunk(rule.heads), value)]
+
+
+@given(st.integers(1, 5), st.integers(2, 5), st.sampled_from(["gated_delta", "prism"]))
+def test_keys_of_the_slower_heads_look_one_token_back(heads: int, conv_size: int, name: str) -> None:
+    rule = Mixer(name, 24, heads, key_dim=4, value_dim=6, conv_size=conv_size, start="recall").rule
+    assert isinstance(rule, GatedDelta) and aligned(rule)
+    slow = heads - heads // 2
+    assert lags(rule) == [{0}] + [{0}] * (heads // 2) + [{1}] * slow + [{0}]
+
+
+@pytest.mark.parametrize("options", [{"start": "drawn"}, {"conv_size": 1}, {"qkv_conv": False}])
+def test_without_it_or_without_a_convolution_weights_are_drawn(options: dict[str, Any]) -> None:
+    rule = Mixer("prism", 24, 2, **options).rule
+    assert not aligned(rule) and torch.equal(rule.writes.scale, torch.ones_like(rule.writes.scale))
+    assert aligned(Mixer("prism", 24, 2).rule) and not aligned(Mixer("gated_delta", 24, 2).rule)  # the defaults
+
+
+def answers(start: str, seed: int) -> float:
+    """How often an untrained layer answers a token with the one that followed it before, rather than with another one."""
+    torch.manual_seed(seed)
+    tokens, width, right = 12, 96, 0
+    embedding = F.normalize(torch.randn(tokens, width), dim=-1) * width**0.5
+    layer = Mixer("gated_delta", width, 2, key_dim=32, value_dim=96, gate=False, timescales=(1, 1e4), start=start)
+    for asked in range(tokens - 1):
+        order = torch.cat([torch.arange(tokens), torch.tensor([asked])])
+        with torch.no_grad():
+            y = layer(embedding[order].unsqueeze(0))[0][0, -1]
+        similar = embedding @ y
+        similar[asked] = -torch.inf  # the fast heads answer with the token itself
+        right += int(similar.argmax() == asked + 1)
+    return right / (tokens - 1)
+
+
+def test_an_untrained_layer_answers_with_what_followed_a_token_before() -> None:
+    recall = [answers("recall", seed) for seed in range(6)]
+    drawn = [answers("drawn", seed) for seed in range(6)]
+    assert min(recall) > 0.8, recall
+    assert sum(drawn) / len(drawn) < 0.3, drawn  # 1 of 11 is a guess
+
+
+def test_a_model_starts_with_it_at_its_own_scale_and_keeps_loaded_weights(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+    model = PrismForCausalLM(PrismConfig(**sizes, initializer_range=0.1))
+    for layer in model.model.layers:
+        assert aligned(layer.mixer.rule)
+        assert layer.mixer.rule.qkv.weight.std().item() == pytest.approx(0.1, rel=0.1)
+    other = PrismForCausalLM(PrismConfig(**sizes, rule_options={"prism": {"start": "drawn"}}))
+    assert not any(aligned(layer.mixer.rule) for layer in other.model.layers)
+    other.save_pretrained(tmp_path)
+    again = PrismForCausalLM.from_pretrained(tmp_path, rule_options={})  # weights of an older model, today's default
+    for name, weight in other.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], weight, rtol=0, atol=0)
+
+
+def test_in_a_mixture_all_memories_can_be_asked_with_the_shared_query() -> None:
+    inner = Mixer("mom", 24, 2, inner="prism", memories=3).rule.inner
+    keys = inner.sizes[0]
+    for memory in inner.qkv.maps:
+        assert torch.equal(memory.weight[:keys], inner.qkv.first.weight)
+    values = [memory.weight[keys:] for memory in inner.qkv.maps]
+    assert torch.equal(inner.out.weight, values[0].mT) and not torch.equal(values[0], values[1])
+
+
+def test_later_writes_start_smaller_in_slow_heads() -> None:
+    assert Mixer("prism", 24, 3, steps=3).rule.writes.scale[1, :, 0].tolist() == pytest.approx([1, 0.1**0.5, 0.1])
+    assert Mixer("prism", 24, 3, step_scale=(4, 1)).rule.writes.scale[0, :, 0].tolist() == pytest.approx([4, 2, 1])
+    fixed = Mixer("prism", 24, 3, step_scale=[4, 1], scaling="fixed").rule.writes
+    assert fixed.scale is None and fixed.gamma()[0, :, 2].tolist() == pytest.approx([4, 2, 1])
+
+
+@pytest.mark.parametrize("wrong", ["much", [1], [1, 2, 3], [0, 1], [1, float("inf")], float("nan")])
+def test_other_scales_are_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="step_scale must be a number, or two numbers above 0, got "):
+        Mixer("prism", 24, 2, step_scale=wrong)
+
+
+def test_another_start_is_refused() -> None:
+    with pytest.raises(ValueError, match="start must be one of recall, drawn, got 'warm'"):
+        Mixer("prism", 24, 2, start="warm")
