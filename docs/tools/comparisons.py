@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import chain
 
-from evidence import DRAWN, RARE, Evidence, Group, is_default, is_prism, is_rule, ranks
+from evidence import RARE, Evidence, Group, Pair, equal_starts, is_default, is_prism, is_rule, ranks
 from wording import joined, number, paragraph, shown, table
 
 from prism.compare.statistics import estimate, paired
@@ -31,11 +31,46 @@ def text(evidence: Evidence) -> str:
     return joined(*parts) or "No comparison on text is in the repository yet."
 
 
+def recall_start(evidence: Evidence) -> str:
+    """What `start="recall"` is worth: Gated DeltaNet with it and as published, and which of its parts help."""
+    parts = []
+    pairs = start_pairs(evidence)
+    if pairs:
+        rows = [
+            [
+                f"{pair.first.task}{what}",
+                *(shown(group.score(label), 3) for group in (pair.first, pair.second)),
+                shown(pair.first.gain(pair.second, label), 3, sign=True),
+                str(pair.gain.count),
+            ]
+            for label, what in ((None, ""), (RARE, ", rare bigrams"))
+            for pair in pairs
+        ]
+        parts.append(table(["nats a token", '`start="recall"`', "as published", "better by", "seeds"], rows))
+    found = evidence.single("recall_start")
+    if found:
+        values: dict[str, list[dict[str, float]]] = defaultdict(list)
+        for row in found:
+            values[row["rule"]].append(row)
+        cells = [
+            [label, *(shown(estimate(row[what] for row in rows), 3) for what in ("validation", "rare")), str(len(rows))]
+            for label, rows in values.items()
+        ]
+        said = "Which parts help: models of 6 M parameters after 12.3 M tokens of code, nats on validation."
+        parts.append(joined(said, table(["start", "all tokens", "rare bigrams", "seeds"], cells)))
+    return joined(*parts) or "No run of this is in the repository yet."
+
+
+def start_pairs(evidence: Evidence) -> list[Pair]:
+    """Gated DeltaNet with PRISM's start, and as published."""
+    return evidence.pairs(is_rule("gated_delta", **equal_starts("text")[0][1]), is_rule("gated_delta"), "text")
+
+
 def choices(evidence: Evidence) -> str:
     """What the search for a better PRISM found: each choice against the default it was searched with, on validation."""
     parts = []
     for (file, task), groups in _by_task(evidence.of("text")).items():
-        default = next(chain(filter(is_prism(**DRAWN), groups), filter(is_default, groups)), None)
+        default = next(chain(filter(is_prism(**equal_starts("text")[-1][0]), groups), filter(is_default, groups)), None)
         others = [group for group in groups if group.rule == "prism" and group is not default]
         if default is None or not others:
             continue

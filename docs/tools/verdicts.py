@@ -10,7 +10,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from evidence import DRAWN, RARE, Evidence, Group, Pair, is_default, is_prism, is_rule, largest, ranks
+from evidence import (
+    RARE,
+    Evidence,
+    Group,
+    Pair,
+    default_start,
+    equal_starts,
+    is_default,
+    is_prism,
+    is_rule,
+    largest,
+    ranks,
+)
 from wording import brief, joined, number, paragraph, shown, table
 
 from prism.compare.statistics import Estimate, estimate
@@ -169,7 +181,11 @@ def transformer(evidence: Evidence) -> Finding:
 
 
 def gated_delta(evidence: Evidence) -> Finding:
-    pairs = evidence.pairs(is_default, is_rule("gated_delta"), "text", "recommendation")
+    """On text, PRISM and Gated DeltaNet start alike, so that only the rank differs; where that was not run, as published."""
+    kinds = ("text", "recommendation")
+    published = evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
+    pairs = [*ranks(evidence, "text"), *evidence.pairs(is_default, is_rule("gated_delta"), "recommendation")]
+    pairs = pairs if any(pair.first.kind == "text" for pair in pairs) else published
     said = []
     gains = [pair.gain for pair in largest(pairs)]
     parts = gains_of(pairs)
@@ -183,7 +199,13 @@ def gated_delta(evidence: Evidence) -> Finding:
     if not any(pair.first.kind == "text" for pair in pairs):
         said.append("Text was not run yet.")
         verdict = {FAILS: UNSEEN, HOLDS: PART}.get(verdict, verdict)  # half of the evidence decides nothing
-    return Finding(verdict, both_ways(parts), joined(against(pairs), paragraph(*said), on_probes(evidence)))
+    whole = [pair for pair in published if pair.first.kind == "text" and default_start(pair) and pair not in pairs]
+    why = paragraph(
+        "The default `prism` also starts otherwise than Gated DeltaNet is published, which is worth far more than the rank",
+        "([an untrained layer that recalls](#an-untrained-layer-that-recalls)):",
+    )
+    tables = [against(pairs), *([why, against(whole)] if whole else []), paragraph(*said), on_probes(evidence)]
+    return Finding(verdict, both_ways(parts), joined(*tables))
 
 
 def both_ways(parts: Sequence[str]) -> str:
@@ -203,7 +225,7 @@ def on_probes(evidence: Evidence) -> str:
     for gain in (pair.gain for pair in pairs if pair.gain.significant):
         counts[1 if gain.mean > 0 else -1] += 1
     said = f"Synthetic tasks: better on {counts[1]} of {len(pairs)}, worse on {counts[-1]}, beyond two standard errors."
-    same = [p for p in ranks(evidence, *kinds) if p.first.options.get("timescales") != "drawn" and not p.solved]
+    same = [pair for pair in ranks(evidence, *kinds) if default_start(pair) and not pair.solved]
     if not same:
         return joined(said, against(pairs))
     why = paragraph(
@@ -216,7 +238,7 @@ def on_probes(evidence: Evidence) -> str:
 def retrieval(evidence: Evidence) -> Finding:
     """Recall tasks and, on text, repeated rare bigrams, against the nats of all tokens.
 
-    Both ranks start with the same decays. What neither recalls better than about a guess does not count, nor a task that
+    Both ranks start alike. What neither recalls better than about a guess does not count, nor a task that
     both solve.
     """
     recall = ranks(evidence, "recall")
@@ -273,8 +295,9 @@ def shows_no_difference(pair: Pair) -> bool:
 def shared_keys(evidence: Evidence) -> Finding:
     pairs = [
         pair
-        for decays in ({}, DRAWN)
-        for pair in evidence.pairs(is_prism(**decays), is_prism(shared_key=True, **decays), "text", "recall", "nine")
+        for kind in ("text", "recall", "nine")
+        for start, _ in equal_starts(kind)
+        for pair in evidence.pairs(is_prism(**start), is_prism(shared_key=True, **start), kind)
         if not pair.solved
     ]
     if not pairs:

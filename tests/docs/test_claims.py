@@ -234,25 +234,27 @@ def test_the_largest_comparison_decides(tmp_path: Path) -> None:
 
 
 def as_built(rule: str, **options: Any) -> dict[str, Any]:
-    """Settings of a model whose heads start with PRISM's timescales, unless there are others."""
-    spread = {"timescales": [1, 1024]} if rule == "gated_delta" else {}
+    """Settings of a model that starts as PRISM does, unless options say otherwise."""
+    spread = {"timescales": [1, 1024], "start": "recall"} if rule == "gated_delta" else {}
     return {"model": {"layers": rule, "rule_options": {rule: {**spread, **options}}}}
 
 
-def test_ranks_are_compared_with_equal_decays(tmp_path: Path) -> None:
-    drawn = {"timescales": "drawn"}
+def test_ranks_are_compared_with_equal_starts(tmp_path: Path) -> None:
+    drawn = {"timescales": "drawn", "start": "drawn"}
     published = {"model": {"layers": "gated_delta", "rule_options": {"gated_delta": {}}}}
     runs = {
         "prism": as_built("prism"),
         "drawn": as_built("prism", steps=2, **drawn),
-        "spread": as_built("gated_delta"),
+        "weights": as_built("prism", start="drawn"),
+        "recall": as_built("gated_delta"),
+        "spread": {"model": {"layers": "gated_delta", "rule_options": {"gated_delta": {"timescales": [1, 1024]}}}},
         "published": published,
     }
     evidence = write(tmp_path, *(line(label, 0, 3.0, settings=settings) for label, settings in runs.items()))
     found = [(pair.first.label, pair.second.label) for pair in ranks(evidence, "text")]
-    assert found == [("prism", "spread"), ("drawn", "published")]
+    assert found == [("prism", "recall"), ("weights", "spread"), ("drawn", "published")]
     (pair,) = evidence.pairs(is_default, is_rule("gated_delta"), "text")
-    assert pair.first.label == "prism"  # drawn decays only where the default was not run
+    assert pair.first.label == "prism"  # an older start only where the default was not run
 
 
 def test_layers_and_optimizer_tell_rules_apart(tmp_path: Path) -> None:
