@@ -1,13 +1,15 @@
 """Draw pictures of published figures: `docs/figures.json` holds the numbers, with the command that measured them.
 
-    python docs/tools/figures.py            # docs/images/{ranks,kernels,state,cpu}.png
+    python docs/tools/figures.py            # docs/images/{ranks,kernels,state,cpu,positions}.png
 
-Pictures that need the raw results of a benchmark are drawn by `benchmarks/tables.py` and `benchmarks/recommendation_page.py`.
+`positions` is drawn from experiments/results. Pictures that need the raw results of a benchmark are drawn by
+`benchmarks/tables.py` and `benchmarks/recommendation_page.py`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
+from evidence import Evidence
 
 DOCS = Path(__file__).parents[1]
 BLUES, PEERS = ("#b3cde8", "#4c72b0", "#1f3a63"), ("#dd8452", "#c9b29b")
@@ -71,6 +76,31 @@ def cpu(figure: dict[str, Any], axes: Any) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
+STARTS = {
+    "transformer": ("Transformer", "#55a868"),
+    "gated_delta": ("Gated DeltaNet, as published", PEERS[0]),
+    "gated_delta, recall start": ('Gated DeltaNet, start="recall"', BLUES[0]),
+    "prism 2": ("PRISM, rank 2 (default)", BLUES[2]),
+}
+"""Rules of the picture of positions, by their label in the plans."""
+
+
+def positions(evidence: Evidence, plan: str, task: str, axes: Any) -> None:
+    """Loss by position in held-out text, a line per rule, mean over seeds."""
+    done = [line for line in evidence.lines if (line["file"], line["task"], line["status"]) == (plan, task, "done")]
+    for label, (name, color) in STARTS.items():
+        tests = [line["result"]["text"]["test"] for line in done if line["rule"] == label]
+        runs = [test["1024"]["positions"] for test in tests]
+        places = [bin_["up_to"] for bin_ in runs[0]]
+        means = [sum(bin_["nats_per_token"] for bin_ in bins) / len(runs) for bins in zip(*runs, strict=True)]
+        seeds = f", {len(runs)} seed{'s' * (len(runs) > 1)}"
+        axes.plot(places[2:], means[2:], "o-", ms=3, color=color, label=name + seeds)
+    axes.set(xscale="log", xlabel="position in the text", title=f"held-out {task}")
+    axes.set_xticks(places[2::2], [f"{n:,}" for n in places[2::2]], minor=False)
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 DRAW: dict[str, Callable[[dict[str, Any], Any], None]] = {
     "ranks": ranks,
     "kernels": kernels,
@@ -87,6 +117,13 @@ def main() -> None:
         axes.spines[["top", "right"]].set_visible(False)
         picture.savefig(DOCS / "images" / f"{name}.png", dpi=144, metadata={"Software": None})
         plt.close(picture)
+    picture, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
+    for plan, task, axes in (("text_30m", "novels", left), ("text_code", "code", right)):
+        positions(Evidence(), plan, task, axes)
+    left.set_ylabel("nats a token")
+    right.legend(fontsize=8, frameon=False)
+    picture.savefig(DOCS / "images" / "positions.png", dpi=144, metadata={"Software": None})
+    plt.close(picture)
 
 
 if __name__ == "__main__":
