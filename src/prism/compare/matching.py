@@ -7,6 +7,7 @@ changed, while heads, key width and value width stay. Either way the state keeps
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 TOLERANCE = 0.01
 """Largest relative difference between the numbers of parameters."""
@@ -16,12 +17,15 @@ _STEPS = (64, 16, 8, 4, 2, 1)
 
 def closest(count: Callable[[int], int], target: int) -> int:
     """The roundest value ≥ 1 whose count is within the tolerance of the target; `count` must not decrease."""
+    count = cache(count)  # each call builds a model
     low, high = 1, 2
     while count(high) < target:
-        low, high = high, 2 * high
+        low, high = high, max(2 * high, min(_line(count, low, high, target), 16 * high))
+    halve = False
     while high - low > 1:  # count(low) < target ≤ count(high), or low is 1
-        middle = (low + high) // 2
+        middle = (low + high) // 2 if halve else min(max(_line(count, low, high, target), low + 1), high - 1)
         low, high = (middle, high) if count(middle) < target else (low, middle)
+        halve = not halve
     best = min((low, high), key=lambda value: abs(count(value) - target))
     for step in _STEPS:
         fit = {value: abs(count(value) - target) for value in (step * max(1, best // step), step * (best // step + 1))}
@@ -29,3 +33,8 @@ def closest(count: Callable[[int], int], target: int) -> int:
         if fit[found] <= TOLERANCE * target:
             return found
     raise ValueError(f"the closest to {target:,} is {count(best):,}")
+
+
+def _line(count: Callable[[int], int], low: int, high: int, target: int) -> int:
+    """Where a line through the counts of two values reaches the target: for the width of a SwiGLU, the answer."""
+    return low + (target - count(low)) * (high - low) // max(1, count(high) - count(low))

@@ -6,10 +6,12 @@ settings are the fields of `TextRun`. A learning rate is chosen by `validation`;
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +132,14 @@ def build(model: Mapping[str, Any], vocab_size: int, end: int) -> PrismForCausal
 
 def sizes(model: Mapping[str, Any], vocab_size: int) -> tuple[int, int]:
     """Parameters of a model, and numbers in its state (for layers that cache tokens: per token)."""
+    return _sizes(json.dumps(model, sort_keys=True), vocab_size)
+
+
+@cache
+def _sizes(model: str, vocab_size: int) -> tuple[int, int]:
+    """Each model is built once: a plan asks for many, and for the same ones in every task."""
     with torch.device("meta"):
-        built = build(model, vocab_size, 0)
+        built = build(json.loads(model), vocab_size, 0)
     return count_parameters(built), state_size(built)
 
 
