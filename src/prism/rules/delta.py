@@ -25,7 +25,7 @@ from prism.engine.fused import Columns, Corrections, conv_columns, delta_columns
 from prism.engine.pieces import Convolution, products_serve
 from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan, Norm
-from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan
+from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan, recall_taps
 from prism.rules.parts.decays import DRAWN, SoftplusDecay
 from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.rule import (
@@ -38,7 +38,6 @@ from prism.rules.rule import (
     check_integers,
     check_nonnegative,
     per_head,
-    uniform,
 )
 
 RECALL = "recall"
@@ -50,6 +49,13 @@ class DeltaFamily(Rule):
 
     The memory does not decay by default. `forget_gate` adds a decay per head; a subclass may set its own `decay_in` and
     `decay`.
+
+    Args:
+        start: `"drawn"`: weights start at random, as published. `"recall"`: an untrained layer already looks up and copies.
+            Its keys start equal to its queries; in the second half of the heads (the slower ones, if `timescales` says so)
+            a key is that of the token before, so that a token finds what followed it earlier; and the output map starts as
+            the transpose of the map to values. Without a convolution keys cannot look back: with conv_size=1 weights are
+            drawn.
     """
 
     shared_maps = ("gate", "out")
@@ -68,11 +74,14 @@ class DeltaFamily(Rule):
         negative_eigenvalues: bool = False,
         forget_gate: bool = False,
         timescales: str | Sequence[float] = DRAWN,
+        start: str = DRAWN,
         substeps: int = 1,
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__(width, heads, key_dim, value_dim, write_rank=substeps)
         check_nonnegative(norm_eps=norm_eps)
+        if start not in STARTS:
+            raise ValueError(f"start must be one of {', '.join(STARTS)}, got {start!r}")
         self.substeps = substeps
         self.beta_scale = 2.0 if negative_eigenvalues else 1.0
         keys, values = heads * key_dim, heads * value_dim
@@ -85,6 +94,19 @@ class DeltaFamily(Rule):
         self.out = nn.Linear(values, width, bias=False)
         self.decay_in: nn.Module | None = nn.Linear(width, heads, bias=False) if forget_gate else None
         self.decay: SoftplusDecay | None = SoftplusDecay(heads, timescales=timescales) if forget_gate else None
+        self.recalls = start == RECALL and conv_size > 1
+        for name, value in DeltaFamily.initial_weights(self).items():  # a subclass's own come when it has been built
+            self.get_parameter(name).data.copy_(value)
+
+    def initial_weights(self) -> dict[str, Tensor]:
+        return {"conv.weight": recall_taps(self.conv.size, self.heads, self.sizes)} if self.recalls else {}
+
+    def aligned_weights(self, weight: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        if not self.recalls:
+            return {}
+        query, _, value = weight("qkv.weight").split(self.sizes)
+        copied = value[-self.heads * self.value_dim :]  # of a token's last step
+        return {"qkv.weight": torch.cat([query, *[query] * self.substeps, value]), "out.weight": copied.mT}
 
     @property
     def rate_maps(self) -> tuple[nn.Module, ...]:
@@ -251,6 +273,7 @@ class Delta(DeltaFamily):
         conv_size: int = 4,
         gate: bool = False,
         negative_eigenvalues: bool = False,
+        start: str = DRAWN,
     ) -> None:
         super().__init__(
             width,
@@ -260,6 +283,7 @@ class Delta(DeltaFamily):
             gate=gate,
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
+            start=start,
         )
 
 
@@ -273,10 +297,6 @@ class GatedDelta(DeltaFamily):
         value_dim: size of a head's values; 2 · key_dim by default.
         timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
             in log, or `"drawn"`: at random, mostly from 1 to 100, as published.
-        start: `"drawn"`: weights start at random, as published. `"recall"`: an untrained layer already looks up and copies.
-            Its keys start equal to its queries; in the second half of the heads, the slower ones, a key is that of the
-            token before, so that a token finds what followed it earlier; and the output map starts as the transpose of the
-            map to values. Without a convolution keys cannot look back: with conv_size=1 weights are drawn.
         norm_eps: epsilon of the norm of every head's output.
     """
 
@@ -301,8 +321,6 @@ class GatedDelta(DeltaFamily):
         norm_eps: float = 1e-5,
     ) -> None:
         key_dim = per_head(width, heads, key_dim, ratio=0.75)
-        if start not in STARTS:
-            raise ValueError(f"start must be one of {', '.join(STARTS)}, got {start!r}")
         super().__init__(
             width,
             heads,
@@ -313,34 +331,9 @@ class GatedDelta(DeltaFamily):
             negative_eigenvalues=negative_eigenvalues,
             forget_gate=True,
             timescales=timescales,
+            start=start,
             norm_eps=norm_eps,
         )
-        self.recalls = start == RECALL and conv_size > 1
-        for name, value in GatedDelta.initial_weights(self).items():  # a subclass's own come when it has been built
-            self.get_parameter(name).data.copy_(value)
-
-    def initial_weights(self) -> dict[str, Tensor]:
-        return {"conv.weight": recall_taps(self.conv.size, self.heads, self.sizes)} if self.recalls else {}
-
-    def aligned_weights(self, weight: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        if not self.recalls:
-            return {}
-        query, _, value = weight("qkv.weight").split(self.sizes)
-        return {"qkv.weight": torch.cat([query, query, value]), "out.weight": value.mT}
-
-
-def recall_taps(size: int, heads: int, sizes: Sequence[int], noise: float = 0.3) -> Tensor:
-    """Initial taps `[size, channels]` of queries, keys and values, of which there are `sizes` channels, for start="recall".
-
-    Each channel sees its token, and keys of the second half of the heads the token before; `noise` is the scale of what is
-    drawn on top, as a part of what other convolutions draw.
-    """
-    keys = sizes[1]
-    back = torch.zeros(sum(sizes), dtype=torch.long)
-    back[sizes[0] + keys // heads * (heads // 2) : sizes[0] + keys] = 1
-    taps = noise * uniform((size, len(back)), size**-0.5)
-    taps[size - 1 - back, torch.arange(len(back))] += 1.0
-    return taps
 
 
 class DeltaProduct(DeltaFamily):
@@ -373,6 +366,7 @@ class DeltaProduct(DeltaFamily):
         conv_size: int = 4,
         gate: bool = False,
         negative_eigenvalues: bool = True,
+        start: str = DRAWN,
     ) -> None:
         check_integers(householders=householders)
         super().__init__(
@@ -384,5 +378,6 @@ class DeltaProduct(DeltaFamily):
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
             forget_gate=forget_gate,
+            start=start,
             substeps=householders,
         )

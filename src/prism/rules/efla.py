@@ -27,6 +27,7 @@ from prism.engine.fused import UNIT_EPS, delta_columns
 from prism.engine.recompute import cheap
 from prism.rules.delta import DeltaFamily
 from prism.rules.parts import Carry, split_heads
+from prism.rules.parts.decays import DRAWN
 from prism.rules.rule import REGRESSION_FLOW, Paper, Span, per_head
 
 _SERIES_BELOW = 0.05
@@ -67,6 +68,7 @@ class Efla(DeltaFamily):
         value_dim: int | None = None,
         conv_size: int = 4,
         gate: bool = False,
+        start: str = DRAWN,
     ) -> None:
         super().__init__(
             width,
@@ -75,6 +77,7 @@ class Efla(DeltaFamily):
             per_head(width, heads, value_dim),
             gate=gate,
             conv_size=conv_size,
+            start=start,
         )
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], None]:

@@ -19,7 +19,7 @@ from prism.engine.fused import delta_columns
 from prism.engine.step_plan import DecayPlan, DeltaPlan
 from prism.rules.delta import DeltaFamily
 from prism.rules.parts import Carry, LowRank, fused_linears, split_heads
-from prism.rules.parts.decays import SoftplusDecay
+from prism.rules.parts.decays import DRAWN, SoftplusDecay
 from prism.rules.rule import DECAYED_REGRESSION, GENERALISED_REGRESSION, Paper, Span, per_head
 
 
@@ -64,6 +64,7 @@ class Kda(DeltaFamily):
         conv_size: int = 4,
         negative_eigenvalues: bool = False,
         lower_bound: float | None = None,
+        start: str = DRAWN,
     ) -> None:
         if lower_bound is not None and not lower_bound < 0:
             raise ValueError(f"lower_bound is a log-decay: it must be negative or None, got {lower_bound!r}")
@@ -75,6 +76,7 @@ class Kda(DeltaFamily):
             gate=False,
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
+            start=start,
         )
         K, V = self.key_dim, self.value_dim
         self.gate = LowRank(width, heads * V, rank=V, bias=True)
@@ -118,6 +120,7 @@ class Gdn2(Kda):
         value_dim: int | None = None,
         conv_size: int = 4,
         negative_eigenvalues: bool = False,
+        start: str = DRAWN,
     ) -> None:
         super().__init__(
             width,
@@ -126,6 +129,7 @@ class Gdn2(Kda):
             value_dim=value_dim,
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
+            start=start,
         )
         del self.beta  # replaced by the two gates
         self.erase = nn.Linear(width, heads * self.key_dim, bias=False)

@@ -80,8 +80,6 @@ class Prism(GatedDelta):
         qkv_conv: whether q, k and v have the short convolution; the anchor has it in any case.
         timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
             in log, or `"drawn"`: at random, mostly from 1 to 100, as Gated DeltaNet is published.
-        start: `"recall"`: an untrained layer already looks up and copies; `"drawn"`: weights start at random. See
-            `gated_delta`.
         norm_eps: epsilon of the norm of every head's output.
     """
 

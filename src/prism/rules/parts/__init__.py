@@ -8,7 +8,7 @@ state that the next call needs, which the rule stores in its `carry`. They reset
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from prism.engine.fused import history, short_conv
 from prism.engine.fused import l2_normalize as l2_normalize
 from prism.engine.pieces import Convolution, plain_linear, products, products_serve, widened
 from prism.engine.step_plan import LowRankPlan
-from prism.rules.rule import Carry, Span, set_initial_weights
+from prism.rules.rule import Carry, Span, set_initial_weights, uniform
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -168,6 +168,22 @@ class ShortConv(nn.Module):
         if documents is not None and numbers is not None:  # the next call must not see earlier documents either
             seen = torch.where((numbers == documents[:, -1:]).unsqueeze(-1), seen, 0.0)
         return span.last(seen, count)
+
+
+def recall_taps(size: int, heads: int, sizes: Sequence[int], noise: float = 0.3) -> Tensor:
+    """Initial taps `[size, channels]` of queries, keys and values, of which there are `sizes` channels, for start="recall".
+
+    Each channel sees its token, and keys of the second half of the heads the token before; `noise` is the scale of what is
+    drawn on top, as a part of what other convolutions draw.
+    """
+    queries, keys, _ = sizes
+    back = torch.zeros(sum(sizes), dtype=torch.long)
+    back[queries : queries + keys].view(-1, heads, queries // heads)[:, heads // 2 :] = (
+        1  # keys of each step of a token
+    )
+    taps = noise * uniform((size, len(back)), size**-0.5)
+    taps[size - 1 - back, torch.arange(len(back))] += 1.0
+    return taps
 
 
 def is_plain_conv(m: nn.Module) -> bool:
