@@ -179,6 +179,11 @@ def test_a_state_of_another_model_is_refused(lm: LanguageModel, tmp_path: Path) 
     twin = open_model(save_lm(tmp_path / "twin", seed=1))
     with pytest.raises(ValueError, match="made by a model with other weights"):
         Session.load(tmp_path / "state.safetensors", twin)
+    merged = open_model(save_lm(tmp_path / "merged"))
+    with torch.no_grad():  # what merging an adapter does: matrices change alone
+        merged.model.model.layers[1].mixer.rule.out.weight += 0.01
+    with pytest.raises(ValueError, match="made by a model with other weights"):
+        Session.load(tmp_path / "state.safetensors", merged)
     moved = open_model(save_lm(tmp_path / "moved"))
     assert torch.equal(Session.load(tmp_path / "state.safetensors", moved).logits, session.logits)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,8 @@ _IRRELEVANT = (
     "backend",
 )
 """Entries of a configuration that do not affect what a model computes."""
+_SAMPLE = 256
+"""About how many numbers of a matrix are hashed."""
 _LATER = ("item_lists", "item_vectors", "user_features", "grown_from")
 """Entries that came later: without a value they are not hashed, so that states of earlier versions stay valid."""
 
@@ -68,18 +70,38 @@ def weights_sha256(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
+def maps_sha256(model: PreTrainedModel) -> str:
+    """Hash of some numbers of every matrix: a merged adapter changes matrices alone."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.ndim > 1:
+            digest.update(name.encode())
+            numbers = parameter.detach().flatten()
+            digest.update(numbers[:: max(1, len(numbers) // _SAMPLE)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """Hashes of configuration and weights. They are saved with states, which are only valid for the same model."""
+    return {**identity(model), "maps_sha256": maps_sha256(model)}
+
+
+def identity(model: PreTrainedModel) -> dict[str, str]:
+    """The part of the fingerprint that every version has written; states of users have no more: their model may grow."""
     return {"config_sha256": config_sha256(model), "weights_sha256": weights_sha256(model)}
 
 
-def fingerprint_mismatch(found: dict[str, str], model: PreTrainedModel) -> str | None:
+def fingerprint_mismatch(found: Mapping[str, str], model: PreTrainedModel) -> str | None:
     """How the model with the fingerprint `found` differs from `model`: "another configuration", "other weights", or None."""
-    here = fingerprint(model)
-    for name, what in (("config_sha256", "another configuration"), ("weights_sha256", "other weights")):
-        if found.get(name) != here[name]:
-            return what
-    return None
+    return mismatch(found, fingerprint(model))
+
+
+def mismatch(found: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+    """As `fingerprint_mismatch`, for two fingerprints. States of earlier versions have no hash of the matrices."""
+    if found.get("config_sha256") != here["config_sha256"]:
+        return "another configuration"
+    same = found.get("weights_sha256") == here["weights_sha256"]
+    return None if same and found.get("maps_sha256") in (None, here["maps_sha256"]) else "other weights"
 
 
 Model = TypeVar("Model", bound=PreTrainedModel)

@@ -18,7 +18,7 @@ import torch
 from prism.files import read_state, reason, sync, write_state
 from prism.language.generate import LanguageModel
 from prism.models import PrismCache
-from prism.models.loading import fingerprint
+from prism.models.loading import fingerprint, mismatch
 from prism.serve.errors import ApiError
 from prism.serve.lm.text import Place, Solo, Text
 
@@ -177,9 +177,8 @@ class States:
         return self.add(text, name)
 
     def _text(self, tensors: dict[str, torch.Tensor], about: dict[str, str]) -> Text:
-        for key in ("config_sha256", "weights_sha256"):
-            if about.get(key) != self._about[key]:
-                raise ValueError(f"it was made by another model ({about.get('model')}), not by {self.lm.name}")
+        if mismatch(about, self._about):
+            raise ValueError(f"it was made by another model ({about.get('model')}), not by {self.lm.name}")
         states = {key[6:]: x.to(self.lm.device) for key, x in tensors.items() if key.startswith("state.")}
         cache = PrismCache.load(states) if states else None
         if cache is not None and _described(cache) != self._layout:
