@@ -75,8 +75,8 @@ def highlights(evidence: Evidence) -> str:
     if starts:
         said = " and ".join(f"{number(gain.mean, 2)} on {task}" for task, gain in starts.items())
         items.append(
-            f'- **Recall from the first step**: with `start="recall"`, the default of `prism`, Gated DeltaNet saves {said}, in'
-            " nats a token, over its published start at equal cost (30 M parameters, 33 M tokens,"
+            f"- **Recall from the first step**: with the start of `prism`, Gated DeltaNet saves {said}, in nats a token, over"
+            " its published start at equal cost (30 M parameters, 33 M tokens,"
             f" {min(gain.count for gain in starts.values())} seeds,"
             " [claims](docs/claims.md#an-untrained-layer-that-recalls))."
         )

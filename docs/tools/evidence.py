@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -67,8 +67,9 @@ class Group:
         wanted = self.main if label is None else label
         return {seed: scores[wanted] for seed, scores in self.runs.items() if scores.get(wanted) is not None}
 
-    def score(self, label: str | None = None) -> Estimate:
-        return estimate(self.values(label).values())
+    def score(self, label: str | None = None, seeds: Collection[int] | None = None) -> Estimate:
+        """Mean over the seeds; or those of `seeds` alone."""
+        return estimate(value for seed, value in self.values(label).items() if seeds is None or seed in seeds)
 
     def gain(self, other: Group, label: str | None = None) -> Estimate:
         """By how much this rule is better than another, paired by seed; positive is better, whatever the metric."""
@@ -97,9 +98,9 @@ class Pair:
         )
 
     @property
-    def scale(self) -> tuple[int, int]:
-        """Parameters and seeds: which of two pairs on the same task says more."""
-        return self.first.parameters or 0, self.gain.count
+    def scale(self) -> tuple[bool, int, int]:
+        """Which of two pairs on the same task says more: the default start first, then parameters, then seeds."""
+        return default_start(self), self.first.parameters or 0, self.gain.count
 
 
 def largest(pairs: Iterable[Pair]) -> list[Pair]:

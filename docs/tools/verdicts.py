@@ -81,7 +81,8 @@ def against(pairs: Sequence[Pair], label: str | None = None) -> str:
     for pair in pairs:
         digits = digits_of(pair.first)
         gain = pair.first.gain(pair.second, label)
-        scores = [shown(group.score(label), digits) for group in (pair.first, pair.second)]
+        seeds = pair.first.values(label).keys() & pair.second.values(label).keys()
+        scores = [shown(group.score(label, seeds), digits) for group in (pair.first, pair.second)]
         row = [where(pair.first, label), *scores, shown(gain, digits, sign=True), str(gain.count)]
         tables.setdefault((pair.first.label, pair.second.label), []).append(row)
     return joined(*(table(["task", *names, "better by", "seeds"], rows) for names, rows in tables.items()))
@@ -172,11 +173,11 @@ def transformer(evidence: Evidence) -> Finding:
         said.append(
             f"{EARLIER}, PRISM is better than SASRec by {shown(old)} (L = 3: {shown(deeper)}; Gated DeltaNet: {shown(first)})."
         )
-    if not any(pair.first.kind == "text" for pair in pairs):
-        said.append("Text was not run yet.")
-        verdict = judge_equal(gains) if judge_equal(gains) != HOLDS else PART
-    else:
-        verdict = judge_equal(gains)
+    text = [pair.gain for pair in pairs if pair.first.kind == "text"]
+    verdict = judge_equal(gains)
+    if not any(gain.count > 1 for gain in text):
+        said.append("Text has one seed, which decides nothing." if text else "Text was not run yet.")
+        verdict = PART if verdict == HOLDS else verdict
     return Finding(verdict, brief(*gains_of(pairs), *parts), joined(against(pairs), paragraph(*said)))
 
 

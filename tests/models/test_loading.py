@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_mo
 from prism import rules
 from prism.models import PrismConfig, PrismForCausalLM, PrismModel
 from prism.models.auto import name_classes
-from prism.models.loading import fingerprint
+from prism.models.loading import fingerprint, mismatch
 from prism.nn import no_weight_decay
 from prism.nn.parameters import gates
 from tests.children import finish, start_children
@@ -268,3 +268,16 @@ def test_a_folder_names_its_classes_for_programs_without_prism(tmp_path: Path, m
     assert found == [PrismConfig, PrismModel, PrismForCausalLM]
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert type(after) is PrismForCausalLM and fingerprint(after) == fingerprint(before)
+
+
+@pytest.mark.parametrize("change", ["a column", "some rows"])
+def test_a_change_of_matrices_alone_is_another_model(change: str) -> None:
+    lm = model("prism", torch.float32)
+    before = fingerprint(lm)
+    with torch.no_grad():
+        weight = lm.model.embed_tokens.weight if change == "some rows" else lm.model.layers[0].mixer.rule.out.weight
+        (weight[1::2] if change == "some rows" else weight[:, 1]).add_(1.0)
+    after = fingerprint(lm)
+    assert before["maps_sha256"] != after["maps_sha256"]
+    assert mismatch(before, after) == "other weights"
+    assert mismatch({name: before[name] for name in ("config_sha256", "weights_sha256")}, after) is None  # older states

@@ -12,9 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism import rules
+from prism.language.model import build_model
+from prism.language.settings import ModelSettings
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn import Mixer
+from prism.nn.pattern import format_layers, parse_layers
 from prism.rules.delta import DeltaFamily
+from prism.rules.parts import LowRank
+from prism.rules.prism import Prism
+from prism.train.model import drawn_start
 
 RULES = [name for name in rules.names() if "start" in rules.get(name).option_names()]
 
@@ -107,6 +113,50 @@ def test_later_writes_start_smaller_in_slow_heads() -> None:
     assert Mixer("prism", 24, 3, step_scale=(4, 1)).rule.writes.scale[0, :, 0].tolist() == pytest.approx([4, 2, 1])
     fixed = Mixer("prism", 24, 3, step_scale=[4, 1], scaling="fixed").rule.writes
     assert fixed.scale is None and fixed.gamma()[0, :, 2].tolist() == pytest.approx([4, 2, 1])
+
+
+def test_a_fixed_scale_is_in_no_file_and_stays_what_it_was() -> None:
+    gamma = Mixer("prism", 24, 2, scaling="fixed").rule.writes.gamma()
+    assert torch.equal(gamma, torch.ones_like(gamma))
+
+
+def test_a_layer_of_a_pattern_may_have_another_start() -> None:
+    drawn, spread = parse_layers("prism(start=drawn, step_scale=[1, 0.5])+prism(timescales=[2, 16])")
+    assert drawn.options == {"start": "drawn", "step_scale": [1, 0.5]} and spread.options == {"timescales": [2, 16]}
+    assert parse_layers(format_layers([drawn, spread])) == [drawn, spread]
+
+
+class Narrow(Prism):
+    """PRISM with low-rank maps to queries, keys and values."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.qkv = LowRank(width, sum(self.sizes), 4)  # type: ignore[assignment]
+
+
+def test_a_subclass_with_other_maps_starts_as_it_says() -> None:
+    out, _ = Mixer(Narrow, 24, 2)(torch.randn(1, 5, 24))
+    assert out.shape == (1, 5, 24)
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "found"),
+    [
+        ("prism*2", {}, {"prism": {"start": "drawn"}}),
+        ("prism+softmax", {"prism": {"start": "recall"}}, {"prism": {"start": "recall"}}),
+        ("prism(preset=paper)", {}, {}),
+        ("prism", {"prism": {"preset": "paper"}}, {"prism": {"preset": "paper"}}),
+        ("gated_delta", {}, {}),
+    ],
+)
+def test_weights_are_drawn_where_recall_does_not_help(layers: str, options: Any, found: Any) -> None:
+    assert drawn_start(options, layers) == found
+
+
+def test_models_of_bytes_start_with_drawn_weights() -> None:
+    settings = ModelSettings(hidden_size=32, num_hidden_layers=1, head_dim=16)
+    bytes_, words = (build_model(settings, size, 0).model.layers[0].mixer.rule for size in (257, 1024))
+    assert not aligned(bytes_) and aligned(words)
 
 
 @pytest.mark.parametrize("wrong", ["much", [1], [1, 2, 3], [0, 1], [1, float("inf")], float("nan")])

@@ -36,6 +36,8 @@ def trained(
     In float64, because in float32 Adam turns the last bit of a tiny gradient into a whole step.
     """
     count = len(layers.split("+"))
+    # With drawn weights: those that start equal have gradients that nearly cancel, whose rounding Adam makes large.
+    layers = "+".join(f"{rule}(start=drawn)" if rule == "prism" else rule for rule in layers.split("+"))
     model = {"layers": layers, "num_hidden_layers": count, "hidden_size": 16, "num_heads": 1, "head_dim": 16}
     settings = small(root, **{"device": device, "model": model, "batch": {"sequences": 2, "micro": 1}, **changes})
     task = LanguageTask(settings, prepare(settings.data.recipe(), settings.data.cache), None, build_model)
@@ -70,8 +72,7 @@ def test_fifty_steps_equal_the_plain_path(tmp_path: Path, monkeypatch: pytest.Mo
     unlike = trained(tmp_path, recompute="none", z_loss=1e-3)
     assert all(torch.equal(fast[name], unlike[name]) for name in fast), "recomputation changes no bit"
     monkeypatch.setattr(language, "loss_sum", plain_loss)
-    # Rounding grows from step to step: Adam divides by the size of gradients, however small they are.
-    assert_same(fast, trained(tmp_path, recompute="none", z_loss=1e-3), 1e-9, 1e-7)
+    assert_same(fast, trained(tmp_path, recompute="none", z_loss=1e-3), 1e-9, 1e-9)
 
 
 def test_recomputation_is_chosen_by_device(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def build(model: Mapping[str, Any], vocab_size: int, end: int) -> PrismForCausal
 
 def sizes(model: Mapping[str, Any], vocab_size: int) -> tuple[int, int]:
     """Parameters of a model, and numbers in its state (for layers that cache tokens: per token)."""
-    return _sizes(json.dumps(model, sort_keys=True), vocab_size)
+    return _sizes(json.dumps(dict(model), sort_keys=True), vocab_size)
 
 
 @cache

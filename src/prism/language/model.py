@@ -17,22 +17,29 @@ from prism.models import PrismConfig, PrismForCausalLM
 from prism.models.loading import check_kind
 from prism.nn.pattern import LayerSpec, format_layers, parse_layers
 from prism.rules.description import options_of
-from prism.train.model import rule_options
+from prism.train.model import drawn_start, rule_options
 
+BYTES = 512
+"""Largest vocabulary that counts as bytes."""
 Builder = Callable[[ModelSettings, int, int], nn.Module]
 """(settings, vocabulary size, end token) → a `PrismForCausalLM`, or a model called as `model(input_ids=…, reset=…,
 use_cache=False).logits`."""
 
 
 def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module:
-    """A `PrismForCausalLM`; `end` is its begin, end and padding token."""
+    """A `PrismForCausalLM`; `end` is its begin, end and padding token.
+
+    PRISM starts with drawn weights if tokens are bytes: one byte says too little about what follows for a start that recalls
+    (docs/claims.md).
+    """
+    options = rule_options(settings)
     config = PrismConfig(
         vocab_size=vocab_size,
         hidden_size=settings.hidden_size,
         num_heads=settings.num_heads,
         layers=settings.layers,
         num_hidden_layers=settings.num_hidden_layers,
-        rule_options=rule_options(settings),
+        rule_options=drawn_start(options, settings.layers) if vocab_size <= BYTES else options,
         intermediate_size=settings.intermediate_size,
         tie_word_embeddings=settings.tie_word_embeddings,
         bos_token_id=end,

@@ -43,7 +43,7 @@ _IRRELEVANT = (
     "backend",
 )
 """Entries of a configuration that do not affect what a model computes."""
-_SAMPLE = 256
+_SAMPLE = 1024
 """About how many numbers of a matrix are hashed."""
 _LATER = ("item_lists", "item_vectors", "user_features", "grown_from")
 """Entries that came later: without a value they are not hashed, so that states of earlier versions stay valid."""
@@ -71,13 +71,14 @@ def weights_sha256(model: PreTrainedModel) -> str:
 
 
 def maps_sha256(model: PreTrainedModel) -> str:
-    """Hash of some numbers of every matrix: a merged adapter changes matrices alone."""
+    """Hash of a sample of every matrix: a merged adapter changes matrices alone."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if parameter.ndim > 1:
             digest.update(name.encode())
             numbers = parameter.detach().flatten()
-            digest.update(numbers[:: max(1, len(numbers) // _SAMPLE)].float().cpu().numpy().tobytes())
+            step = len(numbers) // _SAMPLE | 1  # odd, so that it does not stay in one column
+            digest.update(numbers[::step].float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

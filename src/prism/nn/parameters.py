@@ -123,7 +123,7 @@ def aligned_weights(rule: Rule) -> dict[str, Tensor]:
 
 
 def _aligned_of(part: Rule) -> dict[str, Tensor]:
-    mixed = {name: maps for name, maps in part.named_children() if isinstance(maps, MemoryMaps)}
+    mixed = {name: maps for name, maps in part.named_modules() if isinstance(maps, MemoryMaps)}
     values: dict[str, Tensor] = {}
     for memory in reversed(range(max((len(maps.maps) for maps in mixed.values()), default=1))):  # the first one's stay
 

@@ -54,8 +54,9 @@ def format_layers(layers: Sequence[LayerSpec]) -> str:
 
 
 def _format_value(name: str, value: Any) -> str:
+    value = list(value) if isinstance(value, tuple) else value
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    if read_toml_value(text) != value or set(text) & set("(),"):
+    if read_toml_value(text) != value or set(text) & set("()" if isinstance(value, list) else "(),"):
         raise ValueError(f"option {name} is {value!r}, which cannot be written in a pattern of layers")
     return text
 
@@ -79,7 +80,7 @@ def _parse_string(pattern: str) -> list[LayerSpec]:
 
 def _parse_options(text: str, pattern: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
+    for item in filter(None, (part.strip() for part in re.split(r",(?![^\[]*\])", text))):  # not inside brackets
         name, equals, value = (part.strip() for part in item.partition("="))
         if not (name and equals and value) or name in options:
             raise ValueError(

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from torch import Tensor, nn
 
-from prism import rules
 from prism.models.config import PrismRecConfig
 from prism.models.losses import ItemLoss, item_loss
 from prism.models.recommender import PrismForRecommendation
-from prism.nn.pattern import parse_layers
 from prism.recommend.events import Catalogue, RecBatch, Users
 from prism.recommend.settings import LossSettings, RecSettings
-from prism.train.model import initialize, rule_options
+from prism.train.model import drawn_start, initialize, rule_options
 
 
 def build_recommender(settings: RecSettings, catalogue: Catalogue, users: Users) -> PrismForRecommendation:
@@ -26,7 +22,8 @@ def build_recommender(settings: RecSettings, catalogue: Catalogue, users: Users)
         num_heads=chosen.num_heads,
         layers=chosen.layers,
         num_hidden_layers=chosen.num_hidden_layers,
-        rule_options=_drawn(rule_options(chosen), chosen.layers),
+        # A start that repeats what followed an item before is for text: users seldom do the same things in the same order.
+        rule_options=drawn_start(rule_options(chosen), chosen.layers),
         intermediate_size=chosen.intermediate_size,
         dropout=chosen.dropout,
         time_gaps=chosen.time_gaps,
@@ -45,15 +42,6 @@ def build_recommender(settings: RecSettings, catalogue: Catalogue, users: Users)
     if chosen.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
-
-
-def _drawn(options: dict[str, dict[str, Any]], layers: str) -> dict[str, dict[str, Any]]:
-    """Options by rule, with start="drawn" where nothing else was chosen: a start that repeats what followed an item before is
-    for text; users seldom watch or buy the same things in the same order."""
-    for rule in {layer.rule for layer in parse_layers(layers)}:
-        if "start" in rules.get(rule).option_names():
-            options[rule] = {"start": "drawn", **options.get(rule, {})}
-    return options
 
 
 class Learner(nn.Module):

@@ -102,7 +102,8 @@ class DeltaFamily(Rule):
         return {"conv.weight": recall_taps(self.conv.size, self.heads, self.sizes)} if self.recalls else {}
 
     def aligned_weights(self, weight: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        if not self.recalls:
+        plain = isinstance(self.qkv, nn.Linear) or hasattr(self.qkv, "maps")  # the latter in a mixture of memories
+        if not self.recalls or not plain or not isinstance(self.out, nn.Linear):
             return {}
         query, _, value = weight("qkv.weight").split(self.sizes)
         copied = value[-self.heads * self.value_dim :]  # of a token's last step

@@ -71,9 +71,9 @@ class Prism(GatedDelta):
         key_rank: rank of the map to keys 2 … L, by default `rank`; 0 is a full linear map.
         up_std: initial standard deviation of the second halves of the low-rank maps to keys 2 … L and gains; None: as a
             model initialises every linear map (`initializer_range`).
-        step_scale: initial value of γ: a number, or two, between which heads are spread evenly in log. None: 1; with
-            start="recall" from 1 to .1, because later writes disturb what slow heads recall. With 0 and Gated DeltaNet's
-            weights a model computes what that does (for adapters).
+        step_scale: initial value of γ: a number, or two, between which heads are spread evenly in log (a single head gets
+            their geometric mean). None: 1; with start="recall" and a learned γ from 1 to .1, because later writes disturb
+            what slow heads recall. With 0 and Gated DeltaNet's weights a model computes what that does (for adapters).
         scaling: γ per `"channel"` or per `"head"`, or `"fixed"` at `step_scale`.
         erase: what is erased along k₁: `"tied"` as much as the first write adds (β₁), `"head"` a strength of its own,
             `"channel"` a strength for each channel of k₁, as in Gated DeltaNet-2, by a low-rank map.
@@ -137,7 +137,8 @@ class Prism(GatedDelta):
             norm_eps=norm_eps,
         )
         if step_scale is None:
-            step_scale = RECALL_SCALE if self.recalls else 1.0
+            # A fixed γ is in no file: it stays as it was when models were saved.
+            step_scale = RECALL_SCALE if self.recalls and scaling != "fixed" else 1.0
         self.write_rank, self.layer_index = steps, layer_index
         self.hands_over = residual == "below" and steps > 1
         rank = max(8, width // 32) if rank is None else rank

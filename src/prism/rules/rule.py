@@ -298,7 +298,8 @@ class Rule(nn.Module):
         """Initial values that depend on other weights, by parameter name, from `weight(name)`, how those were drawn.
 
         A `Mixer` and a model call it after all weights were drawn, so that a map may start equal to another one at whatever
-        scale the model draws its maps. A rule in a mixture of memories sees the maps of one memory at a time.
+        scale the model draws its maps. A rule in a mixture of memories sees the maps of one memory at a time. A subclass
+        that sets more adds its values to those of `super()`.
         """
         return {}
 

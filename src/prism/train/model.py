@@ -38,6 +38,17 @@ def rule_options(settings: StackSettings) -> dict[str, dict[str, Any]]:
     return chosen
 
 
+def drawn_start(options: dict[str, dict[str, Any]], layers: str) -> dict[str, dict[str, Any]]:
+    """Options by rule, with start="drawn" for PRISM where nothing else was chosen."""
+    of_rule = options.get("prism", {})
+    presets = [
+        {**of_rule, **layer.options}.get("preset", "lm") for layer in parse_layers(layers) if layer.rule == "prism"
+    ]
+    if presets and set(presets) == {"lm"}:  # the preset `paper` has no such option
+        return {**options, "prism": {"start": "drawn", **of_rule}}
+    return options
+
+
 def check_stack(settings: StackSettings) -> None:
     """Raise an error for an unknown rule or a malformed option, before any data is read."""
     for layer in parse_layers(settings.layers):

@@ -178,9 +178,8 @@ def recall_taps(size: int, heads: int, sizes: Sequence[int], noise: float = 0.3)
     """
     queries, keys, _ = sizes
     back = torch.zeros(sum(sizes), dtype=torch.long)
-    back[queries : queries + keys].view(-1, heads, queries // heads)[:, heads // 2 :] = (
-        1  # keys of each step of a token
-    )
+    of_heads = back[queries : queries + keys].view(-1, heads, queries // heads)  # for each step of a token
+    of_heads[:, heads // 2 :] = 1
     taps = noise * uniform((size, len(back)), size**-0.5)
     taps[size - 1 - back, torch.arange(len(back))] += 1.0
     return taps

@@ -14,7 +14,7 @@ from prism.rules.parts import at_least_float32, split_heads
 from prism.rules.rule import set_initial_weights
 
 DRAWN = "drawn"
-"""Timescales at random, as Mamba-2 and Gated DeltaNet are published."""
+"""Timescales, or weights (`start`), at random, as Mamba-2 and Gated DeltaNet are published."""
 
 
 def log_sigmoid_decay(z: Tensor, power: float = 16.0) -> Tensor:
@@ -53,7 +53,7 @@ def inverse_softplus(x: Tensor) -> Tensor:
 def spread(first: float, last: float, count: int) -> Tensor:
     """`[count]` numbers from `first` to `last`, evenly in log; a single one is their geometric mean."""
     if count == 1:
-        return torch.tensor([math.sqrt(first * last)])
+        return torch.full((1,), math.sqrt(first * last))
     return torch.logspace(math.log10(first), math.log10(last), count)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +163,8 @@ class ResidualWrites(nn.Module):
         """γ `[L - 1, H, V]`."""
         shape = (self.count, self.heads, self.value_dim)
         if self.scale is None:
-            return self.first_scale().to(self.beta.weight.device).expand(shape).contiguous()
+            with self.beta.weight.device:  # a copy to the device could not be captured in a CUDA graph
+                return self.first_scale().expand(shape).contiguous()
         return self.scale if self.scale.shape == shape else self.scale.expand(shape).contiguous()
 
     def placed(self, k: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
@@ -201,7 +203,7 @@ def check_scale(step_scale: float | Sequence[float]) -> None:
     """Raise a ValueError unless this is a number, or two above 0."""
     several = isinstance(step_scale, (list, tuple))
     numbers = step_scale if isinstance(step_scale, (list, tuple)) else (step_scale,)
-    right = all(isinstance(n, (int, float)) and math.isfinite(n) and (n > 0 or not several) for n in numbers)
+    right = all(isinstance(n, Real) and math.isfinite(n) and (float(n) > 0 or not several) for n in numbers)
     if not right or len(numbers) != 1 + several:
         raise ValueError(f"step_scale must be a number, or two numbers above 0, got {step_scale!r}")
 
