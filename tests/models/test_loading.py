@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_mo
 from prism import rules
 from prism.models import PrismConfig, PrismForCausalLM, PrismModel
 from prism.models.auto import name_classes
-from prism.models.loading import fingerprint, mismatch
+from prism.models.loading import fingerprint, maps_sha256, mismatch
 from prism.nn import no_weight_decay
 from prism.nn.parameters import gates
 from tests.children import finish, start_children
@@ -281,3 +281,12 @@ def test_a_change_of_matrices_alone_is_another_model(change: str) -> None:
     assert before["maps_sha256"] != after["maps_sha256"]
     assert mismatch(before, after) == "other weights"
     assert mismatch({name: before[name] for name in ("config_sha256", "weights_sha256")}, after) is None  # older states
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(256, 512), (1024, 1024), (8192, 64), (3, 5)])
+def test_the_sample_of_a_matrix_is_spread_over_its_columns(rows: int, columns: int) -> None:
+    linear: Any = torch.nn.Linear(columns, rows, bias=False)
+    before = maps_sha256(linear)
+    with torch.no_grad():
+        linear.weight[:, 1:] += 1.0
+    assert maps_sha256(linear) != before
