@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_mo
 from prism import rules
 from prism.models import PrismConfig, PrismForCausalLM, PrismModel
 from prism.models.auto import name_classes
-from prism.models.loading import fingerprint, maps_sha256, mismatch
+from prism.models.loading import config_sha256, fingerprint, maps_sha256, mismatch
 from prism.nn import no_weight_decay
 from prism.nn.parameters import gates
 from tests.children import finish, start_children
@@ -290,3 +290,13 @@ def test_the_sample_of_a_matrix_is_spread_over_its_columns(rows: int, columns: i
     with torch.no_grad():
         linear.weight[:, 1:] += 1.0
     assert maps_sha256(linear) != before
+
+
+def test_how_weights_start_is_not_part_of_a_configuration_s_hash() -> None:
+    def digest(**options: Any) -> str:
+        return config_sha256(PrismForCausalLM(PrismConfig(vocab_size=16, hidden_size=16, num_heads=2, **options)))
+
+    assert digest() == digest(rule_options={"prism": {"start": "drawn"}}) == digest(rule_options={})
+    long = {"prism": {"key_dim": 4}}
+    assert digest(rule_options=long) == digest(rule_options={"prism": {"start": "drawn", "key_dim": 4}})
+    assert digest(rule_options=long) != digest()

@@ -29,17 +29,19 @@ use_cache=False).logits`."""
 def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module:
     """A `PrismForCausalLM`; `end` is its begin, end and padding token.
 
-    PRISM starts with drawn weights if tokens are bytes: one byte says too little about what follows for a start that recalls
-    (docs/claims.md).
+    A new PRISM starts with drawn weights if tokens are bytes: one byte says too little about what follows for a start that
+    recalls (docs/claims.md).
     """
     options = rule_options(settings)
+    if vocab_size <= BYTES and settings.weights is None:
+        options = drawn_start(options, settings.layers)
     config = PrismConfig(
         vocab_size=vocab_size,
         hidden_size=settings.hidden_size,
         num_heads=settings.num_heads,
         layers=settings.layers,
         num_hidden_layers=settings.num_hidden_layers,
-        rule_options=drawn_start(options, settings.layers) if vocab_size <= BYTES else options,
+        rule_options=options,
         intermediate_size=settings.intermediate_size,
         tie_word_embeddings=settings.tie_word_embeddings,
         bos_token_id=end,

@@ -52,11 +52,15 @@ _LATER = ("item_lists", "item_vectors", "user_features", "grown_from")
 def config_sha256(model: PreTrainedModel) -> str:
     """Hash of the configuration: equal for models that compute the same function, given the same weights.
 
-    A model that has got new items (grow.py) keeps its hash: the states of users stay valid.
+    How weights start (the option `start`) is not part of it: earlier versions did not write it. A model that has got new
+    items (grow.py) keeps its hash: the states of users stay valid.
     """
     contents = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT and (v or k not in _LATER)}
     if "grown_from" in contents:
         return str(contents["grown_from"])
+    if by_rule := contents.get("rule_options"):
+        kept = {rule: {k: v for k, v in options.items() if k != "start"} for rule, options in by_rule.items()}
+        contents["rule_options"] = {rule: options for rule, options in kept.items() if options or not by_rule[rule]}
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
