@@ -4,7 +4,7 @@
     python docs/tools/claims.py --check     # fails if a page says something else (`make docs-check`, and a test)
 
 A block is `<!-- claims:NAME -->` … `<!-- end -->`. Its text comes from experiments/results, docs/figures.json and
-docs/tables.json alone: evidence.py and tables.py read them, verdicts.py judges them.
+docs/tables.json alone: evidence.py and tables.py read them, verdicts.py judges them by criteria.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import generating
 import gpu_results
 import recommending
 import serving
+from criteria import NOT_RUN, Finding, judge
 from evidence import ROOT, Evidence
-from verdicts import CLAIMS, NOT_RUN, Finding, judge, networks
+from verdicts import CLAIMS, networks
 from wording import number, paragraph, shown, table
 
 import tables as stored_tables

@@ -14,8 +14,9 @@ from tests.docs.test_pages import ROOT, tool
 
 claims = tool("claims")
 import comparisons  # noqa: E402
+from criteria import judge, judge_equal  # noqa: E402
 from evidence import Evidence, is_default, is_prism, is_rule, ranks  # noqa: E402
-from verdicts import CLAIMS, both_ways, judge, judge_equal  # noqa: E402
+from verdicts import CLAIMS, both_ways  # noqa: E402
 from wording import number, shown  # noqa: E402
 
 
