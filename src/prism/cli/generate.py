@@ -19,7 +19,7 @@ from prism.language.export import write_model
 from prism.language.generate import LanguageModel, Sampling, Session, open_model
 from prism.language.tokenizer import check_unicode
 from prism.messages import INTERRUPTED, progress_bars, say
-from prism.models.loading import identity
+from prism.models.loading import stable_fingerprint
 from prism.train.export import resolve_model_folder
 from prism.train.progress import StopRequest
 
@@ -97,7 +97,12 @@ def generate(
         )
     dtype = None if state_dtype is None else getattr(torch, state_dtype)
     if prompts is not None:
-        settings = {"model": lm.name, **identity(lm.model), "prompts": prompts_sha256(given), "seed": seed or 0}
+        settings = {
+            "model": lm.name,
+            **stable_fingerprint(lm.model),
+            "prompts": prompts_sha256(given),
+            "seed": seed or 0,
+        }
         settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         settings |= {"state_dtype": state_dtype, "adapter": None if adapter is None else str(adapter)}
         journal = None if output is None else Journal(output, settings)

@@ -88,10 +88,10 @@ def maps_sha256(model: PreTrainedModel) -> str:
 
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """Hashes of configuration and weights. They are saved with states, which are only valid for the same model."""
-    return {**identity(model), "maps_sha256": maps_sha256(model)}
+    return {**stable_fingerprint(model), "maps_sha256": maps_sha256(model)}
 
 
-def identity(model: PreTrainedModel) -> dict[str, str]:
+def stable_fingerprint(model: PreTrainedModel) -> dict[str, str]:
     """The part of the fingerprint that every version has written; states of users have no more: their model may grow."""
     return {"config_sha256": config_sha256(model), "weights_sha256": weights_sha256(model)}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prism import rules
 from prism.models import PrismCache, PrismForRecommendation
-from prism.models.loading import identity
+from prism.models.loading import stable_fingerprint
 from prism.recommend.events import Catalogue, Histories
 from prism.recommend.events.histories import contexts
 from prism.recommend.events.ids import as_list
@@ -112,7 +112,7 @@ def initial_state(model: PrismForRecommendation, profiles: np.ndarray | None = N
     assert out.past_key_values is not None
     never = torch.full((users,), torch.nan, dtype=torch.float64, device=zero.device)
     layers, hidden = tuple(out.past_key_values.states), without_events(model, users)
-    return UserStates(layers, hidden, zero[:, 0], never, identity(model))
+    return UserStates(layers, hidden, zero[:, 0], never, stable_fingerprint(model))
 
 
 def without_events(model: PrismForRecommendation, users: int) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from prism.models.loading import identity as model_identity
+from prism.models.loading import stable_fingerprint
 from prism.recommend import Recommender
 from prism.recommend.events import Catalogue
 from prism.serve.metrics import Metrics
@@ -230,7 +230,7 @@ class RecService:
 
 def identity(recommender: Recommender) -> str:
     """Hash of what a state depends on: configuration, weights and the items' ids."""
-    digest = hashlib.sha256(json.dumps(model_identity(recommender.model), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(stable_fingerprint(recommender.model), sort_keys=True).encode())
     digest.update(recommender.catalogue.to_bytes())
     return digest.hexdigest()
 
