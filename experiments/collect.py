@@ -49,7 +49,7 @@ def collect(source: Path, target: Path) -> int:
             known = lines.get(line["key"])
             if known is None or known["status"] != "done" or line["status"] == "done":
                 lines[line["key"]] = stored(line)
-            about = {key: line[key] for key in ("machine", "prism", "command") if key in line} or about
+            about |= {key: line[key] for key in ("machine", "prism", "command") if key in line}
     target.parent.mkdir(parents=True, exist_ok=True)
     whole = [{**without_folders(about), **line} for line in lines.values()]  # a line of a start has no machine
     target.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in whole), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import chain
 
-from evidence import RARE, Evidence, Group, Pair, equal_starts, is_default, is_prism, is_rule, ranks
+from evidence import LAMBADA, RARE, Evidence, Group, Pair, equal_starts, is_default, is_prism, is_rule, ranks
 from wording import joined, number, paragraph, shown, table
 
 from prism.compare.statistics import estimate, paired
@@ -23,12 +23,32 @@ def text(evidence: Evidence) -> str:
         rows = []
         for group in sorted(groups, key=lambda group: group.score().mean):
             gain = "" if reference in (None, group) else shown(group.gain(reference), 3, sign=True)
-            rare = shown(group.score(RARE), 2) if any(group.values(RARE)) else ""
+            rare = shown(group.score(RARE), 2) if group.values(RARE) else ""
             validation = shown(estimate(group.validation.values()), 2)
             rows.append([group.label, shown(group.score(), 3), gain, rare, validation])
         header = ["rule", "test", "better by", "rare bigrams", "validation"]
         parts.append(joined(paragraph(f"**{task}** (`{file}`): {training(groups)}."), table(header, rows)))
     return joined(*parts) or "No comparison on text is in the repository yet."
+
+
+def contexts(evidence: Evidence) -> str:
+    """Nats at contexts longer than those of training, and LAMBADA: a table per corpus that has them."""
+    parts = []
+    for (file, task), groups in _by_task(evidence.of("text")).items():
+        longer = [label for label in next(iter(groups[0].runs.values())) if label.startswith("nats at ")]
+        if not longer:
+            continue
+        settings = groups[0].line["settings"]
+        rows = []
+        for group in sorted(groups, key=lambda group: group.score().mean):
+            words = shown(group.score(LAMBADA), 3) if group.values(LAMBADA) else ""
+            rows.append([group.label, *(shown(group.score(label), 3) for label in (None, *longer)), words])
+        header = ["rule", f"{settings['context']:,}", *(label.removeprefix("nats at ") for label in longer), "LAMBADA"]
+        keep = [column for column in range(len(header)) if any(row[column] for row in rows)]
+        said = f"**{task}** (`{file}`), {training(groups)}:"
+        shown_rows = [[row[column] for column in keep] for row in rows]
+        parts.append(joined(paragraph(said), table([header[column] for column in keep], shown_rows)))
+    return joined(*parts) or "No run with longer contexts is in the repository yet."
 
 
 def recall_start(evidence: Evidence) -> str:
@@ -38,8 +58,8 @@ def recall_start(evidence: Evidence) -> str:
     if pairs:
         rows = [
             [
-                f"{pair.first.task}{what}",
-                *(shown(group.score(label), 3) for group in (pair.first, pair.second)),
+                f"{pair.first.task}, {pair.first.tokens / 1e6:.0f} M tokens{what}",
+                *(shown(group.score(label, pair.seeds), 3) for group in (pair.first, pair.second)),
                 shown(pair.first.gain(pair.second, label), 3, sign=True),
                 str(pair.gain.count),
             ]
@@ -47,6 +67,7 @@ def recall_start(evidence: Evidence) -> str:
             for pair in pairs
         ]
         parts.append(table(["nats a token", '`start="recall"`', "as published", "better by", "seeds"], rows))
+        parts.append(lead(pairs))
     found = evidence.single("recall_start")
     if found:
         values: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -71,6 +92,18 @@ def recall_start(evidence: Evidence) -> str:
         )
         parts.append(said)
     return joined(*parts) or "No run of this is in the repository yet."
+
+
+def lead(pairs: list[Pair]) -> str:
+    """How the gain of the start changes with the tokens of training; empty where every corpus has one budget."""
+    said = []
+    for task in dict.fromkeys(pair.first.task for pair in pairs):
+        found = sorted((pair for pair in pairs if pair.first.task == task), key=lambda pair: pair.first.tokens)
+        ends = [number(pair.gain.mean, 2) for pair in (found[0], found[-1])]
+        tokens = [f"{pair.first.tokens / 1e6:.0f}" for pair in (found[0], found[-1])]
+        if tokens[0] != tokens[1]:
+            said.append(f"{ends[0]} after {tokens[0]} M tokens and {ends[1]} after {tokens[1]} M on {task}")
+    return paragraph(f"**The lead changes with training**: it is {', '.join(said)}.") if said else ""
 
 
 def start_pairs(evidence: Evidence) -> list[Pair]:

@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evidence import Group, Pair, largest
-from wording import joined, shown, table
+from evidence import RARE, Group, Pair, largest
+from wording import brief, joined, shown, table
 
 from prism.compare.statistics import Estimate
 
+NOTHING = "No run of this is in the repository yet."
 HOLDS, PART, UNSEEN, FAILS, NOT_RUN = "holds", "holds in part", "not seen", "does not hold", "not run yet"
+
+SHORT = {"ml-1m": "ML-1M", "ml-100k-gaps": "ML-100K", "beauty": "Beauty"}
+"""Logs of recommenders as figures name them."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +60,19 @@ def judge_equal(gains: Sequence[Estimate]) -> str:
 
 
 def where(group: Group, label: str | None = None) -> str:
-    """Task, size and metric of a group."""
+    """Task, parameters, tokens and metric of a group."""
+    metric = "rare bigrams" if label == RARE else label or group.metric
     size = f", {group.parameters / 1e6:.0f} M" if group.kind == "text" and group.parameters else ""
-    return f"{group.task}{size}, {label or group.metric}"
+    if group.kind != "text" or not group.tokens:
+        return f"{group.task}{size}, {metric}"
+    return f"{group.task}{size}, {group.tokens / 1e6:.0f} M tokens, {metric.removesuffix(' a token')}"
 
 
 def against(pairs: Sequence[Pair], label: str | None = None) -> str:
     """A table for every two rules: their scores (the main ones, or those with a label) and the gain; empty without pairs."""
     tables: dict[tuple[str, str], list[list[str]]] = {}
     for pair in pairs:
-        digits = digits_of(pair.first)
+        digits = 3 if label == RARE else digits_of(pair.first)
         gain = pair.first.gain(pair.second, label)
         seeds = pair.first.values(label).keys() & pair.second.values(label).keys()
         scores = [shown(group.score(label, seeds), digits) for group in (pair.first, pair.second)]
@@ -76,5 +83,23 @@ def against(pairs: Sequence[Pair], label: str | None = None) -> str:
 
 def gains_of(pairs: Sequence[Pair]) -> list[str]:
     """The gains of the largest pairs as short phrases, text first."""
+    return [phrase(*named) for named in named_gains(pairs)]
+
+
+def named_gains(pairs: Sequence[Pair]) -> list[tuple[str, Estimate, int]]:
+    """Task, gain and its digits of the largest pairs, text first."""
     ordered = sorted(largest(pairs), key=lambda pair: pair.first.kind != "text")
-    return [f"{pair.first.task} {shown(pair.gain, digits_of(pair.first), sign=True)}" for pair in ordered]
+    return [(pair.first.task, pair.gain, digits_of(pair.first)) for pair in ordered]
+
+
+def phrase(task: str, gain: Estimate, digits: int = 4) -> str:
+    """`novels +.0130 ± .0024`"""
+    return f"{SHORT.get(task, task)} {shown(gain, digits, sign=True)}"
+
+
+def both_ways(gains: Sequence[tuple[str, Estimate, int]]) -> str:
+    """Gains in short; a loss that counts comes second, so that it is not cut off behind gains."""
+    losses = [named for named in gains if named[1].significant and named[1].mean < 0]
+    others = [named for named in gains if named not in losses]
+    ordered = [*others[:1], *losses, *others[1:]]
+    return brief(*(phrase(*named) for named in ordered))

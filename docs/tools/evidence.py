@@ -16,13 +16,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prism.compare.statistics import Estimate, estimate, paired
+from prism.compare.statistics import FEWEST, Estimate, estimate, paired
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"key_dim", "value_dim", "head_dim", "conv_size", "heads"}
 """Options that a budget sets, which do not tell rules apart."""
 RARE = "repeated rare bigrams"
 """A score of text: nats of tokens that complete a bigram which is rare in training and was seen before in the context."""
+LAMBADA = "LAMBADA"
+"""A score of text: the share of last words of LAMBADA that are predicted."""
 RECALL = ("mqar", "mqar_mix", "multi_pair", "needle")
 RECOMMENDERS = {
     "sasrec": ("softmax", {}),
@@ -45,6 +47,8 @@ class Group:
     options: dict[str, Any]
     size: int
     parameters: int | None = None
+    tokens: int = 0
+    """Tokens that each training read; 0 where lines do not say it."""
     lower: bool = False
     """Whether lower scores are better."""
     metric: str = ""
@@ -89,6 +93,11 @@ class Pair:
         return self.first.gain(self.second)
 
     @property
+    def seeds(self) -> set[int]:
+        """The seeds that both have."""
+        return self.first.values().keys() & self.second.values().keys()
+
+    @property
     def solved(self) -> bool:
         """Whether all trainings of both stopped because they had solved the task: then their scores say nothing."""
         goals = [group.line.get("settings", {}).get("stop_at") for group in (self.first, self.second)]
@@ -98,13 +107,15 @@ class Pair:
         )
 
     @property
-    def scale(self) -> tuple[bool, int, int]:
-        """Which of two pairs on the same task says more: the default start first, then parameters, then seeds."""
-        return default_start(self), self.first.parameters or 0, self.gain.count
+    def scale(self) -> tuple[bool, int, int, int, int]:
+        """Which of two pairs on the same task says more: the default start first, then parameters, then enough seeds for a
+        verdict, then tokens, then seeds."""
+        seeds = self.gain.count
+        return default_start(self), self.first.parameters or 0, min(seeds, FEWEST), self.first.tokens, seeds
 
 
 def largest(pairs: Iterable[Pair]) -> list[Pair]:
-    """Of the pairs on the same task, at the same place of state size, the one with the most parameters; the rest stays."""
+    """Of the pairs on the same task, at the same place of state size, the one whose `scale` is largest; the rest stays."""
     best: dict[tuple[str, int], Pair] = {}
     for pair in pairs:
         place = (pair.first.task, pair.first.size if pair.first.kind != "text" else 0)
@@ -195,8 +206,9 @@ class Evidence:
             if place not in found:
                 found[place] = Group(*place[:2], kind_of(line), line["rule"], rule, options, size)
             group, result = found[place], line["result"]
-            group.runs[int(line["seed"])] = result["scores"]
+            group.runs[int(line["seed"])] = {**result["scores"], **_words(result)}
             group.parameters, group.metric = result.get("parameters"), result.get("metric", "")
+            group.tokens = result.get("tokens", 0)
             group.lower = result.get("better") == "lower"
             if result.get("validation") is not None:
                 group.validation[int(line["seed"])] = result["validation"]
@@ -243,6 +255,12 @@ def ranks(evidence: Evidence, *kinds: str) -> list[Pair]:
 def default_start(pair: Pair) -> bool:
     """Whether PRISM has no option that says how it starts."""
     return not {"timescales", "start"} & pair.first.options.keys()
+
+
+def _words(result: dict[str, Any]) -> dict[str, float]:
+    """The score on LAMBADA, if a result on text has it."""
+    measured = result.get("text", {}).get("lambada")
+    return {} if measured is None else {LAMBADA: measured["accuracy"]}
 
 
 def identity(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:

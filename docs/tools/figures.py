@@ -1,8 +1,8 @@
 """Draw pictures of published figures: `docs/figures.json` holds the numbers, with the command that measured them.
 
-    python docs/tools/figures.py            # docs/images/{ranks,kernels,state,cpu,positions}.png
+    python docs/tools/figures.py            # docs/images/{ranks,kernels,state,cpu,positions,contexts}.png
 
-`positions` is drawn from experiments/results. Pictures that need the raw results of a benchmark are drawn by
+`positions` and `contexts` are drawn from experiments/results. Pictures that need the raw results of a benchmark are drawn by
 `benchmarks/tables.py` and `benchmarks/recommendation_page.py`.
 """
 
@@ -85,12 +85,12 @@ STARTS = {
 """Rules of the picture of positions, by their label in the plans."""
 
 
-def positions(evidence: Evidence, plan: str, task: str, axes: Any) -> None:
-    """Loss by position in held-out text, a line per rule, mean over seeds."""
+def positions(evidence: Evidence, plan: str, task: str, axes: Any, context: int) -> None:
+    """Loss by position in held-out text that is read in pieces of `context` tokens, a line per rule, mean over seeds."""
     done = [line for line in evidence.lines if (line["file"], line["task"], line["status"]) == (plan, task, "done")]
     for label, (name, color) in STARTS.items():
         tests = [line["result"]["text"]["test"] for line in done if line["rule"] == label]
-        runs = [test["1024"]["positions"] for test in tests]
+        runs = [test[str(context)]["positions"] for test in tests]
         places = [bin_["up_to"] for bin_ in runs[0]]
         means = [sum(bin_["nats_per_token"] for bin_ in bins) / len(runs) for bins in zip(*runs, strict=True)]
         seeds = f", {len(runs)} seed{'s' * (len(runs) > 1)}"
@@ -117,12 +117,19 @@ def main() -> None:
         axes.spines[["top", "right"]].set_visible(False)
         picture.savefig(DOCS / "images" / f"{name}.png", dpi=144, metadata={"Software": None})
         plt.close(picture)
-    picture, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
-    for plan, task, axes in (("text_30m", "novels", left), ("text_code", "code", right)):
-        positions(Evidence(), plan, task, axes)
-    left.set_ylabel("nats a token")
-    right.legend(fontsize=8, frameon=False)
-    picture.savefig(DOCS / "images" / "positions.png", dpi=144, metadata={"Software": None})
+    draw_positions("positions", {"novels": "text_30m", "code": "text_code"}, 1024)
+    draw_positions("contexts", {"novels": "text_rivals", "code": "text_rivals"}, 16384)
+
+
+def draw_positions(name: str, plans: dict[str, str], context: int) -> None:
+    """Two pictures of `positions` next to each other: the corpora and the plans that have them."""
+    evidence = Evidence()
+    picture, both = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
+    for (task, plan), axes in zip(plans.items(), both, strict=True):
+        positions(evidence, plan, task, axes, context)
+    both[0].set_ylabel("nats a token")
+    both[1].legend(fontsize=8, frameon=False)
+    picture.savefig(DOCS / "images" / f"{name}.png", dpi=144, metadata={"Software": None})
     plt.close(picture)
 
 

@@ -7,20 +7,23 @@ differences paired by seed. Without results a verdict is "not run yet". claims.p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from criteria import (
     FAILS,
     HOLDS,
     NOT_RUN,
+    NOTHING,
     PART,
     UNSEEN,
     Finding,
     against,
+    both_ways,
     gains_of,
     judge,
     judge_equal,
+    named_gains,
 )
 from evidence import (
     RARE,
@@ -34,9 +37,10 @@ from evidence import (
     largest,
     ranks,
 )
-from wording import brief, joined, number, paragraph, shown, table
+from scripted import anchor, forgetting, parameters, rank
+from wording import brief, joined, paragraph, shown, table
 
-from prism.compare.statistics import Estimate, estimate
+from prism.compare.statistics import Estimate
 
 
 def earlier(evidence: Evidence, model: str, other: str) -> Estimate:
@@ -49,37 +53,9 @@ def earlier(evidence: Evidence, model: str, other: str) -> Estimate:
 
 VOCABULARY = 8192
 """Tokens of the BPE of experiments/novels.py and code_corpus.py."""
-NOTHING = "No run of this is in the repository yet."
+SIDE_FEATURES = "ml-100k-gaps"
+"""The log of experiments/recommend.py with a feature next to the items: the paper's ablation is on such a log."""
 EARLIER = "On MovieLens-1M (NDCG@10, three seeds, an earlier run of which means and errors were kept)"
-
-
-def rank(evidence: Evidence) -> Finding:
-    rows = evidence.single("write_rank")
-    if rows is None:
-        return Finding(NOT_RUN, "", NOTHING)
-    own = [row for row in rows if not row["shared_key"]]
-    exact = all(row["rank"] == [row["L"]] * 2 for row in own)
-    one = all(row["rank"] == [1, 1] for row in rows if row["shared_key"])
-
-    def effective(weights: str, preset: str, L: int) -> Estimate:
-        chosen = [r for r in own if (r["weights"], r["preset"], r["L"]) == (weights, preset, L)]
-        return estimate(row["effective"] for row in chosen)
-
-    kinds = [("`lm`, random weights", "random", "lm"), ("`paper`, random weights", "random", "paper")]
-    kinds += [("`lm`, trained on text", "trained", "lm")] if any(r["weights"] == "trained" for r in own) else []
-    cells = [[name, *[shown(effective(*kind, L), 2) for L in (2, 3, 4)]] for name, *kind in kinds]
-    seeds = len({row["seed"] for row in rows})
-    last = next(found for kind in ("trained", "random") if (found := effective(kind, "lm", 4)).count)
-    small = effective("trained", "lm", 4).count > 0 and last.mean < 1.2
-    text = [
-        f"The rank is {'exactly L at every token' if exact else 'not L at every token'}, for L = 1 to 4, both presets and",
-        f"{seeds} seeds. With a shared key it is {'1' if one else 'not 1'}. But the parts are not equal: the effective",
-        "rank (Σσ²)² / Σσ⁴ is smaller than L.",
-        "In trained models it is near 1: the extra writes are small next to the first." if small else "",
-    ]
-    figure = f"rank L; effective rank {shown(last, 2)} of 4"
-    verdict = HOLDS if exact else FAILS
-    return Finding(verdict, figure, joined(paragraph(*text), table(["effective rank", "L = 2", "3", "4"], cells)))
 
 
 def speed(evidence: Evidence) -> Finding:
@@ -109,11 +85,11 @@ def networks(evidence: Evidence) -> str:
 def transformer(evidence: Evidence) -> Finding:
     pairs = evidence.pairs(is_default, is_rule("softmax"), "text", "recommendation")
     gains = [pair.gain for pair in largest(pairs)]
-    said, parts = [], []
+    said, parts = [], named_gains(pairs)
     if not any(pair.first.kind == "recommendation" for pair in pairs):
         old = earlier(evidence, "prism-2", "sasrec")  # the default, as on text
         gains.append(old)
-        parts.append(f"MovieLens-1M {shown(old, sign=True)}")
+        parts.append(("ML-1M", old, 4))
         deeper, first = earlier(evidence, "prism-3", "sasrec"), earlier(evidence, "gated_delta", "sasrec")
         said.append(
             f"{EARLIER}, PRISM is better than SASRec by {shown(old)} (L = 3: {shown(deeper)}; Gated DeltaNet: {shown(first)})."
@@ -123,7 +99,7 @@ def transformer(evidence: Evidence) -> Finding:
     if not any(gain.count > 1 for gain in text):
         said.append("Text has one seed, which decides nothing." if text else "Text was not run yet.")
         verdict = PART if verdict == HOLDS else verdict
-    return Finding(verdict, brief(*gains_of(pairs), *parts), joined(against(pairs), paragraph(*said)))
+    return Finding(verdict, both_ways(parts), joined(against(pairs), paragraph(*said)))
 
 
 def gated_delta(evidence: Evidence) -> Finding:
@@ -134,13 +110,17 @@ def gated_delta(evidence: Evidence) -> Finding:
     pairs = pairs if any(pair.first.kind == "text" for pair in pairs) else published
     said = []
     gains = [pair.gain for pair in largest(pairs)]
-    parts = gains_of(pairs)
+    parts = named_gains(pairs)
     if not any(pair.first.kind == "recommendation" for pair in pairs):
         olds = {L: earlier(evidence, f"prism-{L}", "gated_delta") for L in (2, 3)}
         gains += olds.values()
         cells = ", ".join(f"L = {L} {shown(old, sign=True)}" for L, old in olds.items())
         said.append(f"{EARLIER}: {cells}.")
-        parts += [f"ML-1M {shown(old, sign=True)}" for old in olds.values()]
+        parts += [("ML-1M", old, 4) for old in olds.values()]
+    else:
+        said.append(
+            "In recommenders PRISM's decays are spread over the heads and Gated DeltaNet's drawn: not the rank alone."
+        )
     verdict = judge(gains)
     if not any(pair.first.kind == "text" for pair in pairs):
         said.append("Text was not run yet.")
@@ -154,16 +134,9 @@ def gated_delta(evidence: Evidence) -> Finding:
     return Finding(verdict, both_ways(parts), joined(*tables))
 
 
-def both_ways(parts: Sequence[str]) -> str:
-    """Gains in short; where some are positive and some negative, one of each comes first, so that neither side is cut off."""
-    ups, downs = ([part for part in parts if (" −" in part) == down] for down in (False, True))
-    firsts = [*ups[:1], *downs[:1]]
-    return brief(*firsts, *(part for part in parts if part not in firsts))
-
-
 def on_probes(evidence: Evidence) -> str:
     """Where rank 2 is better or worse than rank 1 on synthetic tasks."""
-    kinds = {group.kind for group in evidence.groups} - {"text", "recommendation", "hybrid", "adapter"}
+    kinds = sorted({group.kind for group in evidence.groups} - {"text", "recommendation", "hybrid", "adapter"})
     pairs = [pair for pair in evidence.pairs(is_default, is_rule("gated_delta"), *kinds) if not pair.solved]
     if not pairs:
         return "Synthetic tasks were not run yet."
@@ -189,11 +162,19 @@ def retrieval(evidence: Evidence) -> Finding:
     """
     recall = ranks(evidence, "recall")
     text = largest(ranks(evidence, "text"))
-    rare = [pair for pair in text if any(pair.first.values(RARE)) and any(pair.second.values(RARE))]
+    listed = [pair for pair in ranks(evidence, "text") if default_start(pair) or pair in text]
+    rare = [pair for pair in text if has_rare(pair)]
     guess = [p for p in rare if min(g.score(RARE).mean for g in (p.first, p.second)) > 0.8 * math.log(VOCABULARY)]
     counted = [pair for pair in rare if pair not in guess]
     open_tasks = [pair for pair in recall if not shows_no_difference(pair)]
-    tests: list[tuple[Pair, str | None]] = [*((pair, None) for pair in open_tasks), *((pair, RARE) for pair in counted)]
+    logs = [
+        p for p in evidence.pairs(is_default, is_rule("gated_delta"), "recommendation") if p.first.task == SIDE_FEATURES
+    ]
+    tests: list[tuple[Pair, str | None]] = [
+        *((pair, None) for pair in open_tasks),
+        *((pair, RARE) for pair in counted),
+        *((pair, "HR@200") for pair in logs),
+    ]
     if not (tests or guess) or not text:
         return Finding(NOT_RUN, "", joined("Runs on text and on recall with both ranks are needed.", against(recall)))
 
@@ -212,7 +193,10 @@ def retrieval(evidence: Evidence) -> Finding:
             f"On {' and '.join(pair.first.task for pair in guess)} both are near {math.log(VOCABULARY):.2f} nats, the loss of a"
             f" uniform guess among {VOCABULARY:,} tokens: nothing is recalled there, so it does not count."
         )
-    text_of = joined(paragraph(*said), against(recall), against(text), against(rare, RARE))
+    said.append("Of two budgets on one corpus the one with more tokens counts, if it has enough seeds.")
+    with_rare = [pair for pair in listed if has_rare(pair)]
+    on_log = [against(logs, "HR@200"), against(logs, "AUC")]
+    text_of = joined(paragraph(*said), *on_log, against(recall), against(listed), against(with_rare, RARE))
     if not tests:
         return Finding(UNSEEN, "", text_of)
     most = max(loss(pair) for pair in text)
@@ -224,9 +208,17 @@ def retrieval(evidence: Evidence) -> Finding:
     if loss(worst, label) < 0:
         word = "better"
         worst, label = min(tests, key=lambda test: loss(*test))
-    what = f"{worst.first.task}, rare bigrams" if label else worst.first.task
+    what = f"{worst.first.task}, {'rare bigrams' if label == RARE else label}" if label else worst.first.task
     figure = brief(f"{what}: L = 1 {word} by {abs(loss(worst, label)):.1%}", f"nats worse by {most:.1%}")
+    counts = [loss(*test) for test in tests if gain(*test).significant]
+    if counts and min(counts) < 0 < max(counts):
+        figure = f"L = 1 worse by {max(counts):.1%}; elsewhere better by {-min(counts):.1%}"
     return Finding(verdict, figure, text_of)
+
+
+def has_rare(pair: Pair) -> bool:
+    """Whether both rules have scores on repeated rare bigrams."""
+    return bool(pair.first.values(RARE) and pair.second.values(RARE))
 
 
 def shows_no_difference(pair: Pair) -> bool:
@@ -249,105 +241,6 @@ def shared_keys(evidence: Evidence) -> Finding:
     if not pairs:
         return Finding(NOT_RUN, "", NOTHING)
     return Finding(judge([pair.gain for pair in largest(pairs)]), brief(*gains_of(pairs)), against(pairs))
-
-
-def parameters(evidence: Evidence) -> Finding:
-    rows = evidence.single("parameters")
-    if rows is None:
-        return Finding(NOT_RUN, "", NOTHING)
-    added: dict[str, list[float]] = {
-        preset: [r["mixer_over_gated_delta"] for r in rows if r.get("preset") == preset and r["steps"] > 1]
-        for preset in ("lm", "paper")
-    }
-    below = [max(values) < 0.1 for values in added.values()]
-    verdict = HOLDS if all(below) else PART if any(below) else FAILS
-    cells = []
-    for preset in ("lm", "paper"):
-        for L in (2, 3, 4):
-            chosen = [row for row in rows if row.get("preset") == preset and row["steps"] == L]
-            columns = [[row[f"{what}_over_gated_delta"] for row in chosen] for what in ("mixer", "model")]
-            cells.append([f"`{preset}`, L = {L}", *[f"{min(c):.1%} to {max(c):.1%}" for c in columns]])
-    sizes = [row["size"] for row in rows if row["rule"] == "gated_delta"]
-    text = paragraph(
-        f"Parameters that PRISM has more than Gated DeltaNet, over the sizes {', '.join(sizes)} of `prism train lm`. With",
-        "low-rank maps (`lm`) the claim holds up to L = 4; with the full maps of the paper's equations (`paper`) it does not.",
-    )
-    figure = f"+{min(added['lm']):.0%} to +{max(added['lm']):.0%}; with full maps +{max(added['paper']):.0%}"
-    return Finding(verdict, figure, joined(text, table(["", "of the layer", "of the whole model"], cells)))
-
-
-def forgetting(evidence: Evidence) -> Finding:
-    results = evidence.single("forgetting")
-    if results is None:
-        return Finding(NOT_RUN, "", NOTHING)
-    cells, stable, free, ratios = [], [], [], []
-    for row in results["cases"]:
-        last = estimate([seed[-1] for seed in row["norm"] if seed[-1] is not None])
-        growth = None if row["diverges"] else estimate(row["growth"])
-        bounded = growth is not None and growth.mean < 0.1
-        ratios += [last.mean / row["bound"]] if row["bound"] else []
-        within = row["bound"] is None or last.mean <= 1.1 * row["bound"]
-        if row["decay"] < 1 and row["erase"] == "sigmoid":
-            stable.append(bounded and within)
-        if row["erase"] == "none":
-            free.append(growth is not None and growth.mean > 0.4)
-        size = f"{last.mean:.0e}" if growth is None else f"{last.mean:,.0f}" if last.mean > 100 else f"{last.mean:.1f}"
-        bound = "" if row["bound"] is None else f"{row['bound']:.1f}"
-        cells.append([row["case"], "diverges" if growth is None else shown(growth, 2), size, bound])
-    tokens, seeds = results["tokens"][-1], results["seeds"]
-    over = max([0.0, *(ratio - 1 for ratio in ratios)])
-    verdict = HOLDS if all(stable) and all(free) else PART if all(stable) or all(free) else FAILS
-    text = paragraph(
-        f"Growth is the exponent of the error in the length (0: bounded, ½: random walk, 1: proportional); {seeds} seeds,",
-        f"{tokens:,} tokens, float64. The decay bounds the error, at most {over:.0%} above the theorem's bound (for",
-        "independent errors that is a bound on the mean square). The erase alone bounds it only for",
-        "keys that are erased sometimes. And β must be bounded: linear as in the paper's Eq. 11 the memory diverges.",
-    )
-    header = ["memory", "growth", f"‖error‖ after {tokens:,}", "bound"]
-    pick = {row["case"]: cell for row, cell in zip(results["cases"], cells, strict=True)}
-    figure = f"growth {pick['PRISM, α = .99'][1]}; without decay {pick['no forgetting'][1]}"
-    return Finding(verdict, figure, joined(text, table(header, cells)))
-
-
-def anchor(evidence: Evidence) -> Finding:
-    rows = evidence.single("anchor_error")
-    if rows is None:
-        return Finding(NOT_RUN, "", NOTHING)
-    widths = sorted({row["conv_size"] for row in rows})
-    wide = [row for row in rows if any(name.startswith("window_") for name in row)]
-
-    def of(name: str, width: int) -> Estimate:
-        return estimate(row[name] for row in rows if row["conv_size"] == width)
-
-    window = {w: estimate(row[f"window_{w}"] for row in wide) for w in widths if wide and f"window_{w}" in wide[0]}
-    cells = [
-        [str(w), shown(of("own", w), 2), shown(of("fitted", w), 2), shown(window[w], 2) if w in window else ""]
-        for w in widths
-    ]
-    grows = bool(window) and window[widths[-1]].mean > window[widths[0]].mean
-    predicts = max(of("own", w).mean for w in widths) > 0
-    verdict = NOT_RUN if not window else HOLDS if grows and predicts else PART if grows else FAILS
-    first, last = widths[0], widths[-1]
-    seeds = len({row["seed"] for row in rows})
-    said = [
-        "Share of the variance of the memory's answer Sᵀk that is explained on held-out text (1: all; 0: its mean; negative:",
-        f"worse than its mean); small byte-level models, {seeds} seed{'s' * (seeds > 1)}.",
-    ]
-    if grows:
-        peak = max(window, key=lambda w: window[w].mean)
-        said.append(
-            f"A wider window can predict more: the best linear map of the last w inputs gains up to w = {peak}."
-        )
-    if not predicts:
-        said.append(
-            "But what the model subtracts, W_u u, is worse than the mean at every width: training does not make"
-        )
-        said.append("the anchor an estimate of Sᵀk.")
-    header = ["width w", "the model's own, W_u u", "best linear map of u", "best linear map of w inputs"]
-    own = number(max(of("own", w).mean for w in widths), 2)
-    ends = " → ".join(number(window[w].mean, 2) for w in (first, last)) if window else ""
-    figure = brief(f"window {first} → {last}: {ends}" if ends else "", f"own anchor ≤ {own}")
-    return Finding(verdict, figure, joined(paragraph(*said), table(header, cells)))
 
 
 def hybrid(evidence: Evidence) -> Finding:

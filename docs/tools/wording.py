@@ -10,7 +10,7 @@ from prism.compare.statistics import Estimate
 from tables import grid
 
 WIDTH = 100
-FIGURE_WIDTH = 44
+FIGURE_WIDTH = 46
 """Characters of a figure in the table of claims, so that its lines fit."""
 
 

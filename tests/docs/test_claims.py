@@ -14,9 +14,9 @@ from tests.docs.test_pages import ROOT, tool
 
 claims = tool("claims")
 import comparisons  # noqa: E402
-from criteria import judge, judge_equal  # noqa: E402
+from criteria import both_ways, judge, judge_equal  # noqa: E402
 from evidence import Evidence, is_default, is_prism, is_rule, ranks  # noqa: E402
-from verdicts import CLAIMS, both_ways  # noqa: E402
+from verdicts import CLAIMS  # noqa: E402
 from wording import number, shown  # noqa: E402
 
 
@@ -77,10 +77,11 @@ def test_verdicts(gains: list[Estimate], better: str, equal: str) -> None:
     assert judge_equal(gains) == equal
 
 
-def test_a_figure_shows_both_directions() -> None:
-    gains = ["novels +.0323 ± .0120", "code +.0210 ± .0796", "ML-1M −.0017 ± .0003"]
-    assert both_ways(gains) == "novels +.0323 ± .0120; ML-1M −.0017 ± .0003"
-    assert both_ways(gains[:2]) == "novels +.0323 ± .0120; code +.0210 ± .0796"
+def test_a_figure_shows_a_loss_that_counts() -> None:
+    novels, code = ("novels", Estimate(0.0323, 0.012, 3), 4), ("code", Estimate(0.021, 0.0796, 3), 4)
+    lost, level = ("ML-1M", Estimate(-0.0017, 0.0003, 3), 4), ("Beauty", Estimate(-0.0003, 0.0006, 5), 4)
+    assert both_ways([novels, code, lost]) == "novels +.0323 ± .0120; ML-1M −.0017 ± .0003"
+    assert both_ways([novels, code, level]) == "novels +.0323 ± .0120; code +.0210 ± .0796"
 
 
 @pytest.mark.parametrize(("gain", "verdict"), [(0.01, "holds in part"), (0.0, "not seen"), (-0.01, "not seen")])
@@ -282,7 +283,7 @@ def test_recall_in_text_is_compared_with_its_nats(tmp_path: Path, rank_2: float,
             lines.append(line(rule, seed, None, result=result, settings=as_built(rule)))
     found = next(claim for claim in CLAIMS if claim.slug == "retrieval").check(write(tmp_path, *lines))
     assert found.verdict == verdict
-    assert "| novels, repeated rare bigrams |" in found.text
+    assert "| novels, rare bigrams |" in found.text
     assert ("uniform guess" in found.text) == (rank_2 > 8)  # of 9.01
     assert verdict != "does not hold" or found.figure.startswith("novels, rare bigrams: L = 1 better by")
 

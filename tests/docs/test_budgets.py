@@ -1,0 +1,79 @@
+"""Comparisons of one corpus with several budgets: which one decides, and what pages say of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.docs.test_claims import CLAIMS, as_built, claims, comparisons, line
+from tests.docs.test_pages import tool
+
+evidence = tool("evidence")
+
+WORDS = {"accuracy": 0.125}
+
+
+def trained(rule: str, seed: int, score: float, tokens: int, **text: Any) -> dict[str, Any]:
+    """A line of a model with PRISM's start."""
+    given = line(rule, seed, score, key=f"{rule} {seed} {tokens}", settings=as_built(rule))
+    given["settings"] |= {"steps": 10, "batch": 2, "context": 1024}
+    longer = {"nats": score, "repeated rare bigrams": 2 * score, "nats at 4,096": score - 0.5}
+    given["result"] |= {"tokens": tokens, "parameters": 30_000_000, "scores": longer, "text": text}
+    return given
+
+
+def stored(folder: Path, **files: list[dict[str, Any]]) -> Any:
+    for name, lines in files.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    return evidence.Evidence(folder)
+
+
+def both(gain: float, tokens: int, seeds: int) -> list[dict[str, Any]]:
+    """Rank 2 and rank 1 that start alike; `gain` is what rank 2 saves."""
+    return [
+        trained(rule, seed, 3.0 + seed / 100 - (gain if rule == "prism" else 0.0), tokens)
+        for rule in ("prism", "gated_delta")
+        for seed in range(seeds)
+    ]
+
+
+def test_more_tokens_decide_if_they_have_enough_seeds(tmp_path: Path) -> None:
+    check = next(claim for claim in CLAIMS if claim.slug == "gated-delta").check
+    short = both(0.25, 33_000_000, 5)
+    found = check(stored(tmp_path, short=short, long=both(0.5, 66_000_000, 3)))
+    assert found.figure.startswith("novels +.5000")
+    found = check(stored(tmp_path, short=short, long=both(0.5, 66_000_000, 2)))
+    assert found.figure.startswith("novels +.2500")
+    for row in ("33 M tokens, nats | 2.7700", "66 M tokens, nats | 2.5050"):
+        assert f"| novels, 30 M, {row}" in found.text  # both are shown
+
+
+def test_longer_contexts_and_last_words_are_shown(tmp_path: Path) -> None:
+    lines = [trained("prism", 0, 3.0, 1000, lambada=WORDS), trained("gated_delta", 0, 3.25, 1000)]
+    found = comparisons.contexts(stored(tmp_path, text=lines))
+    assert "| rule | 1,024 | 4,096 | LAMBADA |" in found
+    assert "| prism | 3.000 | 2.500 | .125 |" in found and "| gated_delta | 3.250 | 2.750 | |" in found
+    found = comparisons.contexts(stored(tmp_path, text=lines[1:]))
+    assert "LAMBADA" not in found and "| gated_delta | 3.250 | 2.750 |" in found
+    assert comparisons.contexts(stored(tmp_path, text=[line("prism", 0, 3.0)])).startswith("No run")
+
+
+def test_scores_of_seed_0_alone_are_shown(tmp_path: Path) -> None:
+    found = claims.blocks(stored(tmp_path, text=[trained("prism", 0, 3.0, 1000)]))["text"]()
+    assert "| prism | 3.000 | | 6.00 | |" in found
+
+
+def test_the_lead_of_a_start_is_told_for_each_budget(tmp_path: Path) -> None:
+    def published(seed: int, score: float, tokens: int) -> dict[str, Any]:
+        given = trained("gated_delta", seed, score, tokens) | {"rule": "published", "key": f"{seed} {tokens}"}
+        given["settings"] = {**given["settings"], "model": {"layers": "gated_delta", "rule_options": {}}}
+        return given
+
+    short = [trained("gated_delta", 0, 3.0, 33_000_000), published(0, 3.5, 33_000_000)]
+    long = [trained("gated_delta", 0, 2.5, 66_000_000), published(0, 2.75, 66_000_000)]
+    found = comparisons.recall_start(stored(tmp_path, short=short, long=long)).replace("\n", " ")
+    assert "it is .50 after 33 M tokens and .25 after 66 M on novels." in found
+    assert "| novels, 66 M tokens | 2.500 | 2.750 | +.250 | 1 |" in found
+    (tmp_path / "long.jsonl").unlink()
+    assert "lead" not in comparisons.recall_start(evidence.Evidence(tmp_path))
