@@ -35,6 +35,11 @@ def test_the_plan_of_the_howto_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["compare", str(plan), "--out", str(out), "--dry-run"]) == 0
     assert "24 runs" in capsys.readouterr().out and not out.exists()
     words = ["compare", str(plan), "--out", str(out), "--jobs", "2", "--only", "linear, state 512"]
+    assert main([*words, "--seeds", "1", "--minutes", "1e-9"]) == 0
+    assert "with 9 runs to go: the same command continues" in capsys.readouterr().out
+    assert main([*words, "--seeds", "1"]) == 0
+    done = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert {line["seed"] for line in done if line["status"] == "done"} == {1, 100}
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "recall, linear, state 512" in printed and "report.html" in printed
@@ -69,6 +74,8 @@ def test_a_probe_is_a_plan_of_one_task(
         (["compare", "PLAN", "--only", "("], "--only must be a regular expression, got '('"),
         (["compare", "PLAN", "--only", "xyz"], "--only 'xyz' finds none of the runs"),
         (["compare", "PLAN", "--jobs", "0"], "jobs must be at least 1, got 0"),
+        (["compare", "PLAN", "--seeds", "0", "7"], "--seeds must be among those of the plan, 0 1 2; got 0 7"),
+        (["compare", "PLAN", "--minutes", "0"], "minutes must be above 0, got 0"),
         (["compare", "NONE"], "there is no settings file"),
     ],
 )

@@ -143,6 +143,17 @@ def test_an_interrupt_is_in_the_file_and_the_run_is_computed_again(tmp_path: Pat
     assert [line["status"] for line in lines(path)] == ["started", "stopped", "started", "done"]
 
 
+def test_after_its_minutes_a_grid_stops_and_can_be_continued(tmp_path: Path) -> None:
+    log, path = tmp_path / "log", tmp_path / "results.jsonl"
+    quick, slow = Toy(str(log), "quick"), Toy(str(log), "slow", seconds=60.0)
+    assert run_grid([quick, slow], Records(path), 1, minutes=0.02) == 4  # one of four runs of `slow` had started
+    found = {(line["rule"], line["status"]) for line in Records(path).lines.values()}
+    assert found == {("quick", "done"), ("slow", "stopped")}
+    assert [line["error"] for line in lines(path) if line["status"] == "stopped"] == ["0.02 minutes were over"]
+    assert run_grid([quick], Records(path), 1) == 0
+    assert [words[1] for words in calls(log)] == ["quick"] * 4 + ["slow"]
+
+
 def test_killed_at_five_moments_it_loses_no_finished_run_and_repeats_none(tmp_path: Path) -> None:
     log, path = tmp_path / "log", tmp_path / "results.jsonl"
     entries = [Toy(str(log), f"toy{n}", seeds=(0, 1, 2), seconds=0.02) for n in range(12)]

@@ -88,6 +88,17 @@ def test_only_keeps_the_reference() -> None:
         plan.only(re.compile("nothing"))
 
 
+def test_some_of_the_seeds() -> None:
+    plan = make_plan(PLAN, "file")
+    one = plan.with_seeds([1])
+    assert one.runs == plan.runs - 3 and all(entry.seeds == (1,) for entry in one.entries)
+    keys = [{t.key for entry in chosen.entries for t in entry.final(1e-2)} for chosen in (one, plan)]
+    assert keys[0] < keys[1]  # the same runs, so that nothing is computed twice
+    for wrong, said in (([0, 2], "0 2"), ([], "none")):
+        with pytest.raises(ValueError, match=f"among those of the plan, 0 1; got {said}"):
+            plan.with_seeds(wrong)
+
+
 def test_rules_may_have_names_of_their_own() -> None:
     table = {"base": "gated_delta", "ours": {"rule": "prism", "steps": 3}}
     plan = make_plan(changed(rules=table, reference="base"), "file")
@@ -243,7 +254,7 @@ def test_text_is_a_task_with_the_same_budget(monkeypatch: pytest.MonkeyPatch) ->
         states = [part.state_size for part in built.modules() if isinstance(part, Mixer)]
         return sum(p.numel() for p in built.parameters()), sum(states)
 
-    corpus = SimpleNamespace(manifest=SimpleNamespace(vocab_size=100))
+    corpus = SimpleNamespace(manifest=SimpleNamespace(vocab_size=100, digest="first tokens"))
     found = {"TextRun": SimpleNamespace(context=1024), "sizes": sizes, "open_corpus": lambda folder, verify: corpus}
     monkeypatch.setitem(sys.modules, "prism.compare.text", SimpleNamespace(**found))
     budget = {"tokens": 64_000, "batch": 4, "width": 32, "heads": 2, "key_dim": 8, "hidden": 64, "match": "parameters"}

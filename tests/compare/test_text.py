@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from prism.compare.grid import Records
+from prism.compare.plan import make_plan
 from prism.compare.text import TextRun, build, count_parameters, prepare, score_split, sizes, train_text
 from prism.language.corpus import Corpus, open_corpus, write_splits
 from prism.language.task import Validation
@@ -74,6 +76,31 @@ def test_every_rival_trains_and_its_results_are_plain(data: Path, name: str) -> 
     manifest = open_corpus(data).manifest
     assert result["corpus"]["digest"] == manifest.digest
     assert result["corpus"]["test"] == {"tokens": manifest.splits["test"].tokens, "documents": 2}
+
+
+def test_results_on_other_tokens_are_not_taken_for_finished(data: Path, tmp_path: Path) -> None:
+    options = {"data": str(data), "context": 16}
+    values = {
+        "rules": ["gated_delta", "linear"],
+        "budget": {"steps": 2, "batch": 2, "width": 16, "heads": 1, "key_dim": 8, "conv": 1, "hidden": 16},
+        "learning_rate": {"values": [1e-2, 2e-2]},
+        "tasks": [{"task": "text", "options": options}],
+    }
+    plan = make_plan(values, "file")
+    records = Records(tmp_path / "results.jsonl")
+    digest = open_corpus(data).manifest.digest
+    assert plan.entries[0].data == digest
+    for training in (plan.entries[1].search()[1], plan.entries[0].final(2e-2)[0]):
+        with records.writing():
+            records.add(training, "done", result={"corpus": {"digest": digest}})
+        plan.check_data(records)
+        with records.writing():
+            records.add(training, "done", result={"corpus": {"digest": "0123"}})
+        with pytest.raises(ValueError, match=f"has runs on other tokens than {data} has now .*: give another folder"):
+            plan.check_data(records)
+        with records.writing():
+            records.add(training, "done", result={})  # older results do not say it
+    plan.check_data(records)
 
 
 def test_training_lowers_the_loss_and_a_seed_repeats_it(data: Path) -> None:

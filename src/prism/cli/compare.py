@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +27,8 @@ def compare(
     jobs: int | None = None,
     retry: bool = False,
     only: str | None = None,
+    seeds: tuple[int, ...] | None = None,
+    minutes: float | None = None,
     dry_run: bool = False,
 ) -> int:
     """Compare rules under one budget: the same state, data and number of learning rates, several seeds.
@@ -38,6 +42,8 @@ def compare(
         jobs: Trainings side by side. None: the plan's number.
         retry: Repeat runs that failed.
         only: Regular expression; only runs whose name it finds, and those of the reference on the same tasks.
+        seeds: Train with these of the plan's seeds alone; the report has all. None: all.
+        minutes: Stop after this time. Runs in progress are lost; the same command continues. None: no limit.
         dry_run: Show the runs with their parameters and state sizes, and train nothing.
     """
     out = check_target(Path("runs") / file.stem if out is None else out, folder=True, name="out")
@@ -47,22 +53,36 @@ def compare(
             plan = plan.only(re.compile(only))
         except re.error as error:
             raise ValueError(f"--only must be a regular expression, got {only!r}: {error}") from error
-    return run_plan(plan, out, jobs, retry, dry_run)
+    return run_plan(plan, out, jobs, retry, seeds, minutes, dry_run)
 
 
-def run_plan(plan: Plan, out: Path, jobs: int | None = None, retry: bool = False, dry_run: bool = False) -> int:
+def run_plan(
+    plan: Plan,
+    out: Path,
+    jobs: int | None = None,
+    retry: bool = False,
+    seeds: Sequence[int] | None = None,
+    minutes: float | None = None,
+    dry_run: bool = False,
+) -> int:
     """Compute what is missing of a plan, print tables, and write the report."""
     if jobs is not None and jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {jobs}")
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes must be above 0, got {minutes:g}")
+    wanted = plan if seeds is None else plan.with_seeds(seeds)
     console = Console() if sys.stdout.isatty() else Console(width=160)  # a log has room for whole tables
     records = Records(out / RESULTS)
+    plan.check_data(records)
     if dry_run:
-        console.print(_plan_table(plan, records))
-        print(f"{plan.runs} runs, {jobs or plan.jobs} side by side; results in {out / RESULTS}")
+        console.print(_plan_table(wanted, records))
+        print(f"{wanted.runs} runs, {jobs or plan.jobs} side by side; results in {out / RESULTS}")
         return 0
     pyplot()  # fail now, not after the training, if matplotlib is missing
     try:
-        run_grid(plan.entries, records, jobs or plan.jobs, retry)
+        left = run_grid(wanted.entries, records, jobs or plan.jobs, retry, math.inf if minutes is None else minutes)
+        if left:
+            print(f"stopped after {minutes:g} minutes with {left} runs to go: the same command continues")
     finally:
         found = findings(plan, records)
         if any(finding.runs for finding in found.found):

@@ -135,7 +135,7 @@ def probe(
         },
         "flags",
     )
-    return run_plan(plan, output, jobs, retry, dry_run)
+    return run_plan(plan, output, jobs, retry, dry_run=dry_run)
 
 
 def mqar(

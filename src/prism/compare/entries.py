@@ -102,6 +102,8 @@ class Entry:
     """Whether the state grows with the sequence; `state_size` is then that of one token."""
     size: int = 0
     """Place in the budget's list of key widths: rules are compared at the same place."""
+    data: str = ""
+    """A hash of the prepared tokens, on text: settings have only the folder's name."""
 
     @property
     def name(self) -> str:

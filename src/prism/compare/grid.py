@@ -219,12 +219,16 @@ class Queue:
         return found
 
 
-def run_grid(entries: Iterable[Searched], records: Records, jobs: int, retry: bool = False) -> None:
-    """Compute what is missing, `jobs` trainings at a time.
+def run_grid(
+    entries: Iterable[Searched], records: Records, jobs: int, retry: bool = False, minutes: float = math.inf
+) -> int:
+    """Compute what is missing, `jobs` trainings at a time; returns how many trainings were stopped or not begun.
 
     Args:
         retry: compute failed trainings again.
+        minutes: time after which to stop.
     """
+    until = time.monotonic() + 60 * minutes
     provenance = {"machine": machine(), "prism": __version__, "command": shlex.join(["prism", *sys.argv[1:]])}
     with records.writing():
         queue = Queue(entries, records, retry)
@@ -236,15 +240,18 @@ def run_grid(entries: Iterable[Searched], records: Records, jobs: int, retry: bo
                 trainings[id(job)] = training
                 yield job
 
+        def started(job: Job) -> None:
+            records.add(trainings[id(job)], "started")
+
         waiting = deque(jobs_of(queue.next()))
         if not waiting:
-            return
+            return 0
         later = queue.later()
         total, count = len(waiting) + len(later), 0
         steps = sum(job.steps for job in waiting) + sum(training.steps for training in later)
         with workers(min(jobs, total)) as pool:
             try:
-                for job, outcome in pool.run(waiting, steps, lambda job: records.add(trainings[id(job)], "started")):
+                for job, outcome in pool.run(waiting, steps, started, until):
                     training, count = trainings[id(job)], count + 1
                     if outcome.error is None:
                         record = records.add(training, "done", result=outcome.result, **provenance)
@@ -259,6 +266,10 @@ def run_grid(entries: Iterable[Searched], records: Records, jobs: int, retry: bo
                 for job in pool.running():
                     records.add(trainings[id(job)], "stopped", error=type(error).__name__, **provenance)
                 raise
+            stopped = pool.running()
+            for job in stopped:
+                records.add(trainings[id(job)], "stopped", error=f"{minutes:g} minutes were over", **provenance)
+        return len(stopped) + len(waiting) + len(queue.later())
 
 
 def call(what: tuple[str, Mapping[str, Any]], report: Callable[[int, float], None]) -> Any:

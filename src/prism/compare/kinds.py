@@ -37,6 +37,8 @@ class Kind(Protocol):
     function: str
     """The training, `module:function`."""
     steps: int
+    data: str
+    """A hash of the data that is read from files; empty without any."""
 
     def settings(self, rule: Compared, key_dim: int, **changed: int) -> dict[str, Any]:
         """Settings of a training. `changed` has another `width` or `hidden` than the budget."""
@@ -56,6 +58,7 @@ class Probe:
     """A synthetic task."""
 
     function = "prism.probes.training:probe_job"
+    data = ""
 
     def __init__(self, table: Mapping[str, Any], settings: PlanSettings) -> None:
         budget, curriculum = settings.budget, table.get("curriculum")
@@ -112,6 +115,7 @@ class Text:
             raise ValueError(f"options.data must be a folder of prepared tokens, got {self.options.get('data')!r}")
         corpus = self.text.open_corpus(Path(self.options["data"]), verify=False)
         self.vocabulary: int = corpus.manifest.vocab_size
+        self.data: str = corpus.manifest.digest
         self.budget, self.plan = settings.budget, settings
         self.steps = settings.budget.steps_for(self.options.get("context", self.text.TextRun.context))
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch
 
 from prism import rules as registry
 from prism.compare.entries import Budget, Entry, PlanSettings
+from prism.compare.grid import Records
 from prism.compare.kinds import Compared, Kind, kind_of
 from prism.compare.matching import TOLERANCE, closest
 from prism.messages import did_you_mean
@@ -74,6 +75,26 @@ class Plan:
         if not tasks:
             raise ValueError(f"--only {wanted.pattern!r} finds none of the runs, such as {self.entries[0].name!r}")
         return replace(self, entries=chosen)
+
+    def with_seeds(self, seeds: Sequence[int]) -> Plan:
+        """The same with some of its final seeds."""
+        known = self.entries[0].seeds
+        if not seeds or not set(seeds) <= set(known):
+            given = " ".join(map(str, seeds)) or "none"
+            raise ValueError(f"--seeds must be among those of the plan, {' '.join(map(str, known))}; got {given}")
+        return replace(self, entries=tuple(replace(entry, seeds=tuple(seeds)) for entry in self.entries))
+
+    def check_data(self, records: Records) -> None:
+        """Refuse results on other tokens than the plan's folders have now: a run is known by the name of its folder."""
+        for entry in self.entries if any(entry.data for entry in self.entries) else ():
+            finals = (training for rate in entry.rates.values for training in entry.final(rate))
+            for training in (*entry.search(), *finals):
+                digest = (records.result(training) or {}).get("corpus", {}).get("digest", entry.data)
+                if digest != entry.data:
+                    raise ValueError(
+                        f"{records.path} has runs on other tokens than {entry.settings['data']} has now "
+                        f"({training.name}): give another folder with --out, or restore the tokens"
+                    )
 
 
 def read_plan(path: Path) -> Plan:
@@ -233,7 +254,7 @@ def _task_entries(
             except ValueError as error:
                 raise ValueError(f"{where}: {prefix.rstrip('.')}, rule {label!r}: {error}") from error
             target = target or (entry.parameters, entry.state_size)
-            yield replace(entry, task=table.get("label", table["task"]), size=size)
+            yield replace(entry, task=table.get("label", table["task"]), size=size, data=kind.data)
 
 
 def _entry(

@@ -8,6 +8,7 @@ others on the GPU with it.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -95,17 +96,24 @@ class Workers:
         self.workers: list[_Worker] = []
 
     def run(
-        self, waiting: deque[Job], steps: int, started: Callable[[Job], Any] = lambda job: None
+        self,
+        waiting: deque[Job],
+        steps: int,
+        started: Callable[[Job], Any] = lambda job: None,
+        until: float = math.inf,
     ) -> Iterator[tuple[Job, Outcome]]:
         """Compute the jobs of a queue; yields each with its outcome as it ends. Meanwhile more may be added to the queue.
 
         Args:
             steps: steps of all jobs, also those that are added later, for the bar of the whole.
             started: called when a job is given to a worker.
+            until: time (`time.monotonic`) at which to stop; `running` then has the jobs that have not ended.
         """
         everything = self.progress.add_task("all", total=steps, loss="") if len(waiting) > 1 else None
         done = 0.0
         while waiting or self.running():
+            if time.monotonic() >= until:
+                return
             self._give(waiting, started)
             for worker in self._ready():
                 outcome = self._receive(worker)
