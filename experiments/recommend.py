@@ -5,8 +5,8 @@
 
 DATA holds `ml-1m.txt`, `Beauty_5core.txt`, `beauty_bert4rec.txt` and `ml-100k.inter`, or the same with `.xz`. Every run is
 `prism train rec` with the settings below (`benchmarks/recommenders.py`), and ranks the test events once, by the weights that
-were best in validation. PRISM with L = 1 is `gated_delta`: it has the same parameters and computes the same, so that it is
-not run twice. Lines are those of `prism compare`: a run whose line says `done` is not repeated, `failed` and `stopped` are.
+were best in validation. `prism-1`, PRISM with L = 1, is Gated DeltaNet whose decays start as PRISM's: next to it only the
+rank differs. Lines are those of `prism compare`: a run whose line says `done` is not repeated, `failed` and `stopped` are.
 `ml-100k-gaps` is the ablation on a log with side features: the time since the previous event is an input.
 """
 
@@ -46,7 +46,7 @@ LOGS: dict[str, tuple[str, str]] = {
     ),
 }
 """By name: the raw file, and the settings of every run on it."""
-MODELS = ("sasrec", "gated_delta", "prism-2", "prism-3")
+MODELS = ("sasrec", "gated_delta", "prism-1", "prism-2", "prism-3")
 """Names of benchmarks/recommenders.py: prism-2 is PRISM with L = 2."""
 _started: Any = None
 

@@ -29,6 +29,7 @@ RECALL = ("mqar", "mqar_mix", "multi_pair", "needle")
 RECOMMENDERS = {
     "sasrec": ("softmax", {}),
     "gated_delta": ("gated_delta", {}),
+    "prism-1": ("gated_delta", {"timescales": [1, 1024]}),
     "prism-2": ("prism", {"steps": 2}),
     "prism-3": ("prism", {"steps": 3}),
 }

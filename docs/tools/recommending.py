@@ -202,6 +202,43 @@ def equal() -> str:
     return joined(table(header, rows), paragraph(*said), _code(commands))
 
 
+def logs() -> str:
+    """A table per log of experiments/recommend.py: every model, and how far it is from SASRec and Gated DeltaNet."""
+    lines = [json.loads(text) for text in (RESULTS / "recommend.jsonl").read_text(encoding="utf-8").splitlines()]
+    done = [line for line in lines if line["status"] == "done"]
+    parts = []
+    for log in dict.fromkeys(line["task"] for line in done):
+        runs = {name: [line for line in done if (line["task"], line["rule"]) == (log, name)] for name in NAMES}
+        ndcg = {name: {run["seed"]: run["result"]["scores"]["NDCG@10"] for run in of} for name, of in runs.items()}
+        rows = [
+            [
+                NAMES[name],
+                f"{of[0]['result']['parameters'] / 1e6:.2f} M",
+                *(shown(estimate(run["result"]["scores"][figure] for run in of)) for figure in ("HR@10", "NDCG@10")),
+                *(
+                    "" if other == name else shown(paired(ndcg[name], ndcg[other]), sign=True)
+                    for other in ("sasrec", "gated_delta")
+                ),
+            ]
+            for name, of in runs.items()
+            if of
+        ]
+        seeds = min(len(of) for of in runs.values() if of)
+        header = ["model", "parameters", "test HR@10", "test NDCG@10", "− SASRec", "− Gated DeltaNet"]
+        parts.append(joined(paragraph(f"**{log}**, {seeds} seeds:"), table(header, rows)))
+    return joined(*parts, _code(dict.fromkeys(line["command"] for line in done)))
+
+
+NAMES = {
+    "sasrec": "SASRec",
+    "gated_delta": "Gated DeltaNet",
+    "prism-1": "PRISM, L = 1",
+    "prism-2": "PRISM, L = 2",
+    "prism-3": "PRISM, L = 3",
+}
+"""Models of experiments/recommend.py."""
+
+
 def _cells(runs: Iterable[dict[str, Any]]) -> list[str]:
     runs = list(runs)
     return [shown(estimate(run[part][figure] for run in runs)) for part, figure in _COLUMNS]
@@ -231,4 +268,5 @@ def blocks() -> dict[str, Callable[[], str]]:
         "rec-best": best,
         "rec-equal": equal,
         "rec-same": same,
+        "rec-logs": logs,
     }

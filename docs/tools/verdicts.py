@@ -103,11 +103,13 @@ def transformer(evidence: Evidence) -> Finding:
 
 
 def gated_delta(evidence: Evidence) -> Finding:
-    """On text, PRISM and Gated DeltaNet start alike, so that only the rank differs; where that was not run, as published."""
+    """PRISM and Gated DeltaNet start alike, so that only the rank differs; where that was not run, as published."""
     kinds = ("text", "recommendation")
     published = evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
-    pairs = [*ranks(evidence, "text"), *evidence.pairs(is_default, is_rule("gated_delta"), "recommendation")]
-    pairs = pairs if any(pair.first.kind == "text" for pair in pairs) else published
+    alike = ranks(evidence, *kinds)
+    ran = {pair.first.kind if pair.first.kind == "text" else pair.first.task for pair in alike}
+    apart = [pair for pair in published if not {pair.first.kind, pair.first.task} & ran]
+    pairs = [*alike, *apart]
     said = []
     gains = [pair.gain for pair in largest(pairs)]
     parts = named_gains(pairs)
@@ -117,7 +119,7 @@ def gated_delta(evidence: Evidence) -> Finding:
         cells = ", ".join(f"L = {L} {shown(old, sign=True)}" for L, old in olds.items())
         said.append(f"{EARLIER}: {cells}.")
         parts += [("ML-1M", old, 4) for old in olds.values()]
-    else:
+    elif any(pair.first.kind == "recommendation" for pair in apart):
         said.append(
             "In recommenders PRISM's decays are spread over the heads and Gated DeltaNet's drawn: not the rank alone."
         )

@@ -77,3 +77,17 @@ def test_the_lead_of_a_start_is_told_for_each_budget(tmp_path: Path) -> None:
     assert "| novels, 66 M tokens | 2.500 | 2.750 | +.250 | 1 |" in found
     (tmp_path / "long.jsonl").unlink()
     assert "lead" not in comparisons.recall_start(evidence.Evidence(tmp_path))
+
+
+def test_recommenders_that_start_alike_come_before_published_ones(tmp_path: Path) -> None:
+    def ranked(model: str, log: str, score: float) -> list[dict[str, Any]]:
+        result = {"scores": {"NDCG@10": score}, "better": "higher", "metric": "NDCG@10", "parameters": 10}
+        more = {"settings": ["epochs=1"], "task": log, "result": result, "function": ""}
+        return [line(model, seed, None, key=f"{model} {log} {seed}", **more) for seed in range(3)]
+
+    published = [*ranked("gated_delta", "ml-1m", 0.1), *ranked("prism-2", "ml-1m", 0.2)]
+    check = next(claim for claim in CLAIMS if claim.slug == "gated-delta").check
+    found = check(stored(tmp_path, recommend=published))
+    assert found.figure.startswith("ML-1M +.1000") and "not the rank alone" in found.text.replace("\n", " ")
+    found = check(stored(tmp_path, recommend=[*published, *ranked("prism-1", "ml-1m", 0.15)]))
+    assert found.figure.startswith("ML-1M +.0500") and "not the rank alone" not in found.text.replace("\n", " ")
