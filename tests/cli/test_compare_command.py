@@ -74,7 +74,7 @@ def test_a_probe_is_a_plan_of_one_task(
         (["compare", "PLAN", "--only", "("], "--only must be a regular expression, got '('"),
         (["compare", "PLAN", "--only", "xyz"], "--only 'xyz' finds none of the runs"),
         (["compare", "PLAN", "--jobs", "0"], "jobs must be at least 1, got 0"),
-        (["compare", "PLAN", "--seeds", "0", "7"], "--seeds must be among those of the plan, 0 1 2; got 0 7"),
+        (["compare", "PLAN", "--seeds", "0", "7"], "--seeds must be some of the plan's, 0 1 2; got 0 7"),
         (["compare", "PLAN", "--minutes", "0"], "minutes must be above 0, got 0"),
         (["compare", "NONE"], "there is no settings file"),
     ],

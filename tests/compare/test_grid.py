@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import signal
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,13 +146,32 @@ def test_an_interrupt_is_in_the_file_and_the_run_is_computed_again(tmp_path: Pat
 
 def test_after_its_minutes_a_grid_stops_and_can_be_continued(tmp_path: Path) -> None:
     log, path = tmp_path / "log", tmp_path / "results.jsonl"
-    quick, slow = Toy(str(log), "quick"), Toy(str(log), "slow", seconds=60.0)
-    assert run_grid([quick, slow], Records(path), 1, minutes=0.02) == 4  # one of four runs of `slow` had started
+    quick, slow = Toy(str(log), "quick"), Toy(str(log), "slow", seconds=DEADLINE)
+    waits = tmp_path / "log.waits"
+    waits.touch()
+    assert run_grid([quick, slow], Records(path), 1, minutes=0.1) == 4  # one of four runs of `slow` had started
     found = {(line["rule"], line["status"]) for line in Records(path).lines.values()}
     assert found == {("quick", "done"), ("slow", "stopped")}
-    assert [line["error"] for line in lines(path) if line["status"] == "stopped"] == ["0.02 minutes were over"]
-    assert run_grid([quick], Records(path), 1) == 0
-    assert [words[1] for words in calls(log)] == ["quick"] * 4 + ["slow"]
+    assert [line["error"] for line in lines(path) if line["status"] == "stopped"] == ["0.1 minutes were over"]
+    waits.unlink()
+    assert run_grid([quick, slow], Records(path), 1) == 0
+    assert [words[1] for words in calls(log)] == ["quick"] * 4 + ["slow"] * 5
+    assert {line["status"] for line in Records(path).lines.values()} == {"done"}
+
+
+def test_what_has_ended_before_the_time_was_over_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first job's result is not read before the time is over; the second is never given to a worker."""
+    waiting = deque([jobs.Job(_twice, 21, "job", 1), jobs.Job(_twice, 4, "never", 1)])
+    with jobs.workers(1) as pool:
+        ready, looks = pool._ready, itertools.count()
+        until = time.monotonic() + 0.3
+        monkeypatch.setattr(pool, "_ready", lambda: ready() if next(looks) else time.sleep(0.5) or [])
+        assert [outcome.result for _, outcome in pool.run(waiting, 2, until=until)] == [42]
+    assert [job.name for job in waiting] == ["never"]
+
+
+def _twice(number: int, report: Any) -> int:
+    return 2 * number
 
 
 def test_killed_at_five_moments_it_loses_no_finished_run_and_repeats_none(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ def test_some_of_the_seeds() -> None:
     assert one.runs == plan.runs - 3 and all(entry.seeds == (1,) for entry in one.entries)
     keys = [{t.key for entry in chosen.entries for t in entry.final(1e-2)} for chosen in (one, plan)]
     assert keys[0] < keys[1]  # the same runs, so that nothing is computed twice
-    for wrong, said in (([0, 2], "0 2"), ([], "none")):
-        with pytest.raises(ValueError, match=f"among those of the plan, 0 1; got {said}"):
+    for wrong, said in (([0, 2], "0 2"), ([1, 1], "1 1"), ([], "none")):
+        with pytest.raises(ValueError, match=f"some of the plan's, 0 1; got {said}"):
             plan.with_seeds(wrong)
 
 

@@ -269,7 +269,7 @@ def run_grid(
             stopped = pool.running()
             for job in stopped:
                 records.add(trainings[id(job)], "stopped", error=f"{minutes:g} minutes were over", **provenance)
-        return len(stopped) + len(waiting) + len(queue.later())
+        return len(stopped) + len(waiting) + sum(records.status(training) != "done" for training in queue.later())
 
 
 def call(what: tuple[str, Mapping[str, Any]], report: Callable[[int, float], None]) -> Any:

@@ -38,7 +38,7 @@ class Kind(Protocol):
     """The training, `module:function`."""
     steps: int
     data: str
-    """A hash of the data that is read from files; empty without any."""
+    """A hash of the tokens that a model is trained and tested on, if they are read from files; else empty."""
 
     def settings(self, rule: Compared, key_dim: int, **changed: int) -> dict[str, Any]:
         """Settings of a training. `changed` has another `width` or `hidden` than the budget."""

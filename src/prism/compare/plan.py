@@ -79,14 +79,16 @@ class Plan:
     def with_seeds(self, seeds: Sequence[int]) -> Plan:
         """The same with some of its final seeds."""
         known = self.entries[0].seeds
-        if not seeds or not set(seeds) <= set(known):
+        if not seeds or not set(seeds) <= set(known) or len(set(seeds)) < len(seeds):
             given = " ".join(map(str, seeds)) or "none"
-            raise ValueError(f"--seeds must be among those of the plan, {' '.join(map(str, known))}; got {given}")
+            raise ValueError(f"--seeds must be some of the plan's, {' '.join(map(str, known))}; got {given}")
         return replace(self, entries=tuple(replace(entry, seeds=tuple(seeds)) for entry in self.entries))
 
     def check_data(self, records: Records) -> None:
         """Refuse results on other tokens than the plan's folders have now: a run is known by the name of its folder."""
-        for entry in self.entries if any(entry.data for entry in self.entries) else ():
+        for entry in self.entries:
+            if not entry.data:
+                continue
             finals = (training for rate in entry.rates.values for training in entry.final(rate))
             for training in (*entry.search(), *finals):
                 digest = (records.result(training) or {}).get("corpus", {}).get("digest", entry.data)

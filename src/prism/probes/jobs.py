@@ -112,9 +112,9 @@ class Workers:
         everything = self.progress.add_task("all", total=steps, loss="") if len(waiting) > 1 else None
         done = 0.0
         while waiting or self.running():
-            if time.monotonic() >= until:
-                return
-            self._give(waiting, started)
+            over = time.monotonic() >= until
+            if not over:
+                self._give(waiting, started)
             for worker in self._ready():
                 outcome = self._receive(worker)
                 if everything is not None:
@@ -132,6 +132,8 @@ class Workers:
                     continue
                 done += job.steps
                 yield job, outcome
+            if over:
+                return
         if everything is not None:
             self.progress.update(everything, completed=steps)
 
