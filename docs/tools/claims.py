@@ -31,6 +31,7 @@ from verdicts import CLAIMS, networks
 from wording import number, paragraph, shown, table
 
 import tables as stored_tables
+from prism.compare.statistics import Estimate
 
 _BLOCK = re.compile(r"(<!-- claims:([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -74,7 +75,7 @@ def highlights(evidence: Evidence) -> str:
         " CUDA-graph decoding is built in.",
     ]
     if starts := comparisons.start_pairs(evidence):
-        said = ", and ".join(budget(pairs) for pairs in by_tokens(starts).values())
+        said = ", and ".join(budget(pairs, lambda gain: number(gain.mean, 2)) for pairs in by_tokens(starts).values())
         items.append(
             "- **Recall from the first step**: with the start of `prism`, a Gated DeltaNet of 30 M parameters saves, over its"
             f" published start and at equal cost, {said} ([claims](docs/claims.md#an-untrained-layer-that-recalls))."
@@ -90,14 +91,12 @@ def highlights(evidence: Evidence) -> str:
 
 def on_text(evidence: Evidence) -> str:
     """A sentence on what rank 2 saves on text over rank 1 that starts alike; empty without results."""
-    pairs = [pair for pair in largest(ranks_of(evidence, "text")) if default_start(pair)]
+    pairs = [pair for pair in ranks_of(evidence, "text") if default_start(pair)]
     if not pairs:
         return ""
-    gains = " and ".join(f"{shown(pair.gain, 3)} on {pair.first.task}" for pair in pairs)
-    tokens, seeds = min(pair.first.tokens for pair in pairs), min(pair.gain.count for pair in pairs)
+    said = ", and ".join(budget(some, lambda gain: shown(gain, 3, sign=True)) for some in by_tokens(pairs).values())
     return (
-        f" On text it saves {gains}, in nats a token over rank 1 with the same start ({tokens / 1e6:.0f} M tokens,"
-        f" {seeds} seeds, [claims](docs/claims.md#beats-gated-deltanet))."
+        f" On text rank 2 gains over rank 1 with the same start {said} ([claims](docs/claims.md#beats-gated-deltanet))."
     )
 
 
@@ -106,13 +105,13 @@ def by_tokens(pairs: list[Pair]) -> dict[int, list[Pair]]:
     return {n: [pair for pair in pairs if pair.first.tokens == n] for n in sorted({p.first.tokens for p in pairs})}
 
 
-def budget(pairs: list[Pair]) -> str:
+def budget(pairs: list[Pair], write: Callable[[Estimate], str]) -> str:
     """`.15 nats a token on novels and .43 on code after 33 M tokens (5 seeds)`, of pairs with one number of tokens."""
     first, *others = pairs
-    gains = [f"{number(first.gain.mean, 2)} nats a token on {first.first.task}"]
-    gains += [f"{number(pair.gain.mean, 2)} on {pair.first.task}" for pair in others]
+    gains = [f"{write(first.gain)} nats a token on {first.first.task}"]
+    gains += [f"{write(pair.gain)} on {pair.first.task}" for pair in others]
     seeds = min(pair.gain.count for pair in pairs)
-    return f"{' and '.join(gains)} after {pairs[0].first.tokens / 1e6:.0f} M tokens ({seeds} seed{'s' * (seeds > 1)})"
+    return f"{' and '.join(gains)} after {first.first.tokens / 1e6:.0f} M tokens ({seeds} seed{'s' * (seeds > 1)})"
 
 
 def library(evidence: Evidence) -> str:

@@ -35,7 +35,8 @@ def contexts(evidence: Evidence) -> str:
     """Nats at contexts longer than those of training, and LAMBADA: a table per corpus that has them."""
     parts = []
     for (file, task), groups in _by_task(evidence.of("text")).items():
-        longer = [label for label in next(iter(groups[0].runs.values())) if label.startswith("nats at ")]
+        labels = dict.fromkeys(label for group in groups for scores in group.runs.values() for label in scores)
+        longer = [label for label in labels if label.startswith("nats at ")]
         if not longer:
             continue
         settings = groups[0].line["settings"]
@@ -99,10 +100,15 @@ def lead(pairs: list[Pair]) -> str:
     said = []
     for task in dict.fromkeys(pair.first.task for pair in pairs):
         found = sorted((pair for pair in pairs if pair.first.task == task), key=lambda pair: pair.first.tokens)
-        ends = [number(pair.gain.mean, 2) for pair in (found[0], found[-1])]
-        tokens = [f"{pair.first.tokens / 1e6:.0f}" for pair in (found[0], found[-1])]
-        if tokens[0] != tokens[1]:
-            said.append(f"{ends[0]} after {tokens[0]} M tokens and {ends[1]} after {tokens[1]} M on {task}")
+        both = (found[0], found[-1])
+        seeds = both[0].seeds & both[1].seeds
+        tokens = [f"{pair.first.tokens / 1e6:.0f}" for pair in both]
+        if tokens[0] != tokens[1] and seeds:
+            ends = [
+                number(pair.second.score(None, seeds).mean - pair.first.score(None, seeds).mean, 2) for pair in both
+            ]
+            count = f"{len(seeds)} seed{'s' * (len(seeds) > 1)}"
+            said.append(f"{ends[0]} after {tokens[0]} M tokens and {ends[1]} after {tokens[1]} M on {task} ({count})")
     return paragraph(f"**The lead changes with training**: it is {', '.join(said)}.") if said else ""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from evidence import RARE, Group, Pair, largest
 from wording import brief, joined, shown, table
 
-from prism.compare.statistics import Estimate
+from prism.compare.statistics import FEWEST, Estimate
 
 NOTHING = "No run of this is in the repository yet."
 HOLDS, PART, UNSEEN, FAILS, NOT_RUN = "holds", "holds in part", "not seen", "does not hold", "not run yet"
@@ -49,8 +49,8 @@ def judge(gains: Sequence[Estimate]) -> str:
 
 
 def judge_equal(gains: Sequence[Estimate]) -> str:
-    """The verdict on "is as good": nowhere worse by more than two standard errors. One seed decides nothing."""
-    known = [gain for gain in gains if gain.count > 1]
+    """The verdict on "is as good": nowhere worse by more than two standard errors. Few seeds decide nothing."""
+    known = [gain for gain in gains if gain.count >= FEWEST]
     if not gains:
         return NOT_RUN
     if not known:
@@ -98,8 +98,7 @@ def phrase(task: str, gain: Estimate, digits: int = 4) -> str:
 
 
 def both_ways(gains: Sequence[tuple[str, Estimate, int]]) -> str:
-    """Gains in short; a loss that counts comes second, so that it is not cut off behind gains."""
-    losses = [named for named in gains if named[1].significant and named[1].mean < 0]
-    others = [named for named in gains if named not in losses]
-    ordered = [*others[:1], *losses, *others[1:]]
-    return brief(*(phrase(*named) for named in ordered))
+    """Gains in short: one that counts, then losses that count and what does not count, so that these are not cut off."""
+    better, worse = ([g for g in gains if g[1].significant and (g[1].mean > 0) == up] for up in (True, False))
+    level = [named for named in gains if not named[1].significant]
+    return brief(*(phrase(*named) for named in (*better[:1], *worse, *level, *better[1:])))

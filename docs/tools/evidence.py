@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prism.compare.statistics import FEWEST, Estimate, estimate, paired
+from prism.compare.statistics import Estimate, estimate, paired
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"key_dim", "value_dim", "head_dim", "conv_size", "heads"}
@@ -108,11 +108,9 @@ class Pair:
         )
 
     @property
-    def scale(self) -> tuple[bool, int, int, int, int]:
-        """Which of two pairs on the same task says more: the default start first, then parameters, then enough seeds for a
-        verdict, then tokens, then seeds."""
-        seeds = self.gain.count
-        return default_start(self), self.first.parameters or 0, min(seeds, FEWEST), self.first.tokens, seeds
+    def scale(self) -> tuple[bool, int, int, int]:
+        """Which of two pairs on the same task says more: the default start first, then parameters, seeds, tokens."""
+        return default_start(self), self.first.parameters or 0, self.gain.count, self.first.tokens
 
 
 def largest(pairs: Iterable[Pair]) -> list[Pair]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from evidence import Evidence
 from wording import WIDTH, joined, number, paragraph, shown, table
 
 from prism.compare.statistics import FEWEST, Estimate, estimate, paired
@@ -204,29 +205,26 @@ def equal() -> str:
 
 def logs() -> str:
     """A table per log of experiments/recommend.py: every model, and how far it is from SASRec and Gated DeltaNet."""
-    lines = [json.loads(text) for text in (RESULTS / "recommend.jsonl").read_text(encoding="utf-8").splitlines()]
-    done = [line for line in lines if line["status"] == "done"]
+    groups = Evidence(RESULTS).of("recommendation")
     parts = []
-    for log in dict.fromkeys(line["task"] for line in done):
-        runs = {name: [line for line in done if (line["task"], line["rule"]) == (log, name)] for name in NAMES}
-        ndcg = {name: {run["seed"]: run["result"]["scores"]["NDCG@10"] for run in of} for name, of in runs.items()}
+    for log in dict.fromkeys(group.task for group in groups):
+        models = {group.label: group for group in groups if group.task == log}
         rows = [
             [
                 NAMES[name],
-                f"{of[0]['result']['parameters'] / 1e6:.2f} M",
-                *(shown(estimate(run["result"]["scores"][figure] for run in of)) for figure in ("HR@10", "NDCG@10")),
+                f"{(group.parameters or 0) / 1e6:.2f} M",
+                *(shown(group.score(figure)) for figure in ("HR@10", "NDCG@10")),
                 *(
-                    "" if other == name else shown(paired(ndcg[name], ndcg[other]), sign=True)
+                    "" if other == name or other not in models else shown(group.gain(models[other]), sign=True)
                     for other in ("sasrec", "gated_delta")
                 ),
             ]
-            for name, of in runs.items()
-            if of
+            for name, group in models.items()
         ]
-        seeds = min(len(of) for of in runs.values() if of)
+        seeds = min(len(group.runs) for group in models.values())
         header = ["model", "parameters", "test HR@10", "test NDCG@10", "− SASRec", "− Gated DeltaNet"]
         parts.append(joined(paragraph(f"**{log}**, {seeds} seeds:"), table(header, rows)))
-    return joined(*parts, _code(dict.fromkeys(line["command"] for line in done)))
+    return joined(*parts, _code(sorted({command for group in groups for command in group.commands})))
 
 
 NAMES = {

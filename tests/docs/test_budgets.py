@@ -38,14 +38,12 @@ def both(gain: float, tokens: int, seeds: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_more_tokens_decide_if_they_have_enough_seeds(tmp_path: Path) -> None:
+def test_most_seeds_decide_and_then_most_tokens(tmp_path: Path) -> None:
     check = next(claim for claim in CLAIMS if claim.slug == "gated-delta").check
-    short = both(0.25, 33_000_000, 5)
-    found = check(stored(tmp_path, short=short, long=both(0.5, 66_000_000, 3)))
-    assert found.figure.startswith("novels +.5000")
-    found = check(stored(tmp_path, short=short, long=both(0.5, 66_000_000, 2)))
-    assert found.figure.startswith("novels +.2500")
-    for row in ("33 M tokens, nats | 2.7700", "66 M tokens, nats | 2.5050"):
+    for seeds, gain in ((3, "+.2500"), (5, "+.5000")):
+        found = check(stored(tmp_path, short=both(0.25, 33_000_000, 5), long=both(0.5, 66_000_000, seeds)))
+        assert found.figure.startswith(f"novels {gain}")
+    for row in ("33 M tokens, nats | 2.7700", "66 M tokens, nats | 2.5200"):
         assert f"| novels, 30 M, {row}" in found.text  # both are shown
 
 
@@ -71,9 +69,10 @@ def test_the_lead_of_a_start_is_told_for_each_budget(tmp_path: Path) -> None:
         return given
 
     short = [trained("gated_delta", 0, 3.0, 33_000_000), published(0, 3.5, 33_000_000)]
+    short += [trained("gated_delta", 1, 3.0, 33_000_000), published(1, 4.0, 33_000_000)]  # a seed that the other lacks
     long = [trained("gated_delta", 0, 2.5, 66_000_000), published(0, 2.75, 66_000_000)]
     found = comparisons.recall_start(stored(tmp_path, short=short, long=long)).replace("\n", " ")
-    assert "it is .50 after 33 M tokens and .25 after 66 M on novels." in found
+    assert "it is .50 after 33 M tokens and .25 after 66 M on novels (1 seed)." in found
     assert "| novels, 66 M tokens | 2.500 | 2.750 | +.250 | 1 |" in found
     (tmp_path / "long.jsonl").unlink()
     assert "lead" not in comparisons.recall_start(evidence.Evidence(tmp_path))
@@ -91,3 +90,20 @@ def test_recommenders_that_start_alike_come_before_published_ones(tmp_path: Path
     assert found.figure.startswith("ML-1M +.1000") and "not the rank alone" in found.text.replace("\n", " ")
     found = check(stored(tmp_path, recommend=[*published, *ranked("prism-1", "ml-1m", 0.15)]))
     assert found.figure.startswith("ML-1M +.0500") and "not the rank alone" not in found.text.replace("\n", " ")
+
+
+def test_hits_on_a_log_count_only_if_both_start_alike(tmp_path: Path) -> None:
+    def ranked(model: str, hits: float) -> list[dict[str, Any]]:
+        scores = {"NDCG@10": 0.1, "HR@200": hits, "AUC": 0.9}
+        result = {"scores": scores, "better": "higher", "metric": "NDCG@10"}
+        more = {"settings": ["epochs=1"], "task": "ml-100k-gaps", "result": result, "function": ""}
+        return [line(model, seed, None, key=f"{model} {seed}", **more) for seed in range(3)]
+
+    check = next(claim for claim in CLAIMS if claim.slug == "retrieval").check
+    text, logs = both(0.01, 33_000_000, 3), [*ranked("gated_delta", 0.5), *ranked("prism-2", 0.8)]
+    found = check(stored(tmp_path, text=text, recommend=logs))
+    assert "it is shown, but does not count" in found.text.replace("\n", " ")
+    assert "| ml-100k-gaps, HR@200 | .8000 ± .0000 | .5000" in found.text and "HR@200" not in found.figure
+    found = check(stored(tmp_path, text=text, recommend=[*logs, *ranked("prism-1", 0.6)]))
+    assert found.figure.startswith("ml-100k-gaps, HR@200: L = 1 worse by 25.0%")
+    assert "| ml-100k-gaps, HR@200 | .8000 ± .0000 | .6000" in found.text

@@ -70,6 +70,7 @@ UP, DOWN, LEVEL, ONE = Estimate(2, 0.9, 3), Estimate(-2, 0.9, 3), Estimate(1, 0.
         ([ONE], "not seen", "not seen"),
         ([DOWN, LEVEL], "does not hold", "holds in part"),
         ([DOWN], "does not hold", "does not hold"),
+        ([Estimate(-2, 0.1, 2)], "not seen", "not seen"),
     ],
 )
 def test_verdicts(gains: list[Estimate], better: str, equal: str) -> None:
