@@ -142,10 +142,12 @@ def on_probes(evidence: Evidence) -> str:
     pairs = [pair for pair in evidence.pairs(is_default, is_rule("gated_delta"), *kinds) if not pair.solved]
     if not pairs:
         return "Synthetic tasks were not run yet."
-    counts = {1: 0, -1: 0}
-    for gain in (pair.gain for pair in pairs if pair.gain.significant):
-        counts[1 if gain.mean > 0 else -1] += 1
-    said = f"Synthetic tasks: better on {counts[1]} of {len(pairs)}, worse on {counts[-1]}, beyond two standard errors."
+    open_tasks = [pair.gain for pair in pairs if not shows_no_difference(pair)]
+    better, worse = (sum(gain.significant and (gain.mean > 0) == up for gain in open_tasks) for up in (True, False))
+    said = paragraph(
+        f"Synthetic tasks: better on {better} of {len(open_tasks)}, worse on {worse}, beyond two standard errors. What both",
+        "solve, or neither learns, is in the table, but not counted.",
+    )
     same = [pair for pair in ranks(evidence, *kinds) if default_start(pair) and not pair.solved]
     if not same:
         return joined(said, against(pairs))
