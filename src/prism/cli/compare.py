@@ -27,7 +27,7 @@ def compare(
     jobs: int | None = None,
     retry: bool = False,
     only: str | None = None,
-    seeds: tuple[int, ...] | None = None,
+    seeds: tuple[int, ...] = (),
     minutes: float | None = None,
     dry_run: bool = False,
 ) -> int:
@@ -42,7 +42,7 @@ def compare(
         jobs: Trainings side by side. None: the plan's number.
         retry: Repeat runs that failed.
         only: Regular expression; only runs whose name it finds, and those of the reference on the same tasks.
-        seeds: Train with these of the plan's seeds alone; the report has all. None: all.
+        seeds: Train with these of the plan's seeds alone; the report has all. None given: all.
         minutes: Stop after this time. Runs in progress are lost; the same command continues. None: no limit.
         dry_run: Show the runs with their parameters and state sizes, and train nothing.
     """
@@ -61,7 +61,7 @@ def run_plan(
     out: Path,
     jobs: int | None = None,
     retry: bool = False,
-    seeds: Sequence[int] | None = None,
+    seeds: Sequence[int] = (),
     minutes: float | None = None,
     dry_run: bool = False,
 ) -> int:
@@ -70,7 +70,7 @@ def run_plan(
         raise ValueError(f"jobs must be at least 1, got {jobs}")
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes must be above 0, got {minutes:g}")
-    wanted = plan if seeds is None else plan.with_seeds(seeds)
+    wanted = plan.with_seeds(seeds) if seeds else plan
     console = Console() if sys.stdout.isatty() else Console(width=160)  # a log has room for whole tables
     records = Records(out / RESULTS)
     plan.check_data(records)
