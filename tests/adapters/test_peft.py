@@ -44,10 +44,12 @@ def test_lora_at_the_same_time(family: str, tmp_path: Path) -> None:
         for i, p in enumerate(trained.values()):
             p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
     whole = logits(model, ids)
-    model.double()  # how much segments differ in float32, with weights this large, depends on the processor
-    tolerance = 1e-10 if family == "gated_delta" else 1e-5  # transformers computes its memory in float32
-    assert close(logits(model, ids, (6, 7, 8)), logits(model, ids), tolerance)
-    model.float()
+    if family == "gated_delta":  # with weights this large, rounding in float32 depends on the processor
+        model.double()
+        assert close(logits(model, ids, (6, 7, 8)), logits(model, ids), 1e-10)
+        model.float()
+    else:  # transformers' experts have no float64
+        assert close(logits(model, ids, (6, 7, 8)), whole)
     with model.disable_adapter():
         assert torch.equal(logits(model, ids), logits(base(family), ids))
     model.save_pretrained(tmp_path)
