@@ -163,9 +163,16 @@ def test_what_has_ended_before_the_time_was_over_is_kept(monkeypatch: pytest.Mon
     """The first job's result is not read before the time is over; the second is never given to a worker."""
     waiting = deque([jobs.Job(_twice, 21, "job", 1), jobs.Job(_twice, 4, "never", 1)])
     with jobs.workers(1) as pool:
-        ready, looks = pool._ready, itertools.count()
-        until = time.monotonic() + 0.3
-        monkeypatch.setattr(pool, "_ready", lambda: ready() if next(looks) else time.sleep(0.5) or [])
+        ready, looks, until = pool._ready, itertools.count(), time.monotonic() + 0.3
+
+        def late() -> list[Any]:
+            if next(looks):
+                return ready()
+            assert pool.workers[0].connection.poll(DEADLINE)
+            wait_for(lambda: time.monotonic() >= until)
+            return []
+
+        monkeypatch.setattr(pool, "_ready", late)
         assert [outcome.result for _, outcome in pool.run(waiting, 2, until=until)] == [42]
     assert [job.name for job in waiting] == ["never"]
 
