@@ -1,8 +1,9 @@
-"""How long untrained heads remember: the option `timescales` of Gated DeltaNet and PRISM."""
+"""How long untrained heads remember: the option `timescales` of the delta rules that decay."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +11,16 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prism import rules
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn import Mixer
 from prism.rules.parts.decays import SoftplusDecay
 
 
 def remembered(decay: SoftplusDecay) -> list[float]:
-    """Tokens in which heads forget by a factor e if nothing of the input speaks."""
-    return (1 / (decay.A_log.exp() * F.softplus(decay.dt_bias.double()))).tolist()
+    """Tokens in which heads (or their channels) forget by a factor e if nothing of the input speaks."""
+    rate = decay.A_log.exp().repeat_interleave(decay.channels)
+    return (1 / (rate * F.softplus(decay.dt_bias.double()))).tolist()
 
 
 @given(st.integers(2, 16), st.floats(0.5, 100), st.floats(1, 1e4))
@@ -34,15 +37,33 @@ def test_a_single_head_gets_the_geometric_mean_and_channels_that_of_their_head()
     assert remembered(SoftplusDecay(1, 3, timescales=(4, 4))) == pytest.approx([4] * 3, rel=1e-4)
 
 
-@pytest.mark.parametrize("rule", ["gated_delta", "prism"])
+RULES = [name for name in rules.names() if "timescales" in rules.get(name).option_names()]
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_spread_heads_do_not_depend_on_the_seed_and_drawn_ones_do(rule: str) -> None:
+    gated = {"forget_gate": True} if rule == "delta_product" else {}
+
     def one(seed: int, **options: object) -> list[float]:
         torch.manual_seed(seed)
-        return remembered(Mixer(rule, 32, 4, **options).rule.decay)
+        decay = Mixer(rule, 32, 4, **gated, **options).rule.decay
+        return remembered(decay)[:: decay.channels]
 
     assert one(0, timescales=(2, 16)) == one(1, timescales=(2, 16)) == pytest.approx([2, 4, 8, 16], rel=1e-4)
     assert one(0, timescales="drawn") != one(1, timescales="drawn")
-    assert (one(0) == one(1)) == (rule == "prism")  # Gated DeltaNet as published
+    assert (one(0) == one(1)) == (rule == "prism")  # the others as published
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "says"),
+    [
+        ("delta_product", {}, "set forget_gate=True, or omit them"),
+        ("kda", {"lower_bound": -5.0}, "omit them, or lower_bound"),
+    ],
+)
+def test_a_rule_without_such_a_decay_refuses_them(rule: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Mixer(rule, 32, 4, timescales=(2, 16), **options)
 
 
 def test_drawn_prism_of_rank_1_starts_as_gated_delta() -> None:

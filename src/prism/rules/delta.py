@@ -347,6 +347,8 @@ class DeltaProduct(DeltaFamily):
     Args:
         householders: n_h, the number of delta steps of a token; 1 is DeltaNet (with `forget_gate`: Gated DeltaNet).
         forget_gate: whether there is a decay α per head before the first step (Gated DeltaProduct).
+        timescales: with `forget_gate`, tokens in which untrained heads forget by a factor e: two numbers, between which
+            heads are spread evenly in log, or `"drawn"`: at random, mostly from 1 to 100, as published.
     """
 
     name = "delta_product"
@@ -367,9 +369,12 @@ class DeltaProduct(DeltaFamily):
         conv_size: int = 4,
         gate: bool = False,
         negative_eigenvalues: bool = True,
+        timescales: str | Sequence[float] = DRAWN,
         start: str = DRAWN,
     ) -> None:
         check_integers(householders=householders)
+        if timescales != DRAWN and not forget_gate:
+            raise ValueError("timescales are those of the decay: set forget_gate=True, or omit them")
         super().__init__(
             width,
             heads,
@@ -379,6 +384,7 @@ class DeltaProduct(DeltaFamily):
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
             forget_gate=forget_gate,
+            timescales=timescales,
             start=start,
             substeps=householders,
         )

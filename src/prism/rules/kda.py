@@ -11,6 +11,8 @@ written; e = w = β is KDA.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -46,6 +48,8 @@ class Kda(DeltaFamily):
 
     Args:
         lower_bound: None for the softplus gate; a negative number (-5 in the published variant) for the bounded one.
+        timescales: tokens in which untrained heads forget by a factor e, equal for the channels of a head: two numbers,
+            between which heads are spread evenly in log, or `"drawn"`: at random for every channel, as published.
     """
 
     name = "kda"
@@ -64,10 +68,13 @@ class Kda(DeltaFamily):
         conv_size: int = 4,
         negative_eigenvalues: bool = False,
         lower_bound: float | None = None,
+        timescales: str | Sequence[float] = DRAWN,
         start: str = DRAWN,
     ) -> None:
         if lower_bound is not None and not lower_bound < 0:
             raise ValueError(f"lower_bound is a log-decay: it must be negative or None, got {lower_bound!r}")
+        if lower_bound is not None and timescales != DRAWN:
+            raise ValueError("timescales are those of the softplus gate: omit them, or lower_bound")
         super().__init__(
             width,
             heads,
@@ -82,7 +89,7 @@ class Kda(DeltaFamily):
         self.gate = LowRank(width, heads * V, rank=V, bias=True)
         self.decay_in = LowRank(width, heads * K, rank=V)
         if lower_bound is None:
-            self.decay = SoftplusDecay(heads, K, a_range=(1.0, 16.0))
+            self.decay = SoftplusDecay(heads, K, a_range=(1.0, 16.0), timescales=timescales)
         else:
             self.decay = BoundedDecay(heads, K, lower_bound)
 
@@ -103,6 +110,7 @@ class Gdn2(Kda):
 
     Args:
         negative_eigenvalues: whether the erase gate is 2σ(·) instead of σ(·).
+        timescales: as in KDA.
     """
 
     name = "gdn2"
@@ -120,6 +128,7 @@ class Gdn2(Kda):
         value_dim: int | None = None,
         conv_size: int = 4,
         negative_eigenvalues: bool = False,
+        timescales: str | Sequence[float] = DRAWN,
         start: str = DRAWN,
     ) -> None:
         super().__init__(
@@ -129,6 +138,7 @@ class Gdn2(Kda):
             value_dim=value_dim,
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
+            timescales=timescales,
             start=start,
         )
         del self.beta  # replaced by the two gates
