@@ -75,10 +75,10 @@ def highlights(evidence: Evidence) -> str:
         " CUDA-graph decoding is built in.",
     ]
     if starts := comparisons.start_pairs(evidence):
-        said = ", and ".join(budget(pairs, lambda gain: number(gain.mean, 2)) for pairs in by_tokens(starts).values())
+        said = ", and ".join(budget(pairs, lambda gain: number(gain.mean, 2)) for pairs in by_budget(starts).values())
         items.append(
-            "- **Recall from the first step**: with the start of `prism`, a Gated DeltaNet of 30 M parameters saves, over its"
-            f" published start and at equal cost, {said} ([claims](docs/claims.md#an-untrained-layer-that-recalls))."
+            "- **Recall from the first step**: with the start of `prism`, a Gated DeltaNet saves, over its published start and"
+            f" at equal cost, {said} ([claims](docs/claims.md#an-untrained-layer-that-recalls))."
         )
     if gain := comparisons.learning_gain(evidence):
         items.append(
@@ -94,24 +94,28 @@ def on_text(evidence: Evidence) -> str:
     pairs = [pair for pair in ranks_of(evidence, "text") if default_start(pair)]
     if not pairs:
         return ""
-    said = ", and ".join(budget(some, lambda gain: shown(gain, 3, sign=True)) for some in by_tokens(pairs).values())
+    said = ", and ".join(budget(some, lambda gain: shown(gain, 3, sign=True)) for some in by_budget(pairs).values())
     return (
         f" On text rank 2 gains over rank 1 with the same start {said} ([claims](docs/claims.md#beats-gated-deltanet))."
     )
 
 
-def by_tokens(pairs: list[Pair]) -> dict[int, list[Pair]]:
-    """Pairs on text by the tokens they were trained on, fewest first."""
-    return {n: [pair for pair in pairs if pair.first.tokens == n] for n in sorted({p.first.tokens for p in pairs})}
+def by_budget(pairs: list[Pair]) -> dict[tuple[int, int], list[Pair]]:
+    """Pairs on text by their millions of parameters and tokens, fewest first."""
+    found: dict[tuple[int, int], list[Pair]] = {}
+    for pair in pairs:
+        found.setdefault((round((pair.first.parameters or 0) / 1e6), round(pair.first.tokens / 1e6)), []).append(pair)
+    return dict(sorted(found.items()))
 
 
 def budget(pairs: list[Pair], write: Callable[[Estimate], str]) -> str:
-    """`.15 nats a token on novels and .43 on code after 33 M tokens (5 seeds)`, of pairs with one number of tokens."""
+    """`.15 nats a token on novels and .43 on code (30 M parameters, 33 M tokens, 5 seeds)`, of pairs with one budget."""
     first, *others = pairs
     gains = [f"{write(first.gain)} nats a token on {first.first.task}"]
     gains += [f"{write(pair.gain)} on {pair.first.task}" for pair in others]
     seeds = min(pair.gain.count for pair in pairs)
-    return f"{' and '.join(gains)} after {first.first.tokens / 1e6:.0f} M tokens ({seeds} seed{'s' * (seeds > 1)})"
+    size = f"{(first.first.parameters or 0) / 1e6:.0f} M parameters, {first.first.tokens / 1e6:.0f} M tokens"
+    return f"{' and '.join(gains)} ({size}, {seeds} seed{'s' * (seeds > 1)})"
 
 
 def library(evidence: Evidence) -> str:
@@ -155,6 +159,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "contexts": lambda: comparisons.contexts(evidence),
         "recall-start": lambda: comparisons.recall_start(evidence),
         "text-choices": lambda: comparisons.choices(evidence),
+        "text-rates": lambda: comparisons.rates(evidence),
         "learning": lambda: comparisons.learning(evidence),
         "probes": lambda: comparisons.probes(evidence),
         "searches": lambda: comparisons.searches(evidence),

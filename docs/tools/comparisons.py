@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import chain
+from typing import Any
 
-from evidence import LAMBADA, RARE, Evidence, Group, Pair, equal_starts, is_default, is_prism, is_rule, ranks
+from evidence import ELSEWHERE, LAMBADA, RARE, RATES, Evidence, Group, Pair, equal_starts, is_prism, is_rule, ranks
 from wording import joined, number, paragraph, shown, table
 
 from prism.compare.statistics import estimate, paired
 
 COLUMNS = 4
 """Tasks side by side in a table, so that its lines fit."""
-ELSEWHERE = ("text", "recommendation", "hybrid", "adapter")
+LEVELS = ("ceiling", "baseline")
+"""What an oracle scores, and what a guess does."""
 
 
 def text(evidence: Evidence) -> str:
@@ -118,25 +119,65 @@ def start_pairs(evidence: Evidence) -> list[Pair]:
 
 
 def choices(evidence: Evidence) -> str:
-    """What the search for a better PRISM found: each choice against the default it was searched with, on validation."""
+    """What the search for a better PRISM found: each choice against the PRISM that starts alike, on validation."""
     parts = []
     for (file, task), groups in _by_task(evidence.of("text")).items():
-        default = next(chain(filter(is_prism(**equal_starts("text")[-1][0]), groups), filter(is_default, groups)), None)
-        others = [group for group in groups if group.rule == "prism" and group is not default]
-        if default is None or not others:
-            continue
-        gains = {group.label: paired(default.validation, group.validation) for group in others}
-        rows = [
-            [label, shown(gain, 3, sign=True), str(gain.count)]
-            for label, gain in sorted(gains.items(), key=lambda item: -item[1].mean)
-        ]
-        better = [label for label, gain in gains.items() if gain.significant and gain.mean > 0]
-        said = paragraph(
-            f"**{task}** (`{file}`), nats a token by which a choice is better than *{default.label}* on validation.",
-            f"Beyond two standard errors, with three seeds or more: {', '.join(better) if better else 'none'}.",
-        )
-        parts.append(joined(said, table(["choice", "better by", "seeds"], rows)))
+        for start, _ in equal_starts("text"):
+            default = next(filter(is_prism(**start), groups), None)
+            others = [g for g in groups if g.rule == "prism" and g is not default and default_of(g) == start]
+            if default is None or not others:
+                continue
+            gains = {group.label: paired(default.validation, group.validation) for group in others}
+            rows = [
+                [label, shown(gain, 3, sign=True), str(gain.count)]
+                for label, gain in sorted(gains.items(), key=lambda item: -item[1].mean)
+            ]
+            better = [label for label, gain in gains.items() if gain.significant and gain.mean > 0]
+            said = paragraph(
+                f"**{task}** (`{file}`), nats a token by which a choice is better than *{default.label}* on validation.",
+                f"Beyond two standard errors, with three seeds or more: {', '.join(better) if better else 'none'}.",
+            )
+            parts.append(joined(said, table(["choice", "better by", "seeds"], rows)))
     return joined(*parts) or "No choice was searched yet."
+
+
+def default_of(group: Group) -> dict[str, Any]:
+    """The start of the PRISM that a choice is compared with: the choice's own. A choice that *is* another start, or other
+    timescales, is compared with what it replaces."""
+    default, spread, drawn = (ours for ours, _ in equal_starts("text"))
+    if is_prism(**spread)(group) or is_prism(**drawn)(group):
+        return default
+    if group.options.get("timescales") == "drawn" or group.options.get("preset") == "paper":  # that has no other start
+        return drawn
+    return spread if group.options.get("start") == "drawn" else default
+
+
+def rates(evidence: Evidence) -> str:
+    """Rules at other learning rates: nats on validation by corpus and rate, next to the same seeds at the plans' own rate."""
+    runs: dict[tuple[str, str], dict[float, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    others = evidence.of(RATES)
+    for group in others:
+        corpus = group.task.partition(",")[0]
+        runs[corpus, group.label][group.line["learning_rate"]] |= group.validation
+    if not runs:
+        return "No run of this is in the repository yet."
+    tokens = {group.tokens for group in others}
+    for group in evidence.of("text"):
+        if (group.task, group.label) in runs and group.tokens in tokens:
+            seeds = {seed for found in runs[group.task, group.label].values() for seed in found}
+            kept = {seed: value for seed, value in group.validation.items() if seed in seeds}
+            runs[group.task, group.label][group.line["learning_rate"]] |= kept
+    columns = sorted({rate for found in runs.values() for rate in found})
+    rows = [
+        [f"{corpus}, {label}", *(shown(estimate(found.get(rate, {}).values()), 3) for rate in columns)]
+        for (corpus, label), found in sorted(runs.items(), key=lambda item: item[0][0])
+    ]
+    best = {min(found, key=lambda rate: estimate(found[rate].values()).mean) for found in runs.values()}
+    said = paragraph(
+        f"Nats on validation after {min(tokens) / 1e6:.0f} M tokens at other learning rates (`text_rates`), same seeds.",
+        f"The best rate is {' or '.join(f'{rate:g}' for rate in sorted(best))}.",
+    )
+    return joined(said, table(["corpus and rule", *(f"{rate:g}" for rate in columns)], rows))
 
 
 def training(groups: list[Group]) -> str:
@@ -164,25 +205,43 @@ def _size(group: Group) -> int:
 
 
 def probes(evidence: Evidence) -> str:
-    """A table per comparison: rules by synthetic tasks, each task's main score."""
+    """A table per comparison: rules by synthetic tasks, each task's main score, with what an oracle and a guess score."""
     files: dict[str, list[Group]] = defaultdict(list)
     for group in evidence.groups:
         if group.kind not in ELSEWHERE:
             files[group.file].append(group)
     parts = []
     for file, groups in files.items():
-        tasks = list(dict.fromkeys(group.task for group in groups))
+        tasks: dict[str, Group] = {}
+        for group in groups:
+            tasks.setdefault(group.task, group)
         rules = list(dict.fromkeys(group.label for group in groups))
+        metrics: dict[str, list[str]] = defaultdict(list)
+        for task, group in tasks.items():
+            metrics[group.metric].append(task)
+        named = [f"{metric} ({', '.join(on)})" for metric, on in metrics.items()]
+        measured = ", ".join(named if len(named) > 1 else metrics)
         cells: dict[tuple[str, str], list[str]] = defaultdict(list)
         for group in sorted(groups, key=lambda group: group.size):
             cells[group.label, group.task].append(shown(group.score(), 3))
+        for task, group in tasks.items():
+            for what in LEVELS:
+                if (level := group.level(what)) is not None:
+                    cells[f"*{what}*", task].append(number(level, 3))
         seeds = max(len(group.runs) for group in groups)
-        for start in range(0, len(tasks), COLUMNS):
-            shown_tasks = tasks[start : start + COLUMNS]
-            rows = [[rule, *["; ".join(cells[rule, task]) for task in shown_tasks]] for rule in rules]
-            said = f"`{file}`, {groups[0].metric}, up to {seeds} seeds:" if start == 0 else ""
-            parts.append(joined(said, table(["rule", *shown_tasks], [row for row in rows if any(row[1:])])))
+        for start, columns in enumerate(_columns([*tasks])):
+            rows = [
+                [rule, *["; ".join(cells[rule, task]) for task in columns]]
+                for rule in (*rules, *map("*{}*".format, LEVELS))
+            ]
+            said = "" if start else paragraph(f"`{file}`, {measured}, up to {seeds} seeds:")
+            parts.append(joined(said, table(["rule", *columns], [row for row in rows if any(row[1:])])))
     return joined(*parts) or "No comparison on synthetic tasks is in the repository yet."
+
+
+def _columns(tasks: list[str]) -> list[list[str]]:
+    """Tasks by table, so that its lines fit."""
+    return [tasks[start : start + COLUMNS] for start in range(0, len(tasks), COLUMNS)]
 
 
 def learning(evidence: Evidence) -> str:
@@ -235,12 +294,11 @@ def searches(evidence: Evidence) -> str:
     parts = []
     for file, found in best.items():
         tasks, rules = (list(dict.fromkeys(place[i] for place in found)) for i in (1, 0))
-        for start in range(0, len(tasks), COLUMNS):
-            columns = tasks[start : start + COLUMNS]
+        for start, columns in enumerate(_columns(tasks)):
             rows = [
                 [rule, *[number(found[rule, t], 3) if (rule, t) in found else "" for t in columns]] for rule in rules
             ]
-            said = f"`{file}`:" if start == 0 else ""
+            said = "" if start else f"`{file}`:"
             parts.append(joined(said, table(["rule", *columns], [row for row in rows if any(row[1:])])))
     return joined(*parts) or "Every search was followed by final runs."
 

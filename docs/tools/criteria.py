@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from evidence import RARE, Group, Pair, largest
 from wording import brief, joined, shown, table
 
-from prism.compare.statistics import FEWEST, Estimate
+from prism.compare.statistics import ERRORS, FEWEST, Estimate
 
 NOTHING = "No run of this is in the repository yet."
 HOLDS, PART, UNSEEN, FAILS, NOT_RUN = "holds", "holds in part", "not seen", "does not hold", "not run yet"
 
-SHORT = {"ml-1m": "ML-1M", "ml-100k-gaps": "ML-100K", "beauty": "Beauty"}
+MARGIN = 0.01
+"""Part of a score by which a rule may be worse and is still as good."""
+SHORT = {"ml-1m": "ML-1M", "ml-100k-gaps": "ML-100K", "beauty": "Beauty", "beauty_bert4rec": "Beauty (BERT4Rec)"}
 """Logs of recommenders as figures name them."""
 
 
@@ -48,15 +50,21 @@ def judge(gains: Sequence[Estimate]) -> str:
     return FAILS if any(worse) else UNSEEN
 
 
-def judge_equal(gains: Sequence[Estimate]) -> str:
-    """The verdict on "is as good": nowhere worse by more than two standard errors. Few seeds decide nothing."""
-    known = [gain for gain in gains if gain.count >= FEWEST]
+def judge_equal(gains: Sequence[tuple[Estimate, float]]) -> str:
+    """The verdict on "is as good" from gains, each with the score it is over. Few seeds decide nothing.
+
+    As good: at most `MARGIN` of the score worse, also by two standard errors less than the mean. So noise proves nothing.
+    """
+    known = [(gain, MARGIN * abs(score)) for gain, score in gains if gain.count >= FEWEST]
     if not gains:
         return NOT_RUN
-    if not known:
-        return UNSEEN
-    worse = [gain.significant and gain.mean < 0 for gain in known]
-    return FAILS if all(worse) else PART if any(worse) else HOLDS
+    good = [gain.mean - ERRORS * gain.error >= -margin for gain, margin in known]
+    worse = [gain.significant and gain.mean < 0 for gain, _ in known]
+    if good and all(good):
+        return HOLDS
+    if any(good):
+        return PART
+    return FAILS if worse and all(worse) else UNSEEN
 
 
 def where(group: Group, label: str | None = None) -> str:

@@ -16,9 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prism.compare.statistics import Estimate, estimate, paired
+from prism.compare.statistics import FEWEST, Estimate, estimate, paired
 
 ROOT = Path(__file__).parents[2]
+ELSEWHERE = ("text", "rates", "recommendation", "hybrid", "adapter")
+"""Kinds of results that are no synthetic tasks."""
 SIZES = {"key_dim", "value_dim", "head_dim", "conv_size", "heads"}
 """Options that a budget sets, which do not tell rules apart."""
 RARE = "repeated rare bigrams"
@@ -26,6 +28,8 @@ RARE = "repeated rare bigrams"
 LAMBADA = "LAMBADA"
 """A score of text: the share of last words of LAMBADA that are predicted."""
 RECALL = ("mqar", "mqar_mix", "multi_pair", "needle")
+RATES = "rates"
+"""The kind of runs on text at other learning rates (text_rates.toml): the same corpora again, which decide no claim."""
 RECOMMENDERS = {
     "sasrec": ("softmax", {}),
     "gated_delta": ("gated_delta", {}),
@@ -42,7 +46,7 @@ class Group:
     file: str
     task: str
     kind: str
-    """`text`, `recall`, `recommendation`, `hybrid`, or the name of another synthetic task."""
+    """`text`, `rates`, `recall`, `recommendation`, `hybrid`, or the name of another synthetic task."""
     label: str
     rule: str
     options: dict[str, Any]
@@ -76,6 +80,11 @@ class Group:
         """Mean over the seeds; or those of `seeds` alone."""
         return estimate(value for seed, value in self.values(label).items() if seeds is None or seed in seeds)
 
+    def level(self, what: str) -> float | None:
+        """The `ceiling` or the `baseline` of the main score; None if lines do not have it."""
+        found: float | None = self.line.get("result", {}).get(what, {}).get(self.main)
+        return found
+
     def gain(self, other: Group, label: str | None = None) -> Estimate:
         """By how much this rule is better than another, paired by seed; positive is better, whatever the metric."""
         found = paired(self.values(label), other.values(label))
@@ -108,9 +117,11 @@ class Pair:
         )
 
     @property
-    def scale(self) -> tuple[bool, int, int, int]:
-        """Which of two pairs on the same task says more: the default start first, then parameters, seeds, tokens."""
-        return default_start(self), self.first.parameters or 0, self.gain.count, self.first.tokens
+    def scale(self) -> tuple[bool, bool, int, int, int]:
+        """Which of two pairs on the same task says more: enough seeds first, then the default start, parameters, seeds,
+        tokens."""
+        seeds = self.gain.count
+        return seeds >= FEWEST, default_start(self), self.first.parameters or 0, seeds, self.first.tokens
 
 
 def largest(pairs: Iterable[Pair]) -> list[Pair]:
@@ -151,7 +162,7 @@ def is_rule(name: str, **options: Any) -> Test:
 
 def is_prism(**options: Any) -> Test:
     """A test for PRISM of rank 2 with these options and no others."""
-    return lambda group: group.rule == "prism" and {**group.options, "steps": 2} == {"steps": 2, **options}
+    return lambda group: group.rule == "prism" and {"steps": 2, **group.options} == {"steps": 2, **options}
 
 
 class Evidence:
@@ -285,6 +296,6 @@ def kind_of(line: dict[str, Any]) -> str:
     if isinstance(settings, list):
         return "recommendation"
     if str(line.get("function", "")).endswith(":train_text"):
-        return "text"
+        return RATES if line.get("file") == "text_rates" else "text"
     task = str(settings.get("task") or line["task"])
     return "recall" if task in RECALL else task.split()[0]

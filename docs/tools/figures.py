@@ -88,8 +88,9 @@ STARTS = {
 def positions(evidence: Evidence, plan: str, task: str, axes: Any, context: int) -> None:
     """Loss by position in held-out text that is read in pieces of `context` tokens, a line per rule, mean over seeds."""
     done = [line for line in evidence.lines if (line["file"], line["task"], line["status"]) == (plan, task, "done")]
+    final = [line for line in done if line.get("phase", "final") == "final"]
     for label, (name, color) in STARTS.items():
-        tests = [line["result"]["text"]["test"] for line in done if line["rule"] == label]
+        tests = [line["result"]["text"]["test"] for line in final if line["rule"] == label]
         runs = [test[str(context)]["positions"] for test in tests]
         places = [bin_["up_to"] for bin_ in runs[0]]
         means = [sum(bin_["nats_per_token"] for bin_ in bins) / len(runs) for bins in zip(*runs, strict=True)]

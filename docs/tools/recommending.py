@@ -208,7 +208,8 @@ def logs() -> str:
     groups = Evidence(RESULTS).of("recommendation")
     parts = []
     for log in dict.fromkeys(group.task for group in groups):
-        models = {group.label: group for group in groups if group.task == log}
+        found = {group.label: group for group in groups if group.task == log}
+        models = {name: found[name] for name in NAMES if name in found}
         rows = [
             [
                 NAMES[name],

@@ -64,18 +64,20 @@ UP, DOWN, LEVEL, ONE = Estimate(2, 0.9, 3), Estimate(-2, 0.9, 3), Estimate(1, 0.
     [
         ([], "not run yet", "not run yet"),
         ([UP, UP], "holds", "holds"),
-        ([UP, LEVEL], "holds in part", "holds"),
+        ([UP, LEVEL], "holds in part", "holds in part"),
         ([UP, DOWN], "holds in part", "holds in part"),
-        ([LEVEL], "not seen", "holds"),
+        ([LEVEL], "not seen", "not seen"),  # it may be worse by .8, and 1 % of the score is .1
+        ([Estimate(0, 0.05, 3)], "not seen", "holds"),
+        ([Estimate(-0.2, 0.01, 3)], "does not hold", "does not hold"),
         ([ONE], "not seen", "not seen"),
-        ([DOWN, LEVEL], "does not hold", "holds in part"),
+        ([DOWN, LEVEL], "does not hold", "not seen"),
         ([DOWN], "does not hold", "does not hold"),
         ([Estimate(-2, 0.1, 2)], "not seen", "not seen"),
     ],
 )
 def test_verdicts(gains: list[Estimate], better: str, equal: str) -> None:
     assert judge(gains) == better
-    assert judge_equal(gains) == equal
+    assert judge_equal([(gain, 10.0) for gain in gains]) == equal
 
 
 def test_a_figure_shows_a_loss_that_counts() -> None:

@@ -1,0 +1,175 @@
+"""Tables of comparisons name what they compare with, and no run decides a question that it was not made for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.test_claims import CLAIMS, Evidence, as_built, claims, line, write
+
+import comparisons  # isort: skip  # after test_claims, which makes docs/tools importable
+from evidence import is_prism, is_rule, largest, ranks  # isort: skip
+from verdicts import shows_no_difference  # isort: skip
+
+
+def finding(slug: str, evidence: Evidence) -> Any:
+    return next(claim for claim in CLAIMS if claim.slug == slug).check(evidence)
+
+
+@pytest.mark.parametrize(
+    ("file", "task", "rule", "least", "most"),
+    [
+        ("tracking", "parity", "delta [-1,1]", 0.99, 1.0),
+        ("tracking", "parity", "delta [0,1]", -1.0, 0.1),
+        ("zoology", "512 tokens, 64 pairs", "delta", 0.99, 1.0),
+        ("tracking", "S3, curriculum", "delta_product 2 [-1,1]", 0.99, 1.0),
+        ("tracking", "S3, curriculum", "delta_product 2 [0,1]", 0.0, 0.01),
+    ],
+)
+def test_published_facts_reproduce(file: str, task: str, rule: str, least: float, most: float) -> None:
+    """Of every seed: so the probes can be trusted."""
+    (group,) = [g for g in Evidence().groups if (g.file, g.task, g.label) == (file, task, rule)]
+    assert all(least <= score <= most for score in group.values().values()), group.values()
+
+
+def test_other_learning_rates_decide_no_claim(tmp_path: Path) -> None:
+    def run(file: str, rule: str, nats: float, rate: float, seed: int = 0) -> dict[str, Any]:
+        task = "novels" if file == "text" else f"novels, rate {rate:g}"
+        given = line(
+            rule, seed, nats, key=f"{rule} {rate} {seed}", learning_rate=rate, task=task, settings=as_built(rule)
+        )
+        given["settings"] |= {"steps": 1000, "batch": 32, "context": 1024}
+        given["result"] |= {"validation": nats, "tokens": 33_000_000}
+        return given
+
+    rates = [run("text_rates", "prism", 2.9, 3e-3), run("text_rates", "gated_delta", 2.0, 3e-3)]
+    (tmp_path / "text_rates.jsonl").write_text("\n".join(map(json.dumps, rates)))
+    evidence = write(
+        tmp_path,
+        *(
+            run("text", rule, nats, 1.5e-3, seed)
+            for rule, nats in [("prism", 3.0), ("gated_delta", 3.1)]
+            for seed in (0, 1)
+        ),
+    )
+    assert [(pair.first.file, pair.gain.count) for pair in ranks(evidence, "text")] == [("text", 2)]
+    assert "rate" not in claims.on_text(evidence) and "rate 0.003" not in claims.blocks(evidence)["text"]()
+    said = comparisons.rates(evidence)
+    assert "| corpus and rule | 0.0015 | 0.003 |" in said
+    assert "| novels, gated_delta | 3.100 | 2.000 |" in said and "The best rate is 0.003." in " ".join(said.split())
+
+
+def test_enough_seeds_come_before_size(tmp_path: Path) -> None:
+    """A larger model with two seeds does not overturn three seeds of a smaller one."""
+
+    def run(rule: str, seed: int, nats: float, parameters: int) -> dict[str, Any]:
+        given = line(
+            rule, seed, nats, key=f"{rule} {seed} {parameters}", settings=as_built(rule), state_size=parameters
+        )
+        given["result"]["parameters"] = parameters
+        return given
+
+    small = [
+        run(rule, seed, nats + seed, 10) for rule, nats in (("prism", 3.0), ("gated_delta", 3.1)) for seed in range(3)
+    ]
+    large = [
+        run(rule, seed, nats + seed, 99) for rule, nats in (("prism", 2.2), ("gated_delta", 2.1)) for seed in range(2)
+    ]
+    pairs = ranks(write(tmp_path, *small, *large), "text")
+    assert [pair.first.parameters for pair in largest(pairs)] == [10]
+    large = [
+        run(rule, seed, nats + seed, 99) for rule, nats in (("prism", 2.2), ("gated_delta", 2.1)) for seed in range(3)
+    ]
+    pairs = ranks(write(tmp_path, *small, *large), "text")
+    assert [pair.first.parameters for pair in largest(pairs)] == [99]
+
+
+def test_a_choice_is_compared_with_the_prism_that_starts_alike(tmp_path: Path) -> None:
+    drawn = {"timescales": "drawn", "start": "drawn"}
+    runs = {
+        "default": (as_built("prism", steps=2), 3.0),
+        "three": (as_built("prism", steps=3), 3.02),
+        "long": (as_built("prism", timescales=[1, 4096]), 2.99),
+        "weights": (as_built("prism", start="drawn"), 3.2),
+        "short": (as_built("prism", start="drawn", timescales=[4, 256]), 3.21),
+        "old": (as_built("prism", steps=2, **drawn), 3.3),
+        "old three": (as_built("prism", steps=3, **drawn), 3.25),
+        "paper": (as_built("prism", preset="paper"), 3.4),
+    }
+    lines = []
+    for label, (settings, nats) in runs.items():
+        lines.append(line(label, 0, nats, settings=settings))
+        lines[-1]["result"]["validation"] = nats
+    evidence = write(tmp_path, *lines)
+    assert [group.label for group in evidence.groups if is_prism()(group)] == ["default"]  # not with three writes
+    tables = comparisons.choices(evidence).split("**novels**")[1:]
+    found = [
+        (part.split("*")[1], [row.split(" | ")[:2] for row in part.splitlines() if row.startswith("| ")][1:])
+        for part in tables
+    ]
+    assert found == [
+        ("default", [["| long", "+.010"], ["| three", "−.020"], ["| weights", "−.200"], ["| old", "−.300"]]),
+        ("weights", [["| short", "−.010"]]),
+        ("old", [["| old three", "+.050"], ["| paper", "−.100"]]),
+    ]
+
+
+def probe(rule: str, score: float, task: str, seed: int = 0, **more: Any) -> dict[str, Any]:
+    """A line of a synthetic task with two pairs a token, in which one of 16 values is right."""
+    spread = {"timescales": [1, 1024]} if rule == "gated_delta" else {}
+    settings = {
+        "task": "multi_pair",
+        "task_options": {"pairs_per_token": 2},
+        "model": {"rule": rule, "options": spread},
+    }
+    result = {
+        "scores": {"": score},
+        "better": "higher",
+        "metric": "accuracy",
+        "baseline": {"": 0.0625},
+        "ceiling": {"": 1.0},
+    }
+    return line(
+        rule,
+        seed,
+        None,
+        key=f"{rule} {task} {seed}",
+        task=task,
+        function="probe",
+        settings=settings,
+        result=result | more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "counts"), [(0.49, 0.50, False), (0.6, 0.5, True), (0.06, 0.07, False), (0.995, 1.0, False)]
+)
+def test_guessing_among_the_pairs_of_a_token_is_not_learning(
+    tmp_path: Path, ours: float, theirs: float, counts: bool
+) -> None:
+    evidence = write(tmp_path, probe("prism", ours, "two"), probe("gated_delta", theirs, "two"))
+    (pair,) = evidence.pairs(is_rule("prism"), is_rule("gated_delta", timescales=[1, 1024]), "recall")
+    assert shows_no_difference(pair) is not counts
+
+
+def test_tasks_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """A task that does not count is named with its comparison."""
+    texts = [
+        line(rule, seed, nats + seed, settings=as_built(rule))
+        for rule, nats in (("prism", 3.0), ("gated_delta", 3.1))
+        for seed in range(3)
+    ]
+    for one in texts:
+        one["result"]["scores"]["repeated rare bigrams"] = 2.0
+    evidence = write(tmp_path, *texts, probe("prism", 0.49, "two"), probe("gated_delta", 0.5, "two"))
+    assert "do not count: two (`text`)." in finding("retrieval", evidence).text
+
+
+def test_scores_stand_next_to_oracle_and_guess(tmp_path: Path) -> None:
+    evidence = write(tmp_path, probe("prism", 0.5, "two"), probe("prism", 0.25, "four", metric="sequence accuracy"))
+    said = comparisons.probes(evidence)
+    assert "`text`, accuracy (two), sequence accuracy (four), up to 1 seeds:" in said
+    assert "| prism | .500 | .250 |\n| *ceiling* | 1.000 | 1.000 |\n| *baseline* | .062 | .062 |" in said
