@@ -22,6 +22,7 @@ import drop_ins
 import fine_tuning
 import generating
 import gpu_results
+import headlines
 import recommending
 import serving
 from criteria import NOT_RUN, Finding, judge
@@ -168,7 +169,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "dropin-cpu": lambda: drop_ins.cpu(evidence),
         "dropin-gpu": lambda: drop_ins.gpu(evidence),
     }
-    found |= gpu_results.blocks()
+    found |= gpu_results.blocks() | headlines.blocks(evidence)
     found |= {"serving": serving.measured, "generation": generating.against_llama}
     found |= recommending.blocks()
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}

@@ -2,12 +2,14 @@
 
     python docs/tools/figures.py            # docs/images/{ranks,kernels,state,cpu,positions,contexts}.png
 
-`positions` and `contexts` are drawn from experiments/results. Pictures that need the raw results of a benchmark are drawn by
+`positions` and `contexts` are drawn from experiments/results. docs/images/drawn.json has a hash of what each picture was
+drawn from, so that a test sees a picture that is out of date. Pictures that need the raw results of a benchmark are drawn by
 `benchmarks/tables.py` and `benchmarks/recommendation_page.py`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -85,13 +87,29 @@ STARTS = {
 """Rules of the picture of positions, by their label in the plans."""
 
 
-def positions(evidence: Evidence, plan: str, task: str, axes: Any, context: int) -> None:
-    """Loss by position in held-out text that is read in pieces of `context` tokens, a line per rule, mean over seeds."""
-    done = [line for line in evidence.lines if (line["file"], line["task"], line["status"]) == (plan, task, "done")]
-    final = [line for line in done if line.get("phase", "final") == "final"]
+Curves = dict[str, list[list[dict[str, float]]]]
+"""By rule, the positions of each seed: bins with `up_to` and `nats_per_token`."""
+
+
+def curves(evidence: Evidence, plan: str, task: str, context: int) -> Curves:
+    """Loss by position in held-out text that is read in pieces of `context` tokens, of the final runs of `STARTS`."""
+    found: Curves = {label: [] for label in STARTS}
+    for line in evidence.lines:
+        wanted = (line["file"], line["task"], line["status"], line.get("phase", "final")) == (
+            plan,
+            task,
+            "done",
+            "final",
+        )
+        if wanted and line["rule"] in found:
+            found[line["rule"]].append(line["result"]["text"]["test"][str(context)]["positions"])
+    return found
+
+
+def positions(found: Curves, task: str, axes: Any) -> None:
+    """A line per rule, mean over seeds."""
     for label, (name, color) in STARTS.items():
-        tests = [line["result"]["text"]["test"] for line in final if line["rule"] == label]
-        runs = [test[str(context)]["positions"] for test in tests]
+        runs = found[label]
         places = [bin_["up_to"] for bin_ in runs[0]]
         means = [sum(bin_["nats_per_token"] for bin_ in bins) / len(runs) for bins in zip(*runs, strict=True)]
         seeds = f", {len(runs)} seed{'s' * (len(runs) > 1)}"
@@ -110,26 +128,47 @@ DRAW: dict[str, Callable[[dict[str, Any], Any], None]] = {
 }
 
 
+POSITIONS: dict[str, tuple[dict[str, str], int]] = {
+    "positions": ({"novels": "text_30m", "code": "text_code"}, 1024),
+    "contexts": ({"novels": "text_rivals", "code": "text_rivals"}, 16384),
+}
+"""Pictures of `positions`: the corpora with the plans that have them, and the context."""
+DRAWN = DOCS / "images" / "drawn.json"
+
+
+def inputs(evidence: Evidence) -> dict[str, Any]:
+    """What each picture is drawn from."""
+    found: dict[str, Any] = {name: evidence.figures[name] for name in DRAW}
+    for name, (plans, context) in POSITIONS.items():
+        found[name] = {task: curves(evidence, plan, task, context) for task, plan in plans.items()}
+    return found
+
+
+def hashes(given: dict[str, Any]) -> dict[str, str]:
+    """A short hash of what each picture is drawn from."""
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in given.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+
+
 def main() -> None:
-    figures = json.loads((DOCS / "figures.json").read_text(encoding="utf-8"))
+    given = inputs(Evidence())
     for name, draw in DRAW.items():
         picture, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
-        draw(figures[name], axes)
+        draw(given[name], axes)
         axes.spines[["top", "right"]].set_visible(False)
-        picture.savefig(DOCS / "images" / f"{name}.png", dpi=144, metadata={"Software": None})
-        plt.close(picture)
-    draw_positions("positions", {"novels": "text_30m", "code": "text_code"}, 1024)
-    draw_positions("contexts", {"novels": "text_rivals", "code": "text_rivals"}, 16384)
+        save(picture, name)
+    for name in POSITIONS:
+        picture, both = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
+        for (task, found), axes in zip(given[name].items(), both, strict=True):
+            positions(found, task, axes)
+        both[0].set_ylabel("nats a token")
+        both[1].legend(fontsize=8, frameon=False)
+        save(picture, name)
+    DRAWN.write_text(json.dumps(hashes(given), indent=2) + "\n", encoding="utf-8")
 
 
-def draw_positions(name: str, plans: dict[str, str], context: int) -> None:
-    """Two pictures of `positions` next to each other: the corpora and the plans that have them."""
-    evidence = Evidence()
-    picture, both = plt.subplots(1, 2, figsize=(9.6, 3.8), layout="constrained")
-    for (task, plan), axes in zip(plans.items(), both, strict=True):
-        positions(evidence, plan, task, axes, context)
-    both[0].set_ylabel("nats a token")
-    both[1].legend(fontsize=8, frameon=False)
+def save(picture: Any, name: str) -> None:
+    """Write a picture without the version of matplotlib, so that it changes only with its figures."""
     picture.savefig(DOCS / "images" / f"{name}.png", dpi=144, metadata={"Software": None})
     plt.close(picture)
 

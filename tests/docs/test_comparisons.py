@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.docs.test_claims import CLAIMS, Evidence, as_built, claims, line, write
+from tests.docs.test_pages import tool
 
 import comparisons  # isort: skip  # after test_claims, which makes docs/tools importable
 from evidence import is_prism, is_rule, largest, ranks  # isort: skip
@@ -33,6 +34,12 @@ def test_published_facts_reproduce(file: str, task: str, rule: str, least: float
     """Of every seed: so the probes can be trusted."""
     (group,) = [g for g in Evidence().groups if (g.file, g.task, g.label) == (file, task, rule)]
     assert all(least <= score <= most for score in group.values().values()), group.values()
+
+
+def test_pictures_show_the_stored_figures() -> None:
+    figures = tool("figures")
+    drawn = json.loads(figures.DRAWN.read_text(encoding="utf-8"))
+    assert drawn == figures.hashes(figures.inputs(Evidence())), "run `python docs/tools/figures.py`"
 
 
 def test_other_learning_rates_decide_no_claim(tmp_path: Path) -> None:
