@@ -208,3 +208,14 @@ def test_a_state_of_another_mixture_is_refused() -> None:
         small_mixer("mom")(
             small_tokens(1, 4), prism.State(state.memory, small_mixer("mom")(small_tokens(1, 4))[1].carry)
         )
+
+
+def test_a_budget_sets_the_sizes_of_the_inner_rule() -> None:
+    """So that a comparison gives every rule the same keys, values and convolution."""
+    sizes = {"key_dim": 3, "value_dim": 5, "conv_size": 1}
+    options = rules.get("mom").with_sizes(sizes, {"memories": 2, "inner_options": {"value_dim": 4}})
+    assert options == {"memories": 2, "inner_options": {"key_dim": 3, "value_dim": 4, "conv_size": 1}}
+    mixture = Mixer("mom", 8, 2, **options).rule
+    assert (mixture.key_dim, mixture.value_dim, mixture.inner.conv.size) == (3, 4, 1)
+    assert rules.get("mom").with_sizes(sizes, {"inner": "linear"})["inner_options"].keys() < sizes.keys()
+    assert rules.get("prism").with_sizes(sizes, {"key_dim": 7}) == {**sizes, "key_dim": 7}

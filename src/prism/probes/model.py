@@ -55,8 +55,7 @@ class ModelSettings:
         """The mixer of layer `index`."""
         value_dim = max(1, self.width // self.heads) if self.value_dim is None else self.value_dim
         sizes = {"key_dim": self.key_dim, "value_dim": value_dim, "conv_size": 1}
-        taken = rules.get(self.rule).option_names()
-        options = {name: value for name, value in sizes.items() if name in taken} | self.options
+        options = rules.get(self.rule).with_sizes(sizes, self.options)
         return Mixer(self.rule, self.width, self.heads, **{**place_options(self.rule, index, self.layers), **options})
 
 

@@ -20,7 +20,7 @@ In this file: the inner rule's maps for M memories, routing of tokens, and the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -190,6 +190,12 @@ class Mom(Rule):
         self.key_dim, self.value_dim, self.forms = self.inner.key_dim, self.inner.value_dim, self.inner.forms
         self.state_size = count * self.inner.state_size
         self.write_rank = (top_k + shared) * self.inner.write_rank
+
+    @classmethod
+    def with_sizes(cls, sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Any]:
+        """As in `Rule`; sizes are those of the inner rule."""
+        inner = rule_named(options.get("inner", "gated_delta"))
+        return {**options, "inner_options": inner.with_sizes(sizes, options.get("inner_options") or {})}
 
     def route(self, x: Tensor, span: Span) -> tuple[Tensor, Tensor]:
         """Weights `[B, T, M]`, and bool `[B, T, M]`, which memories a token is sent to; the shared memory comes last."""

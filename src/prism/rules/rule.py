@@ -285,6 +285,12 @@ class Rule(nn.Module):
             and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
 
+    @classmethod
+    def with_sizes(cls, sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Any]:
+        """`options` with those of `sizes` (`key_dim`, `value_dim`, `conv_size`) that the rule takes; options win."""
+        taken = cls.option_names()
+        return {**{name: size for name, size in sizes.items() if name in taken}, **options}
+
     def initial_weights(self) -> dict[str, Tensor]:
         """Initial values of the weights that the rule sets itself, by parameter name, newly drawn at every call.
 
