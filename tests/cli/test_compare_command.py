@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prism.cli import compare as command
 from prism.cli import main
+from prism.compare.grid import Records
 from prism.probes import jobs
 
 HOWTO = Path(__file__).parents[2] / "docs" / "howto" / "compare.md"
@@ -138,4 +141,48 @@ def test_a_failed_run_is_said_and_gives_an_exit_code(
         str(tmp_path / "out"),
     ]
     assert main(words) == 1
-    assert "runs failed, the first with FloatingPointError" in capsys.readouterr().out
+    assert "2 runs failed, the first with FloatingPointError" in capsys.readouterr().out
+
+
+def test_a_run_that_time_has_stopped_has_not_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run is under way when the minutes are over."""
+    plan, out = tmp_path / "recall.toml", tmp_path / "out"
+    plan.write_text(howto_plan())
+
+    def stopped(entries: Any, records: Records, *given: Any) -> int:
+        with records.writing():
+            records.add(entries[0].search()[0], "stopped", error="5 minutes were over")
+        return 1
+
+    monkeypatch.setattr(command, "run_grid", stopped)
+    assert main(["compare", str(plan), "--out", str(out), "--minutes", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "stopped after 5 minutes with 1 run to go: the same command continues" in said
+    assert "failed" not in said and "--retry" not in said
+
+
+def test_one_failed_run_among_finished_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tmp_path / "recall.toml"
+    plan.write_text(howto_plan())
+
+    def diverged(entries: Any, records: Records, *given: Any) -> int:
+        with records.writing():
+            for entry in entries[:2]:
+                for training in (*entry.search(), *entry.final(1e-2)):
+                    score = float("nan") if training.name == entries[1].final(1e-2)[2].name else 0.5
+                    about = {"better": "higher", "metric": "accuracy", "seconds": 1.0}
+                    scores = {"6 pairs": score} if training.settings["test"] else {}
+                    good = training.settings["learning_rate"] == 1e-2
+                    records.add(training, "done", result={"scores": scores, "validation": float(good), **about})
+        return 0
+
+    monkeypatch.setattr(command, "run_grid", diverged)
+    assert main(["compare", str(plan), "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().out
+    assert "1 run failed, the first with FloatingPointError: the training diverged" in said
+    assert "--retry repeats it" in said and "2 of 3, 1 failed" in said and "(2 of 3 seeds)" in said
+    assert "no verdict, because seed 2 of linear failed" in said

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
+import re
 import signal
+import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from prism.compare.grid import Records, best_rate, finite, run_grid
+from prism.compare.grid import Records, Training, best_rate, finite, run_grid
 from prism.probes import jobs
 from tests.compare.toys import Toy
 
@@ -83,6 +89,97 @@ def test_a_failed_run_is_kept_with_its_error_and_repeated_only_if_asked(tmp_path
     run_grid([entry], Records(path), 1, retry=True)
     assert best_rate(entry, Records(path)) == 2.0
     assert [words[1:] for words in calls(log)[before:]] == [["toy", "2.0", str(seed)] for seed in (100, 0, 1)]
+
+
+def test_a_run_without_a_finite_score_has_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log, path = tmp_path / "log", tmp_path / "results.jsonl"
+    entry = Toy(str(log), values=(1.0,), diverges=(1,))
+    records = Records(path)
+    run_grid([entry], records, 1)
+    for known in (records, Records(path)):
+        assert [known.status(training) for training in entry.final(1.0)] == ["done", "failed"]
+        assert known.result(entry.final(1.0)[1]) is None
+    (failed,) = (line for line in lines(path) if line["status"] == "failed")
+    assert failed["error"] == "FloatingPointError: the training diverged: its score is not finite"
+    assert failed["result"]["scores"] == {"": None} and failed["result"]["curve"]  # what it came to is kept
+    assert "toy final 1.0 1: failed, FloatingPointError: the training diverged" in capfd.readouterr().err
+    run_grid([entry], Records(path), 1)
+    assert len(calls(log)) == 2
+    run_grid([entry], Records(path), 1, retry=True)
+    assert [words[1:] for words in calls(log)[2:]] == [["toy", "1.0", "1"]]
+
+
+def test_results_that_others_wrote_are_judged_too(tmp_path: Path) -> None:
+    """Files of older versions say `done` of a diverged run. A final run without a validation is not one."""
+    entry, path = Toy("log", values=(1.0,), seeds=(0, 1, 2, 3)), tmp_path / "results.jsonl"
+    results = ({"scores": {"a": None}}, {"scores": {"a": 1.0}, "validation": None}, {"validation": None}, {})
+    both = zip(entry.final(1.0), results, strict=True)
+    text = "".join(json.dumps({"key": t.key, "status": "done", "result": result}) + "\n" for t, result in both)
+    path.write_text(text)
+    assert [Records(path).status(t) for t in entry.final(1.0)] == ["failed", "done", "failed", "done"]
+
+
+SCORES = st.floats(-10, 10) | st.sampled_from([math.nan, math.inf, -math.inf])
+
+
+@given(st.lists(SCORES, min_size=2, max_size=4), st.sampled_from(["higher", "lower"]))
+def test_the_chosen_rate_is_finite_and_the_same_after_a_restart(scores: list[float], better: str) -> None:
+    entry = Toy("log", values=tuple(range(1, len(scores) + 1)))
+    with tempfile.TemporaryDirectory() as folder:
+        records = Records(Path(folder, "results.jsonl"))
+        with records.writing():
+            for training, score in zip(entry.search(), scores, strict=True):
+                records.add(training, "done", result={"scores": {}, "validation": score, "better": better})
+        rate = best_rate(entry, records)
+        assert rate == best_rate(entry, Records(records.path))
+    good = [score for score in scores if math.isfinite(score)]
+    assert (rate is None) == (not good)
+    if rate is not None:
+        assert scores[int(rate) - 1] == (max if better == "higher" else min)(good)
+
+
+@dataclass(frozen=True)
+class Goal(Toy):
+    """Trainings that stop at a score."""
+
+    stop_at: float | None = 0.9
+    tries: int = 1
+    """Seeds of the search."""
+
+    def search(self) -> list[Training]:
+        return [self._training("search", rate, 100 + n) for rate in self.values for n in range(self.tries)]
+
+    def _training(self, phase: str, rate: float, seed: int) -> Training:
+        training = super()._training(phase, rate, seed)
+        return replace(training, settings={**training.settings, "stop_at": self.stop_at})
+
+
+@pytest.mark.parametrize(
+    ("goal", "found", "best"),
+    [
+        (0.9, [(0.91, 50), (0.95, 80)], 1.0),  # both reached it: the fewer steps
+        (0.9, [(0.91, 50), (0.95, 50)], 2.0),  # as many: the score
+        (0.9, [(0.91, 90), (0.89, 100)], 1.0),  # one of them
+        (0.9, [(0.7, 100), (0.8, 100)], 2.0),  # none
+        (None, [(0.91, 50), (0.95, 80)], 2.0),  # without a goal only the score counts
+        (0.9, [(0.91, 90), (0.92, 90), (1.0, 50), (0.85, 100)], 1.0),  # every seed of one rate, one seed of the other
+    ],
+)
+def test_of_rates_that_reach_the_goal_the_fastest_is_best(
+    tmp_path: Path, goal: float | None, found: list[tuple[float, int]], best: float
+) -> None:
+    entry, records = Goal("log", stop_at=goal, tries=len(found) // 2), Records(tmp_path / "results.jsonl")
+    with records.writing():
+        for training, (score, steps) in zip(entry.search(), found, strict=True):
+            records.add(training, "done", result={"validation": score, "steps": steps, "better": "higher"})
+    assert best_rate(entry, records) == best
+
+
+def test_a_log_says_how_long_the_rest_takes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """All but the last line of a run: then nothing is left."""
+    run_grid([Toy(str(tmp_path / "log"))], Records(tmp_path / "results.jsonl"), 1)
+    said = [line for line in capfd.readouterr().err.splitlines() if re.match(r"\d/4 ", line)]
+    assert [bool(re.search(r"\); about \d+ s left$", line)) for line in said] == [True, True, True, False]
 
 
 def test_a_run_that_ends_its_process_costs_no_other(tmp_path: Path) -> None:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism import rules
 from prism.compare.matching import TOLERANCE, closest
 from prism.compare.plan import make_plan, read_plan
-from prism.models import PrismConfig, PrismForCausalLM
-from prism.nn import Mixer
 from prism.probes.training import ProbeRun
 
 PLAN: dict[str, Any] = {
@@ -154,6 +149,41 @@ def test_rules_may_have_names_of_their_own() -> None:
         ({"learning_rate__seeds": [1, 9]}, "file: learning_rate.seeds must not contain a final seed, got [1]"),
         ({"seeds": [1, 1]}, "file: seeds must be a list of one or more different numbers, got [1, 1]"),
         ({"jobs": 0}, "file: jobs must be at least 1, got 0"),
+        ({"device": "gpu"}, "file: device must be auto, cpu, cuda or a GPU such as cuda:1, got 'gpu'"),
+        ({"rules": ["linear", "delta", "linear"]}, "file: rules has 'linear' twice: remove one"),
+        ({"tasks": [{"task": "mqar", "label": 3}]}, "file: tasks[0].label must be a text, got 3"),
+        ({"tasks": [{"task": "mqar", "options": "x"}]}, "file: tasks[0].options must be a table, got 'x'"),
+        ({"tasks": [{"task": "mqar", "budget": 3}]}, "file: tasks[0].budget must be a table, got 3"),
+        ({"tasks": [{"task": "mqar", "tests": ["a"]}]}, "file: tasks[0].tests must be a table, got ['a']"),
+        (
+            {"tasks": [{"task": "mqar", "tests": {"a": "b"}}]},
+            "file: tasks[0].tests.a must be a table of options, got 'b'",
+        ),
+        (
+            {"tasks": [{"task": "mqar", "curriculum": {"optin": "length", "start": 8}}]},
+            "file has a setting tasks[0].curriculum.optin that does not exist (did you mean tasks[0].curriculum.option?)",
+        ),
+        (
+            {"tasks": [{"task": "mqar", "curriculum": {"option": "length"}}]},
+            "file: tasks[0].curriculum must have option and start",
+        ),
+        (
+            {"tasks": [{"task": "mqar", "curriculum": {"option": "length", "start": "8"}}]},
+            "file: tasks[0].curriculum.start must be an integer, got '8'",
+        ),
+        ({"budget__batch": 0}, "file: budget.batch must be at least 1, got 0"),
+        ({"budget__width": 0}, "file: budget.width must be at least 1, got 0"),
+        ({"budget__hidden": -1}, "file: budget.hidden must be at least 0, got -1"),
+        ({"budget__key_dim": [8, 0]}, "file: budget.key_dim must be at least 1, got 0"),
+        ({"budget__evaluations": 0}, "file: budget.evaluations must be at least 1, got 0"),
+        ({"budget__weight_decay": -1.0}, "file: budget.weight_decay must be at least 0, got -1"),
+        ({"budget__clip": 0.0}, "file: budget.clip must be above 0, got 0"),
+        ({"budget__warmup": 1.0}, "file: budget.warmup must be at least 0 and below 1, got 1"),
+        ({"budget__stop_at": float("nan")}, "file: budget.stop_at must be a finite number, got nan"),
+        (
+            {"tasks": [{"task": "mqar", "budget": {"clip": -1.0}}]},
+            "file: tasks[0]: budget.clip must be above 0, got -1",
+        ),
         ({"precision": "half"}, "file: precision must be one of float32, bfloat16, got 'half'"),
         ({"rules": ["gated_delta", "slstm"]}, "its state size is 128, the reference's 256"),
         (
@@ -166,6 +196,14 @@ def test_every_mistake_is_one_sentence_that_names_the_key(changes: dict[str, Any
     with pytest.raises(ValueError) as error:
         make_plan(changed(**changes), "file")
     assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_positions_must_reach_to_the_end_of_the_longest_test() -> None:
+    """Training has sequences of 8 tokens, one of the tests of 32."""
+    task = {**PLAN["tasks"][0], "tests": {"short": {"length": 8}, "long": {"length": 32}}}
+    assert make_plan(changed(tasks=[task], budget__positions=32), "file").entries
+    with pytest.raises(ValueError, match=r"file: tasks\[0\]: budget.positions must be at least 32, .*, got 31"):
+        make_plan(changed(tasks=[task], budget__positions=31), "file")
 
 
 def test_a_file_that_is_not_there_or_not_toml(tmp_path: Path) -> None:
@@ -231,6 +269,15 @@ def test_the_roundest_close_width_is_found(slope: int, start: int, target: int) 
     assert all(width % 64 for width in reachable) or found % 64 == 0
 
 
+@given(st.integers(1, 10**6), st.integers(1, 10**7))
+def test_a_number_that_no_width_changes_is_found_or_refused(number: int, target: int) -> None:
+    if abs(number - target) <= TOLERANCE * target:
+        assert closest(lambda width: number, target) >= 1
+        return
+    with pytest.raises(ValueError, match=f"{number:,}"):
+        closest(lambda width: number, target)
+
+
 @given(st.integers(1, 50_000), st.integers(0, 10**8), st.integers(1, 10**9))
 def test_few_models_are_built_to_find_a_width(slope: int, start: int, target: int) -> None:
     built = []
@@ -242,54 +289,3 @@ def test_few_models_are_built_to_find_a_width(slope: int, start: int, target: in
     with suppress(ValueError):
         closest(count, target)
     assert len(built) == len(set(built)) <= 30 and (target > 10**6 * slope or len(built) <= 22)
-
-
-def test_text_is_a_task_with_the_same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules get the budget's sizes as options, and parameters are matched by the width of the SwiGLU."""
-
-    def sizes(model: dict[str, Any], vocabulary: int) -> tuple[int, int]:
-        config = PrismConfig(vocab_size=vocabulary, **model)
-        with torch.device("meta"):
-            built = PrismForCausalLM(config)
-        states = [part.state_size for part in built.modules() if isinstance(part, Mixer)]
-        return sum(p.numel() for p in built.parameters()), sum(states)
-
-    corpus = SimpleNamespace(manifest=SimpleNamespace(vocab_size=100, digest="first tokens"))
-    found = {"TextRun": SimpleNamespace(context=1024), "sizes": sizes, "open_corpus": lambda folder, verify: corpus}
-    monkeypatch.setitem(sys.modules, "prism.compare.text", SimpleNamespace(**found))
-    budget = {"tokens": 64_000, "batch": 4, "width": 32, "heads": 2, "key_dim": 8, "hidden": 64, "match": "parameters"}
-    table = {"task": "text", "label": "novels", "options": {"data": "tokens", "context": 64, "micro": 2}}
-    values = changed(rules=["gated_delta", "prism:steps=2", "softmax"], budget=budget, tasks=[table])
-    plan = make_plan(values, "file")
-    base, ours, attention = plan.entries
-    assert base.function == "prism.compare.text:train_text" and base.steps == 250
-    assert ours.state_size == base.state_size == 2 * 8 * 16 and attention.grows
-    assert abs(ours.parameters - base.parameters) <= TOLERANCE * base.parameters
-    model = ours.settings["model"]
-    assert model["layers"] == "prism" and model["hidden_size"] == 32 and model["intermediate_size"] < 64
-    assert model["rule_options"] == {"prism": {"key_dim": 8, "value_dim": 16, "conv_size": 4, "steps": 2}}
-    (training, *_) = ours.final(1e-3)
-    assert {
-        "data": "tokens",
-        "context": 64,
-        "micro": 2,
-        "batch": 4,
-        "precision": "fp32",
-    }.items() <= training.settings.items()
-    assert {"seed": 0, "learning_rate": 1e-3, "test": True, "steps": 250}.items() <= training.settings.items()
-    groups = ["*.writes.*=lr:2"]
-    own = {"model": {"layers": "prism(steps=1)+prism"}, "optimizer": {"groups": groups}}
-    other = {"a": "gated_delta", "b": {"rule": "prism", "steps": 2, "text": own}}
-    plan = make_plan({**values, "rules": other, "reference": "a", "budget": {**budget, "layers": 2}}, "file")
-    first, second = plan.entries
-    assert first.settings["model"]["layers"] == "gated_delta" and "optimizer" not in first.settings
-    assert second.settings["model"]["layers"] == "prism(steps=1)+prism"
-    assert second.settings["model"]["rule_options"]["prism"]["steps"] == 2
-    assert second.settings["optimizer"] == {"groups": groups}
-    assert abs(second.parameters - first.parameters) <= TOLERANCE * first.parameters
-    for wrong, sentence in (
-        ({"options": {}}, "options.data must be a folder"),
-        ({"tests": {}}, "tests is for synthetic"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            make_plan({**values, "tasks": [{**table, **wrong}]}, "file")

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prism.compare import report as module
+from prism.compare.curves import CHARTS, by_label, by_position, by_state, number
 from prism.compare.entries import Entry, Rates
-from prism.compare.findings import Findings, findings, verdict
+from prism.compare.findings import LAMBADA, Findings, findings, verdict
 from prism.compare.grid import Records
 from prism.compare.plan import Plan
-from prism.compare.report import CHARTS, by_label, by_state, number, write_report
+from prism.compare.report import write_report
 from prism.compare.statistics import Estimate
 
 RATES = Rates((1e-3, 1e-2, 1e-1), (100,))
 SCORES = {"base": [0.5, 0.7, 0.6], "better": [0.8, 0.9, 0.85], "<same>": [0.6, 0.6, 0.6]}
 
 
-def entry(rule: str, size: int = 0, grows: bool = False) -> Entry:
-    return Entry(
-        "recall", rule, "m:f", {"rule": rule, "size": size}, 10, (0, 1, 2), RATES, 1000, 64 * 2**size, grows, size
-    )
+def entry(rule: str, size: int = 0, grows: bool = False, rates: Rates = RATES, seeds: int = 3) -> Entry:
+    given, every = {"rule": rule, "size": size}, tuple(range(seeds))
+    return Entry("recall", rule, "m:f", given, 10, every, rates, 1000, 64 * 2**size, grows, size)
 
 
 def result(score: float, better: str = "higher") -> dict[str, Any]:
@@ -111,6 +113,142 @@ def test_scores_at_the_baseline_are_said_to_be_at_chance(found: Findings, baseli
     assert ("both are at chance: the better score, 0.850 ± 0.029, is not above the baseline of" in said) == at_chance
 
 
+def of_scores(path: Path, scores: dict[str, list[float | None]], **more: Any) -> Findings:
+    """Findings of rules whose seeds have these scores; None: the run is yet to come."""
+    rates = Rates((1e-2,))
+    entries = tuple(entry(rule, rates=rates, seeds=len(found)) for rule, found in scores.items())
+    records = Records(path)
+    with records.writing():
+        for one in entries:
+            for training, score in zip(one.final(1e-2), scores[one.rule], strict=True):
+                if score is not None:
+                    records.add(training, "done", result={**result(score), **more})
+    return findings(Plan("", "base", 1, entries), records)
+
+
+@pytest.mark.parametrize(("side", "which"), [("base", "seed 3 of base"), ("better", "seed 3 of better")])
+def test_a_seed_without_a_score_is_shown_and_no_verdict_is_given(tmp_path: Path, side: str, which: str) -> None:
+    scores: dict[str, list[float | None]] = {"base": [0.5, 0.6, 0.55, 0.5], "better": [0.8, 0.9, 0.85, 0.8]}
+    scores[side][3] = math.nan
+    found = of_scores(tmp_path / "results.jsonl", scores)
+    (said,) = found.sentences()
+    assert (
+        said == f"recall, better, state 64: +0.300 ± 0.000 against base (3 seeds); no verdict, because {which} failed"
+    )
+    finding = next(f for f in found.found if f.entry.rule == side)
+    assert finding.lost == [3] and finding.seeds == "3 of 4, 1 failed"
+    assert finding.score_text("length=16").endswith(" (3 of 4 seeds)")
+    text = re.sub(r"<[^>]+>", "", write_report(found, tmp_path / "out").read_text())
+    assert "(3 of 4 seeds)" in text and "3 of 4, 1 failed" in text and "+0.300 ± 0.000" in text
+    assert "+0.300 ± 0.000 *" not in text and "the training diverged" in text
+
+
+def test_a_test_that_a_seed_has_no_score_of_gets_no_star(tmp_path: Path) -> None:
+    """The main score is finite: the run has not failed, and the verdict on it stands."""
+    found = of_scores(tmp_path / "results.jsonl", {"base": [0.5, 0.6, 0.55], "better": [0.8, 0.9, 0.85]})
+    base, better = found.found
+    assert better.difference_text(base, "length=64").endswith(" *")
+    better.runs[1]["scores"]["length=64"] = None
+    assert better.score_text("length=64").endswith("(2 of 3 seeds)")
+    assert not better.difference_text(base, "length=64").endswith("*")
+    assert better.difference_text(base, "length=16").endswith(" *")
+    assert "better than base" in found.sentences()[0] and better.seeds == "3"
+
+
+def test_seeds_to_come_are_no_failure(tmp_path: Path) -> None:
+    scores: dict[str, list[float | None]] = {"base": [0.5, 0.6, 0.55, None], "better": [0.8, 0.9, 0.85, None]}
+    found = of_scores(tmp_path / "results.jsonl", scores)
+    assert "better than base by 0.300 ± 0.000, beyond two standard errors (3 seeds)" in found.sentences()[0]
+    assert found.found[0].seeds == "3 of 4" and found.found[0].score_text("length=16") == "0.550 ± 0.029"
+
+
+def test_a_rule_of_which_every_run_failed_is_named(tmp_path: Path) -> None:
+    found = of_scores(tmp_path / "results.jsonl", {"base": [0.5], "other": [math.nan]})
+    assert "Without a score, because runs failed: recall, other, state 64." in write_report(found, tmp_path).read_text()
+
+
+def test_failed_and_stopped_runs_are_told_apart(tmp_path: Path) -> None:
+    one = entry("base", rates=Rates((1e-2,)))
+    records = Records(tmp_path / "results.jsonl")
+    with records.writing():
+        first, second, third = one.final(1e-2)
+        records.add(first, "done", result=result(0.5))
+        records.add(second, "stopped", error="5 minutes were over")
+        records.add(third, "failed", error="ValueError: no", details="")
+    text = write_report(findings(Plan("", "base", 1, (one,)), records), tmp_path).read_text()
+    assert "1 failed, 1 stopped" in text and "1 of 3, 1 failed" in text
+
+
+@pytest.mark.parametrize(("count", "warned"), [(1, False), (2, True), (3, False)])
+def test_of_two_rates_the_report_says_once_that_the_best_may_lie_outside(
+    tmp_path: Path, count: int, warned: bool
+) -> None:
+    entries = tuple(entry(rule, rates=Rates((1e-3, 1e-2, 1e-1)[:count], (100,))) for rule in ("base", "other"))
+    records = Records(tmp_path / "results.jsonl")
+    with records.writing():
+        for one in entries:
+            for training in (*one.search(), *one.final(1e-3)):
+                records.add(training, "done", result=result(1e-3 / training.about["learning_rate"]))
+    text = write_report(findings(Plan("", "base", 1, entries), records), tmp_path).read_text()
+    assert text.count("Two learning rates were tried") == warned
+    assert ("At the end of the range" in text) == (count == 3)
+
+
+def text_result(loss: float, accuracy: float) -> dict[str, Any]:
+    """As `train_text` returns it, with the context of training and a longer one."""
+    places = [{"up_to": 2**n, "nats_per_token": loss - 0.1 * n, "tokens": 9} for n in range(5)]
+    return {
+        "better": "lower",
+        "metric": "nats a token",
+        "scores": {"nats": loss, "repeated rare bigrams": 2 * loss, "nats at 16,384": loss, "nats at 4,096": loss},
+        "ceiling": {},
+        "baseline": {},
+        "text": {
+            "test": {"4": {"positions": places[:3]}, "16": {"positions": places}},
+            "lambada": {"accuracy": accuracy, "accuracy_stderr": 0.1, "word_perplexity": 9.0, "rows": 5},
+        },
+    }
+
+
+@pytest.fixture
+def text_found(tmp_path: Path) -> Findings:
+    """`other` has lower nats, which are better, and a lower accuracy on LAMBADA, which is worse."""
+    found = of_scores(tmp_path / "results.jsonl", {"base": [0.5] * 3, "other": [0.5] * 3})
+    for finding, loss, accuracy in zip(found.found, (3.0, 2.0), (0.5, 0.25), strict=True):
+        for seed, run in finding.runs.items():
+            run.update(text_result(loss + 0.01 * seed, accuracy + 0.01 * seed))
+    return found
+
+
+def test_lambada_has_a_column_with_its_own_direction(text_found: Findings, tmp_path: Path) -> None:
+    base, other = text_found.found
+    assert base.labels == ["nats", "repeated rare bigrams", "nats at 16,384", "nats at 4,096", LAMBADA]
+    assert other.lower("nats") and not other.lower(LAMBADA)
+    assert other.difference_text(base, LAMBADA) == "-0.250 ± 0.000 *"
+    text = write_report(text_found, tmp_path / "out").read_text()
+    shown = {re.sub(r"<[^>]+>", "", cell) for cell in re.findall(r"<td class=best>(.*?)</td>", text)}
+    assert "2.010 ± 0.006" in shown and "0.510 ± 0.006" in shown and "3.010 ± 0.006" not in shown
+    assert '<th scope="col">LAMBADA accuracy</th>' in text
+
+
+def test_loss_by_position_is_that_of_the_longest_context(text_found: Findings, tmp_path: Path) -> None:
+    curve = by_position(text_found, "recall")["other"]
+    assert [(x, round(y, 3)) for x, y, _ in curve] == [(2**n, round(2.01 - 0.1 * n, 3)) for n in range(5)]
+    text = write_report(text_found, tmp_path / "out").read_text()
+    assert "nats a token by position in the document" in text
+    assert (tmp_path / "out" / "loss-by-position.png").read_bytes().startswith(b"\x89PNG")
+    places = re.findall(r'<text x="([\d.]+)" [^>]*text-anchor="middle">(1|2|4|8|16)</text>', text)
+    gaps = {round(float(b) - float(a)) for (a, _), (b, _) in pairwise(places)}
+    assert [name for _, name in places] == ["1", "2", "4", "8", "16"] and max(gaps) - min(gaps) <= 1, "a log axis"
+
+
+def test_labels_without_a_number_have_no_place_on_the_axis(text_found: Findings) -> None:
+    assert {rule: [x for x, _, _ in curve] for rule, curve in by_label(text_found, "recall").items()} == {
+        "base": [4096.0, 16384.0],
+        "other": [4096.0, 16384.0],
+    }
+
+
 class _Page(HTMLParser):
     """Tags that are open, and everything that a page loads."""
 
@@ -146,7 +284,7 @@ def test_the_page_holds_every_figure_and_loads_nothing(found: Findings, tmp_path
         "baseline",
     ):
         assert fact in flat, fact
-    for name in CHARTS:
+    for name in set(CHARTS) - {"loss-by-position"}:  # which only text has
         assert (tmp_path / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
 
 
@@ -177,7 +315,18 @@ def test_what_has_no_curve_has_no_picture(found: Findings, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("label", "expected"), [("length=64", 64), ("40-256", 256), ("2 pairs", 2), ("", None), ("a", None)]
+    ("label", "expected"),
+    [
+        ("length=64", 64),
+        ("40-256", 256),
+        ("2 pairs", 2),
+        ("nats at 16,384", 16384),
+        ("1,048,576", 1048576),
+        ("levels 1,2", 2),
+        ("rate 0.25", 0.25),
+        ("", None),
+        ("mixture", None),
+    ],
 )
 def test_numbers_in_labels(label: str, expected: float | None) -> None:
     assert number(label) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ import torch
 from prism.compare.grid import Records
 from prism.compare.plan import make_plan
 from prism.compare.text import TextRun, build, count_parameters, prepare, score_split, sizes, train_text
-from prism.language.corpus import Corpus, open_corpus, write_splits
+from prism.language.corpus import Corpus, open_corpus
 from prism.language.task import Validation
-from prism.language.tokenizer import train_bpe
 from prism.train.checkpoint import NotFiniteError
 from prism.train.distributed import World
 
@@ -27,21 +27,6 @@ RIVALS: dict[str, tuple[str, dict[str, Any]]] = {
     "delta_product": ("delta_product", {**HEAD, "forget_gate": True, "gate": True, "negative_eigenvalues": False}),
     "prism-3": ("prism", {**HEAD, "steps": 3}),
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokens")
-    lines = [
-        f"the {a} {b} sat on the {c}. " for a in ("old", "new") for b in ("cat", "dog") for c in ("mat", "bed", "hat")
-    ]
-    splits = {
-        "train": ["".join(lines[i % 12 :] + lines[: i % 12]) for i in range(20)],
-        "validation": ["".join(lines[::-1]), "".join(lines[::7])],
-        "test": ["".join(lines[::5]) * 4, "the cat"],
-    }
-    write_splits(folder, splits, train_bpe(splits["train"], 300))
-    return folder
 
 
 def settings(data: Path, rule: str = "gated_delta", options: Any = HEAD, **changes: Any) -> dict[str, Any]:
@@ -142,6 +127,42 @@ def test_a_loss_that_is_never_finite_ends_the_run(data: Path) -> None:
         train_text(settings(data, steps=30, learning_rate=1e30, clip=None), nothing)
 
 
-def test_an_unknown_setting_is_refused(data: Path) -> None:
-    with pytest.raises(ValueError, match="has no setting 'contxt'"):
-        train_text(settings(data, contxt=3), nothing)
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"contxt": 3}, "has no setting 'contxt' (did you mean 'context'?)"),
+        ({"context": "x"}, "context must be an integer, got 'x'"),
+        ({"model": {"hiden_size": 3}}, "a model has no setting 'model.hiden_size' (did you mean 'hidden_size'?)"),
+        ({"model": 3}, "model must be a table, got 3"),
+        ({"schedule": "linear"}, "schedule must be one of cosine, wsd, constant, got 'linear'"),
+        ({"contexts": [64, 0]}, "contexts must be at least 1, got 0"),
+        ({"evaluations": 0}, "evaluations must be at least 1, got 0"),
+        ({"rare": -1}, "rare must be at least 0, got -1"),
+        ({"warmup": 1.0}, "warmup must be at least 0 and below 1, got 1"),
+        ({"lambada": "none.jsonl"}, "lambada must be a jsonl file, and there is no none.jsonl"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence(data: Path, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        TextRun.of(settings(data, **changes))
+
+
+@pytest.mark.parametrize("name", ["steps", "learning_rate"])
+def test_what_has_no_default_must_be_given(data: Path, name: str) -> None:
+    given = settings(data)
+    del given[name]
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        TextRun.of(given)
+
+
+def test_a_context_longer_than_its_split_is_refused_before_training(data: Path) -> None:
+    """Also the other way round: one that just fits is measured at its own length."""
+    tokens = open_corpus(data).manifest.splits["test"].tokens
+    steps: list[int] = []
+    for wrong, name in (({"contexts": [tokens]}, "contexts"), ({"context": 10**6}, "context")):
+        with pytest.raises(ValueError, match=rf"options\.{name} has .* tokens, but the split '.*' of .* has only"):
+            train_text(settings(data, **wrong), lambda step, loss: steps.append(step))
+    assert steps == []
+    found = train_text(settings(data, steps=1, contexts=[tokens - 1]), nothing)
+    assert found["text"]["test"][str(tokens - 1)]["tokens"] == tokens - 1
+    train_text(settings(data, steps=1, contexts=[tokens], test=False), nothing)  # it is not measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ class Toy:
     seconds: float = 0.0
     fails: float | None = None
     """The learning rate at which trainings fail while `log` + ".broken" exists."""
+    diverges: tuple[int, ...] = ()
+    """The seeds whose scores are NaN."""
 
     @property
     def rates(self) -> Any:
@@ -39,7 +42,8 @@ class Toy:
         settings = {"log": self.log, "name": self.name, "rate": rate, "seed": seed, "seconds": self.seconds}
         about = {"phase": phase, "learning_rate": rate, "seed": seed, "task": "toy", "rule": self.name}
         name = f"{self.name} {phase} {rate} {seed}"
-        return Training("tests.compare.toys:compute", {**settings, "fails": self.fails}, about, name, 1)
+        more = {"fails": self.fails, "diverges": list(self.diverges)}
+        return Training("tests.compare.toys:compute", {**settings, **more}, about, name, 1)
 
 
 def compute(settings: Mapping[str, Any], report: Callable[[int, float], None]) -> dict[str, Any]:
@@ -54,7 +58,7 @@ def compute(settings: Mapping[str, Any], report: Callable[[int, float], None]) -
         raise ValueError("this rate fails")
     if settings["rate"] < 0:
         os._exit(7)
-    score = settings["rate"] + settings["seed"]
+    score = math.nan if settings["seed"] in settings["diverges"] else settings["rate"] + settings["seed"]
     curve = [
         {"step": 1, "tokens": 10, "seconds": 0.1, "loss": 2.0},
         {"step": 2, "tokens": 20, "seconds": 0.2, "loss": 1.0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections import deque
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prism.probes import jobs as side_by_side
-from prism.probes.jobs import Job, Outcome, workers
+from prism.probes.jobs import Job, Outcome, time_left, workers
 
 SEATS = 2
 """Jobs that fit into the pretended memory."""
@@ -55,6 +58,31 @@ def test_jobs_that_do_not_fit_side_by_side_all_end(tmp_path: Path) -> None:
     assert {name: outcome.result for name, outcome in found.items()} == {job.name: job.argument[1] for job in jobs}
     assert len((tmp_path / "tries").read_text().split()) == len(jobs) + 1
     assert count == SEATS
+
+
+@given(st.floats(0.1, 1e6), st.floats(0.1, 1e6), st.floats(0.1, 1e6))
+def test_the_time_left_is_that_of_the_steps_ahead(seconds: float, done: float, ahead: float) -> None:
+    words = re.fullmatch(r"about (?:(\d+) h )?(?:(\d+) (min|s)) left", time_left(seconds, done, ahead))
+    assert words is not None
+    hours, number, unit = words.groups()
+    said = 3600 * int(hours or 0) + int(number) * (60 if unit == "min" else 1)
+    assert said == pytest.approx(seconds * ahead / done, abs=31 if unit == "min" else 1)
+
+
+def test_the_time_left_in_words() -> None:
+    assert time_left(60, 10, 120) == "about 12 min left"
+    assert time_left(60, 10, 5) == "about 30 s left"
+    assert time_left(60, 10, 1250) == "about 2 h 5 min left"
+    assert time_left(60, 0, 10) == time_left(60, 10, 0) == ""
+
+
+@pytest.mark.parametrize(("more", "bars"), [(0, 0), (5, 1)])
+def test_there_is_a_bar_for_the_whole_if_more_will_come(more: int, bars: int) -> None:
+    """One job is waiting; others follow from what it finds."""
+    with workers(1) as pool:
+        for _ in pool.run(deque([Job(full, 0, "job", 3)]), 3 + more):
+            assert [task.description for task in pool.progress.tasks] == ["all"] * bars
+            assert pool.done == 3
 
 
 def test_a_job_that_does_not_fit_alone_has_failed() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
-from prism.compare.findings import Finding, Findings, findings
+from prism.compare.findings import Finding, Findings, findings, has_failed
 from prism.compare.grid import RESULTS, Records, run_grid
 from prism.compare.plan import Plan, read_plan
 from prism.compare.report import write_report
@@ -76,13 +76,13 @@ def run_plan(
     plan.check_data(records)
     if dry_run:
         console.print(_plan_table(wanted, records))
-        print(f"{wanted.runs} runs, {jobs or plan.jobs} side by side; results in {out / RESULTS}")
+        print(f"{_runs(wanted.runs)}, {jobs or plan.jobs} side by side; results in {out / RESULTS}")
         return 0
     pyplot()  # fail now, not after the training, if matplotlib is missing
     try:
         left = run_grid(wanted.entries, records, jobs or plan.jobs, retry, math.inf if minutes is None else minutes)
         if left:
-            print(f"stopped after {minutes:g} minutes with {left} runs to go: the same command continues")
+            print(f"stopped after {minutes:g} minutes with {_runs(left)} to go: the same command continues")
     finally:
         found = findings(plan, records)
         if any(finding.runs for finding in found.found):
@@ -91,13 +91,18 @@ def run_plan(
                 console.print(_task_table(found, task))
             for sentence in found.sentences():
                 print(sentence)
+            for finding in (one for task in plan.tasks for one in found.without_score(task)):
+                print(f"{finding.entry.name}: no score, because runs failed")
             print(f"results: {out / RESULTS}\nreport: {report.resolve()}")
-    failures = [line for finding in found.found for line in finding.failures]
-    if failures:
-        print(
-            f"{len(failures)} runs failed, the first with {failures[0]['error'].splitlines()[0]}; --retry repeats them"
-        )
-    return 1 if failures else 0
+    failed = [line for finding in found.found for line in finding.failures if has_failed(line)]
+    if failed:
+        repeats = f"--retry repeats {'it' if len(failed) == 1 else 'them'}"
+        print(f"{_runs(len(failed))} failed, the first with {failed[0]['error'].splitlines()[0]}; {repeats}")
+    return 1 if failed else 0
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'s' * (count != 1)}"
 
 
 def _plan_table(plan: Plan, records: Records) -> Table:
@@ -148,16 +153,12 @@ def _task_table(found: Findings, task: str) -> Table:
 
 def _task_row(found: Findings, finding: Finding, labels: list[str]) -> list[Any]:
     reference = found.reference(finding)
-    difference = "" if reference is None else finding.difference(reference, labels[0])
-    shown = (
-        "" if isinstance(difference, str) else f"{difference.text(sign=True)}{' *' if difference.significant else ''}"
-    )
     return [
         finding.entry.rule,
         f"{finding.entry.parameters:,}",
         f"{finding.entry.state_size:,}{' a token' if finding.entry.grows else ''}",
         "" if finding.rate is None else f"{finding.rate:g}",
-        *(finding.score(label).text() for label in labels),
-        shown,
-        str(len(finding.runs)),
+        *(finding.score_text(label) for label in labels),
+        "" if reference is None else finding.difference_text(reference, labels[0]),
+        finding.seeds,
     ]

@@ -1,12 +1,13 @@
 """Fair comparisons of rules: a plan in a TOML file, a grid of trainings that survives a kill, statistics, a report.
 
-plan.py reads the file, matching.py gives every rule the same number of parameters, grid.py trains, statistics.py has means
-and paired differences, report.py writes pages and pictures.
+plan.py reads the file, checks.py refuses its mistakes, matching.py gives every rule the same number of parameters, grid.py
+trains, statistics.py has means and paired differences, findings.py what they say, curves.py what is drawn, report.py writes
+pages and pictures.
 
 A training is a function `function(settings, report) -> results` of plain values, named "module:function".
 
 - settings: among others `seed`, `learning_rate` and `test` (False while a learning rate is searched).
 - results: `scores` (by test label, the first is the main one), `validation`, `better` ("higher" or "lower"), `metric`,
-  `curve` (a list of step, tokens, seconds, loss), `parameters`, `state_size`, `tokens`, `seconds`; optionally `ceiling`
-  and `baseline` by label.
+  `curve` (a list of step, tokens, seconds, loss), `parameters`, `state_size`, `tokens`, `seconds`; `steps` if it can stop
+  at a goal; optionally `ceiling` and `baseline` by label. A training whose main score is not finite has failed.
 """

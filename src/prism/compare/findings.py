@@ -1,8 +1,13 @@
-"""What a comparison has found so far: for every entry of the plan its scores, and its differences from the reference."""
+"""What a comparison has found so far: for every entry of the plan its scores, and its differences from the reference.
+
+Seeds that failed are part of a finding. A mean without them is shown with how many there are, and no difference from or to it
+is called better or worse: those that are left may be the lucky ones.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +15,9 @@ from prism.compare.entries import Entry
 from prism.compare.grid import Records, best_rate
 from prism.compare.plan import Plan
 from prism.compare.statistics import ERRORS, FEWEST, Estimate, estimate, paired
+
+LAMBADA = "LAMBADA accuracy"
+"""Label of the share of last words that a language model predicts: higher is better, although of nats lower is."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,8 @@ class Finding:
     """The chosen learning rate; None if there is none yet, or every run of the search failed."""
     runs: dict[int, dict[str, Any]]
     """Results of the finished final trainings, by seed."""
+    lost: list[int]
+    """Seeds whose final training failed."""
     failures: list[dict[str, Any]]
     """Lines of trainings that failed or were stopped."""
     validations: dict[float, Estimate]
@@ -29,25 +39,54 @@ class Finding:
     @property
     def labels(self) -> list[str]:
         """Labels of the tests, the main one first."""
-        return list(dict.fromkeys(label for result in self.runs.values() for label in result["scores"]))
+        return list(dict.fromkeys(label for result in self.runs.values() for label in scores_of(result)))
 
     @property
     def at_edge(self) -> bool:
-        """Whether the best learning rate is the smallest or largest of those tried: a better one may lie beyond."""
+        """Whether the best learning rate is the smallest or largest of those tried: a better one may lie beyond.
+
+        Of two it always is: the report says that once, and not of every rule.
+        """
         values = self.entry.rates.values
         return len(values) > 2 and self.rate in (min(values), max(values))
 
+    @property
+    def seeds(self) -> str:
+        """How many seeds have a result: `4`, `3 of 4`, or `3 of 4, 1 failed`."""
+        wanted, failed = len(self.entry.seeds), f", {len(self.lost)} failed" if self.lost else ""
+        return f"{wanted}" if len(self.runs) == wanted else f"{len(self.runs)} of {wanted}{failed}"
+
+    def lower(self, label: str) -> bool:
+        """Whether lower scores of a test are better."""
+        return label != LAMBADA and self.first("better") == "lower"
+
     def values(self, label: str) -> dict[int, float]:
         """Scores of a test, by seed."""
-        scores = {seed: result["scores"].get(label) for seed, result in self.runs.items()}
+        scores = {seed: scores_of(result).get(label) for seed, result in self.runs.items()}
         return {seed: score for seed, score in scores.items() if score is not None}
+
+    def unscored(self, label: str) -> list[int]:
+        """The seeds that were trained and have no score of a test: they failed, or the score is not finite."""
+        values = self.values(label)
+        return sorted([*self.lost, *(seed for seed in self.runs if seed not in values)])
 
     def score(self, label: str) -> Estimate:
         return estimate(self.values(label).values())
 
+    def score_text(self, label: str) -> str:
+        """The mean with its error, and of how many seeds it is, if some have no score."""
+        score, without = self.score(label), self.unscored(label)
+        some = f" ({score.count} of {score.count + len(without)} seeds)" if without and score.count else ""
+        return f"{score.text()}{some}"
+
     def difference(self, reference: Finding, label: str) -> Estimate:
         """By how much this entry's score exceeds the reference's, paired by seed."""
         return paired(self.values(label), reference.values(label))
+
+    def difference_text(self, reference: Finding, label: str) -> str:
+        """The difference with its error; * if it is significant and no seed of either side is without a score."""
+        difference, whole = self.difference(reference, label), not (self.unscored(label) or reference.unscored(label))
+        return f"{difference.text(sign=True)}{' *' if difference.significant and whole else ''}"
 
     def first(self, key: str, default: Any = None) -> Any:
         """An item of the results that is the same for every seed."""
@@ -85,16 +124,51 @@ class Findings:
             if reference is None or not finding.labels:
                 continue
             label = finding.labels[0]
-            difference = finding.difference(reference, label)
-            lower = finding.first("better") == "lower"
-            words = verdict(difference, self.plan.reference, lower)
+            difference, lower = finding.difference(reference, label), finding.lower(label)
+            missing = [
+                f"{seeds_text(seeds)} of {side.entry.rule}"
+                for side in (finding, reference)
+                if (seeds := side.unscored(label))
+            ]
+            words = verdict(difference, self.plan.reference, lower, missing)
             said.append(f"{finding.entry.name}: {words}{_at_chance(finding, reference, label, lower)}")
         return said
 
+    def without_score(self, task: str) -> list[Finding]:
+        """The findings of a task of which runs failed and no final one has finished: tables cannot show them."""
+        return [
+            finding
+            for finding in self.found
+            if finding.entry.task == task and not finding.runs and any(map(has_failed, finding.failures))
+        ]
 
-def verdict(difference: Estimate, reference: str, lower: bool) -> str:
-    """A difference in words."""
+
+def has_failed(line: Mapping[str, Any]) -> bool:
+    """Whether a line is about a training that failed. One that was stopped is continued by the same command."""
+    return bool(line["status"] == "failed")
+
+
+def scores_of(result: Mapping[str, Any]) -> dict[str, float | None]:
+    """The scores of a result by label, with those that only runs on text have."""
+    words = result.get("text", {}).get("lambada")
+    return {**result["scores"], **({} if words is None else {LAMBADA: words["accuracy"]})}
+
+
+def seeds_text(seeds: Sequence[int]) -> str:
+    """`seed 3` or `seeds 3, 4`."""
+    return f"seed{'s' * (len(seeds) != 1)} {', '.join(map(str, seeds))}"
+
+
+def verdict(difference: Estimate, reference: str, lower: bool, missing: Sequence[str] = ()) -> str:
+    """A difference in words.
+
+    Args:
+        missing: the seeds of either side that failed, in words. With any of them there is no verdict.
+    """
     seeds = f"{difference.count} seed{'s' * (difference.count != 1)}"
+    if missing:
+        shown = f"{difference.text(sign=True)} against {reference} ({seeds})"
+        return f"{shown}; no verdict, because {' and '.join(missing)} failed"
     if difference.count < FEWEST:
         few = "is" if difference.count == 1 else "are"
         return f"{difference.text(sign=True)} against {reference}; {seeds} {few} too few for a verdict"
@@ -150,6 +224,7 @@ def _finding(entry: Entry, records: Records) -> Finding:
         entry,
         rate,
         {seed: result for seed, result in results.items() if result is not None},
+        [training.about["seed"] for training in final if records.status(training) == "failed"],
         [line for line in lines if line["status"] in ("failed", "stopped")],
         {value: estimate(found) for value, found in validations.items()},
     )

@@ -3,7 +3,8 @@
 - A training is known by a hash of its function and settings. One that is finished is never computed again.
 - A line is written when a training starts and when it ends, flushed and synced. What a killed process left is a line of a
   training that never ended (it is computed again) or half a line (it is dropped).
-- A training that failed is kept with its error, and repeated only if asked for.
+- A training that failed is kept with its error, and repeated only if asked for. One that ended without a finite score has
+  diverged: it failed too.
 - One process writes a file; a second is refused.
 - The search for a learning rate comes first. An entry's final trainings come next, before the search of other entries: a
   comparison that is stopped early has complete entries.
@@ -32,7 +33,7 @@ from filelock import FileLock, Timeout
 from prism import __version__
 from prism.compare.statistics import estimate
 from prism.files import sync
-from prism.probes.jobs import Job, workers
+from prism.probes.jobs import Job, steps_of, time_left, workers
 from prism.reports.results import machine
 
 RESULTS = "results.jsonl"
@@ -88,7 +89,7 @@ class Records:
             record = parse_line(line)
             if record is None:
                 raise ValueError(f"line {number} of {self.path} is damaged: remove it, its run is computed again")
-            self._know(record)
+            self._know(_judged(record))
         self.length = len(whole)
 
     @contextmanager
@@ -115,7 +116,7 @@ class Records:
             lock.release()
 
     def add(self, training: Training, status: str, **more: Any) -> dict[str, Any]:
-        """Append a line about a training."""
+        """Append a line about a training; returns it as the file has it, so that a restart decides in the same way."""
         assert self.file is not None
         record = {
             "key": training.key,
@@ -126,7 +127,8 @@ class Records:
             "settings": training.settings,
             **more,
         }
-        text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+        record = _judged(record)
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
         self.file.write(text.encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -158,25 +160,52 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and {"key", "status"} <= set(record) else None
 
 
+def _judged(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A line with finite numbers alone. One that says `done` of a training without a score says `failed` instead.
+
+    The score is the first of the tests, or without tests that on validation.
+    """
+    line: dict[str, Any] = finite(record)
+    result = line.get("result")
+    if line["status"] != "done" or not isinstance(result, dict):
+        return line
+    label, score = next(iter((result.get("scores") or {}).items()), ("validation", result.get("validation", 0.0)))
+    if score is not None:
+        return line
+    error = f"FloatingPointError: the training diverged: its score{f' ({label})' if label else ''} is not finite"
+    return {**line, "status": "failed", "error": error}
+
+
 def best_rate(entry: Searched, records: Records) -> float | None:
-    """The learning rate with the best mean on validation; None if the search has not ended, or every run failed."""
+    """The learning rate with the best mean on validation; None if the search has not ended, or every run failed.
+
+    Runs that `stop_at` ends all have about the same score: of rates at which every run reached it, the fastest is best.
+    """
     values: Sequence[float] = entry.rates.values
     search = entry.search()
     if not search:
         return values[0]
     if any(records.status(training) not in ("done", "failed") for training in search):
         return None
-    means: dict[float, float] = {}
+    ranks: dict[float, tuple[bool, float, float]] = {}
     for rate in values:
-        found = [records.result(training) for training in search if training.about["learning_rate"] == rate]
-        scores = [
-            r["validation"] if r["better"] == "higher" else -r["validation"]
-            for r in found
-            if r and r["validation"] is not None
-        ]
-        if len(scores) == len(found):  # a rate at which a run failed is not safe
-            means[rate] = estimate(scores).mean
-    return max(means, key=lambda rate: means[rate]) if means else None
+        tried = [training for training in search if training.about["learning_rate"] == rate]
+        found = [result for training in tried if (result := records.result(training)) and _is_number(result)]
+        if len(found) == len(tried):  # a rate at which a run failed is not safe
+            ranks[rate] = _rank(found, tried[0].settings.get("stop_at"))
+    return max(ranks, key=lambda rate: ranks[rate]) if ranks else None
+
+
+def _is_number(result: Mapping[str, Any]) -> bool:
+    return result["validation"] is not None and math.isfinite(result["validation"])
+
+
+def _rank(results: Sequence[Mapping[str, Any]], goal: float | None) -> tuple[bool, float, float]:
+    """What orders learning rates, the best one last: whether every run reached the goal, how fast, and the mean score."""
+    reached = goal is not None and all(result["validation"] >= goal for result in results)
+    steps = estimate(result["steps"] for result in results).mean if reached else 0.0
+    sign = 1 if results[0]["better"] == "higher" else -1
+    return reached, -steps, sign * estimate(result["validation"] for result in results).mean
 
 
 class Queue:
@@ -247,8 +276,8 @@ def run_grid(
         if not waiting:
             return 0
         later = queue.later()
-        total, count = len(waiting) + len(later), 0
-        steps = sum(job.steps for job in waiting) + sum(training.steps for training in later)
+        total, count, since = len(waiting) + len(later), 0, time.monotonic()
+        steps = steps_of(waiting) + steps_of(later)
         with workers(min(jobs, total)) as pool:
             try:
                 for job, outcome in pool.run(waiting, steps, started, until):
@@ -258,10 +287,12 @@ def run_grid(
                     else:
                         error = f"{type(outcome.error).__name__}: {outcome.error}"
                         record = records.add(training, "failed", error=error, details=outcome.details, **provenance)
-                    line = f"{count}/{total} {training.name}: {summary(record)}"
-                    pool.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
                     queue.active.discard(training.key)
                     waiting.extendleft(reversed(list(jobs_of(queue.next()))))
+                    ahead = steps_of((*waiting, *pool.running(), *queue.later())) - pool.moving()
+                    left = time_left(time.monotonic() - since, pool.done + pool.moving(), ahead)
+                    line = f"{count}/{total} {training.name}: {summary(record)}{left and f'; {left}'}"
+                    pool.progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
             except BaseException as error:
                 for job in pool.running():
                     records.add(trainings[id(job)], "stopped", error=type(error).__name__, **provenance)

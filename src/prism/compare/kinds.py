@@ -86,8 +86,12 @@ class Probe:
             stop_at=budget.stop_at,
             **{name: getattr(budget, name) for name in shared},
         )
-        self.run.build_tests()
-        self.run.stages()
+        tasks = [*self.run.build_tests().values(), *(task for _, task in self.run.stages())]
+        longest = max(task.sample(1, torch.Generator().manual_seed(0)).inputs.shape[1] for task in tasks)
+        if 0 < budget.positions < longest:
+            raise ValueError(
+                f"budget.positions must be at least {longest}, the longest sequence with tests, got {budget.positions}"
+            )
 
     def settings(self, rule: Compared, key_dim: int, **changed: int) -> dict[str, Any]:
         sizes: dict[str, Any] = {"key_dim": key_dim, **changed}
@@ -100,6 +104,17 @@ class Probe:
         return model.parameter_count, model.state_size
 
 
+INSTEAD = {
+    "steps": "budget.steps or budget.tokens",
+    "batch": "budget.batch",
+    "learning_rate": "learning_rate.values",
+    "seed": "seeds",
+}
+"""Fields of `TextRun` that are no options, and the keys of a plan that give them."""
+SYNTHETIC = ("positions", "validation_sequences", "test_sequences", "stop_at")
+"""Keys of the budget that only synthetic tasks have."""
+
+
 class Text:
     """A language model on prepared tokens. Options are the fields of `TextRun` (text.py)."""
 
@@ -108,23 +123,38 @@ class Text:
     def __init__(self, table: Mapping[str, Any], settings: PlanSettings) -> None:
         self.text = import_module(f"{__package__}.text")
         self.options = dict(table.get("options", {}))
-        for name in ("tests", "curriculum"):
-            if name in table:
-                raise ValueError(f"{name} is for synthetic tasks, not for {TEXT!r}")
-        if not isinstance(self.options.get("data"), str):
-            raise ValueError(f"options.data must be a folder of prepared tokens, got {self.options.get('data')!r}")
+        self.budget, self.plan = settings.budget, settings
+        self._check_keys(table)
         corpus = self.text.open_corpus(Path(self.options["data"]), verify=False)
         self.vocabulary: int = corpus.manifest.vocab_size
         self.data: str = corpus.manifest.digest
-        self.budget, self.plan = settings.budget, settings
-        self.steps = settings.budget.steps_for(self.options.get("context", self.text.TextRun.context))
+        run = self.text.TextRun.of({**self.options, "model": {}, "steps": 1, "learning_rate": 1.0}, "options.")
+        self.text.check_contexts(run, corpus)
+        self.steps = settings.budget.steps_for(run.context)
+
+    def _check_keys(self, table: Mapping[str, Any]) -> None:
+        """Refuse what a task on text has not, or has elsewhere in the plan."""
+        for name in ("tests", "curriculum"):
+            if name in table:
+                raise ValueError(f"{name} is for synthetic tasks, not for {TEXT!r}")
+        for name in SYNTHETIC:
+            if getattr(self.budget, name) != getattr(Budget, name):
+                raise ValueError(
+                    f"budget.{name} is for synthetic tasks, not for {TEXT!r}: remove it, or give it to those tasks alone"
+                )
+        for name, key in INSTEAD.items():
+            if name in self.options:
+                raise ValueError(f"options.{name} is not an option of {TEXT!r}: use {key}")
+        if "test" in self.options:
+            raise ValueError(f"options.test is not an option of {TEXT!r}: final runs are tested, the search is not")
+        if not isinstance(self.options.get("data"), str):
+            raise ValueError(f"options.data must be a folder of prepared tokens, got {self.options.get('data')!r}")
 
     def settings(self, rule: Compared, key_dim: int, **changed: int) -> dict[str, Any]:
         budget = replace(self.budget, **changed)  # type: ignore[arg-type]  # width and hidden alone
         check_options(registry.get(rule.name), rule.options)
         sizes = {"key_dim": key_dim, "value_dim": value_dim(self.budget), "conv_size": budget.conv}
-        taken = registry.get(rule.name).option_names()
-        chosen = {name: size for name, size in sizes.items() if name in taken} | rule.options
+        chosen = registry.get(rule.name).with_sizes(sizes, rule.options)
         model = {
             "layers": rule.name,
             "hidden_size": budget.width,
@@ -136,7 +166,7 @@ class Text:
             **rule.text.get("model", {}),
         }
         optimizer = {**self.options.get("optimizer", {}), **rule.text.get("optimizer", {})}
-        return {
+        made = {
             "batch": budget.batch,
             "warmup": budget.warmup,
             "weight_decay": budget.weight_decay,
@@ -148,6 +178,8 @@ class Text:
             **({"optimizer": optimizer} if optimizer else {}),
             "model": model,
         }
+        self.text.TextRun.of({**made, "steps": self.steps, "learning_rate": 1.0}).train_settings().check()
+        return made
 
     def sizes(self, settings: Mapping[str, Any]) -> tuple[int, int]:
         parameters, state_size = self.text.sizes(settings["model"], self.vocabulary)

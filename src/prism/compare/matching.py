@@ -11,6 +11,8 @@ from functools import cache
 
 TOLERANCE = 0.01
 """Largest relative difference between the numbers of parameters."""
+_LARGE = 1 << 16
+"""A value this large makes any model larger that it has an influence on."""
 _STEPS = (64, 16, 8, 4, 2, 1)
 """Widths are multiples of the first of these that comes close enough: round widths are fast."""
 
@@ -20,6 +22,10 @@ def closest(count: Callable[[int], int], target: int) -> int:
     count = cache(count)  # each call builds a model
     low, high = 1, 2
     while count(high) < target:
+        if high >= _LARGE and count(high) == count(1):
+            raise ValueError(
+                f"it is {count(1):,} for every value, not {target:,}: remove the option that fixes the size"
+            )
         low, high = high, max(2 * high, min(_line(count, low, high, target), 16 * high))
     halve = False
     while high - low > 1:  # count(low) < target ≤ count(high), or low is 1

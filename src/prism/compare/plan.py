@@ -22,7 +22,6 @@ with seeds that are not among the final ones.
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,6 +31,7 @@ from typing import Any
 import torch
 
 from prism import rules as registry
+from prism.compare.checks import check_device, check_settings, check_table
 from prism.compare.entries import Budget, Entry, PlanSettings
 from prism.compare.grid import Records
 from prism.compare.kinds import Compared, Kind, kind_of
@@ -40,7 +40,6 @@ from prism.messages import did_you_mean
 from prism.overrides import override, read_toml
 
 _TEXT_KEYS = ("model", "optimizer")
-_TASK_KEYS = ("task", "label", "options", "tests", "curriculum", "budget", "learning_rate")
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,10 @@ def make_plan(values: Mapping[str, Any], where: str) -> Plan:
         raise ValueError(
             f"{where}: reference must be one of the rules {', '.join(named)}, got {reference!r}{did_you_mean(reference, named)}"
         )
-    _check(settings, where)
+    check_settings(settings, where)
+    check_device(settings.device, where)
+    for number, task in enumerate(tasks):
+        check_table(task, f"tasks[{number}].", where)
     labels = [task.get("label", task.get("task")) for task in tasks]
     double = next((label for label in labels if labels.count(label) > 1), None)
     if double is not None:
@@ -155,6 +157,9 @@ def parse_rule(text: str) -> tuple[str, dict[str, Any]]:
 def _rules(values: Any, where: str) -> dict[str, Compared]:
     """Rules by label, from a list of texts or a table."""
     if isinstance(values, list) and values and all(isinstance(text, str) for text in values):
+        double = next((text for text in values if values.count(text) > 1), None)
+        if double is not None:
+            raise ValueError(f"{where}: rules has {double!r} twice: remove one")
         values = {text: text for text in values}
     if not isinstance(values, dict) or not values:
         raise ValueError(f'{where}: rules must be a list such as ["prism:steps=2", "gated_delta"], or a table')
@@ -196,33 +201,6 @@ def _with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values)
 
 
-def _check(settings: PlanSettings, where: str) -> None:
-    """Refuse values that make no comparison."""
-    budget, rates = settings.budget, settings.learning_rate
-    if (budget.steps is None) == (budget.tokens is None):
-        raise ValueError(f"{where}: budget must have either steps or tokens")
-    least = {"budget.steps": budget.steps, "budget.tokens": budget.tokens, "jobs": settings.jobs}
-    least |= {"learning_rate.steps": rates.steps}
-    for name, number in least.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{where}: {name} must be at least 1, got {number}")
-    for name, found in {
-        "seeds": settings.seeds,
-        "learning_rate.seeds": rates.seeds,
-        "learning_rate.values": rates.values,
-        "budget.key_dim": budget.key_dim,
-    }.items():
-        if not found or len(set(found)) < len(found):
-            raise ValueError(f"{where}: {name} must be a list of one or more different numbers, got {list(found)}")
-    if len(rates.values) > 1 and set(settings.seeds) & set(rates.seeds):
-        raise ValueError(
-            f"{where}: learning_rate.seeds must not contain a final seed, got {sorted(set(settings.seeds) & set(rates.seeds))}"
-        )
-    for rate in rates.values:
-        if not 0 < rate < math.inf:
-            raise ValueError(f"{where}: learning_rate.values must be above 0, got {rate:g}")
-
-
 def _task_entries(
     table: dict[str, Any],
     prefix: str,
@@ -232,18 +210,13 @@ def _task_entries(
     where: str,
 ) -> Iterator[Entry]:
     """The entries of one task: every rule at every size, with the reference first where parameters are matched."""
-    for key in table:
-        if key not in _TASK_KEYS:
-            raise ValueError(f"{where} has a setting {prefix}{key} that does not exist{did_you_mean(key, _TASK_KEYS)}")
-    if not isinstance(table.get("task"), str):
-        raise ValueError(f"{where}: {prefix}task must be the name of a task, got {table.get('task')!r}")
     more = _with_lists({"budget": table.get("budget", {})})["budget"]
-    if isinstance(more, dict) and {"steps", "tokens"} & set(more):
+    if {"steps", "tokens"} & set(more):
         settings = replace(settings, budget=replace(settings.budget, steps=None, tokens=None))
     budget = override(settings.budget, more, where, f"{prefix}budget.")
     rates = override(settings.learning_rate, table.get("learning_rate", {}), where, f"{prefix}learning_rate.")
     settings = replace(settings, budget=budget, learning_rate=rates)
-    _check(settings, f"{where}: {prefix.rstrip('.')}")
+    check_settings(settings, f"{where}: {prefix.rstrip('.')}")
     try:
         kind = kind_of(table, settings)
     except (ValueError, TypeError, OSError) as error:

@@ -2,102 +2,34 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from prism import __version__
-from prism.compare.findings import Finding, Findings
-from prism.compare.statistics import FEWEST, Estimate, estimate
+from prism.compare.curves import CHARTS, Chart, Curves
+from prism.compare.findings import Finding, Findings, has_failed
+from prism.compare.statistics import FEWEST, estimate
 from prism.files import write_atomically
-from prism.reports.charts import Series, line_chart
+from prism.reports.charts import Series, line_chart, short
 from prism.reports.page import commands, facts, figure, header, heading, page, paragraph, table, tiles
 from prism.reports.results import COLORS, pyplot, save
 
-Point = tuple[float, float, float]
-"""x, mean, standard error (0 for one seed)."""
-Curves = dict[str, list[Point]]
-"""By rule."""
+_MOST_TICKS = 9
+"""Numbers that fit below a picture's axis."""
 
 
 def write_report(found: Findings, out: Path) -> Path:
     """Write report.html and the pictures into a folder; returns the page's path."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, (x, y, curves_of) in CHARTS.items():
-        picture = {task: curves_of(found, task) for task in found.plan.tasks}
-        _picture({task: curves for task, curves in picture.items() if curves}, x, y, out / f"{name}.png")
+    for name, chart in CHARTS.items():
+        picture = {task: chart.curves_of(found, task) for task in found.plan.tasks}
+        _picture({task: curves for task, curves in picture.items() if curves}, chart, out / f"{name}.png")
     path = out / "report.html"
     write_atomically(path, page(found.plan.title, _body(found)))
     return path
-
-
-def by_label(found: Findings, task: str) -> Curves:
-    """Score against the number in the test's label (length, pairs); {} if labels have no numbers, or there is one."""
-    rows = found.task(task)
-    places = {label: number(label) for finding in rows for label in finding.labels}
-    if len(places) < 2 or None in places.values():
-        return {}
-    curves: Curves = {}
-    for finding in rows:
-        points = [(places[label], finding.score(label)) for label in finding.labels]
-        name = (
-            finding.entry.rule
-            if len(found.plan.rules) == len(rows)
-            else f"{finding.entry.rule}, {finding.entry.state_size:,}"
-        )
-        curves[name] = sorted((x, score.mean, _error(score)) for x, score in points if x is not None and score.count)
-    return curves
-
-
-def by_state(found: Findings, task: str) -> Curves:
-    """Main score against state size; {} if every rule has one size. Caches, which grow, have no place."""
-    curves: Curves = {}
-    for finding in found.task(task):
-        if not finding.entry.grows:
-            score = finding.score(finding.labels[0])
-            curves.setdefault(finding.entry.rule, []).append((finding.entry.state_size, score.mean, _error(score)))
-    return {rule: sorted(points) for rule, points in curves.items()} if any(len(p) > 1 for p in curves.values()) else {}
-
-
-def loss_by(key: str) -> Callable[[Findings, str], Curves]:
-    """Training loss against `tokens` or `seconds`, the mean over seeds, of the largest size of each rule."""
-
-    def curves_of(found: Findings, task: str) -> Curves:
-        largest = max((finding.entry.size for finding in found.task(task)), default=0)
-        rows = {f.entry.rule: f for f in found.task(task) if f.entry.size == largest}
-        return {rule: points for rule, finding in rows.items() if (points := _loss_curve(finding, key))}
-
-    return curves_of
-
-
-def _loss_curve(finding: Finding, key: str) -> list[Point]:
-    """Points that every seed has (runs may have stopped early, and results collected from elsewhere have no curves)."""
-    curves = [[point for point in run.get("curve", ()) if point["loss"] is not None] for run in finding.runs.values()]
-    points = []
-    for same in zip(*curves, strict=False):
-        loss = estimate(point["loss"] for point in same)
-        points.append((estimate(point[key] for point in same).mean, loss.mean, _error(loss)))
-    return points
-
-
-CHARTS: dict[str, tuple[str, str, Callable[[Findings, str], Curves]]] = {
-    "score-by-length": ("test", "score", by_label),
-    "score-by-state": ("numbers in the state", "score", by_state),
-    "loss-by-tokens": ("tokens", "training loss", loss_by("tokens")),
-    "loss-by-time": ("seconds", "training loss", loss_by("seconds")),
-}
-"""File name → the axes and where the curves come from."""
-
-
-def number(label: str) -> float | None:
-    """The last number in a label: 64 of `length=64` or `40-64`; None if there is none."""
-    found = re.findall(r"\d+(?:\.\d+)?", label)
-    return float(found[-1]) if found else None
-
-
-def _error(score: Estimate) -> float:
-    return 0.0 if score.count < 2 else score.error
 
 
 def _body(found: Findings) -> list[str]:
@@ -124,7 +56,7 @@ def _body(found: Findings) -> list[str]:
                 (
                     "final runs",
                     str(sum(len(f.runs) for f in rows)),
-                    f"{len(failures)} failed or stopped" if failures else "none failed",
+                    _ended_early(failures),
                 ),
                 ("training", f"{seconds / 60:.1f}", "minutes, summed over final runs"),
             ]
@@ -138,33 +70,43 @@ def _body(found: Findings) -> list[str]:
         ("machine", ", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
         for about in found.machines
     ]
+    two = any(len(finding.entry.rates.values) == 2 for finding in rows)
     return [
         *body,
         heading("How it was measured"),
+        *([paragraph("Two learning rates were tried: the best may lie outside of them.")] if two else []),
         facts([*machines, ("prism", __version__)]),
         *_commands(found),
     ]
 
 
+def _ended_early(failures: Sequence[dict[str, Any]]) -> str:
+    """How many runs failed and were stopped, in words."""
+    failed = sum(map(has_failed, failures))
+    stopped = len(failures) - failed
+    return f"{failed or 'none'} failed{f', {stopped} stopped' if stopped else ''}"
+
+
 def _task_section(found: Findings, task: str) -> list[str]:
     rows = found.task(task)
+    lost = [finding.entry.name for finding in found.without_score(task)]
+    without = [paragraph(f"Without a score, because runs failed: {'; '.join(lost)}.")] if lost else []
     if not rows:
-        return [heading(task), paragraph("No run has finished.")]
+        return [heading(task), paragraph("No run has finished."), *without]
     labels = list(dict.fromkeys(label for finding in rows for label in finding.labels))
     metric = str(rows[0].first("metric", "score"))
-    lower = rows[0].first("better") == "lower"
     panels = []
-    for x, y, curves_of in CHARTS.values():
-        curves = curves_of(found, task)
+    for chart in CHARTS.values():
+        curves = chart.curves_of(found, task)
         if curves:
-            panels.append(_chart(f"{y if y != 'score' else metric} by {x}", curves, x, metric if y == "score" else y))
-    parts = [heading(task), table(*_score_table(found, rows, labels, metric), best=_best(rows, labels, lower))]
+            panels.append(_chart(chart, curves, metric))
+    parts = [heading(task), table(*_score_table(rows, labels, metric), best=_best(rows, labels)), *without]
     differences = [finding for finding in rows if found.reference(finding) is not None]
     if differences:
         parts += [
             paragraph(
                 f"Differences from {found.plan.reference}, paired by seed; * beyond two standard errors, with {FEWEST} seeds "
-                "or more."
+                "or more, none of which failed."
             ),
             table(
                 ["rule", "state size", *(label or metric for label in labels)],
@@ -204,9 +146,7 @@ def _task_section(found: Findings, task: str) -> list[str]:
     return parts
 
 
-def _score_table(
-    found: Findings, rows: Sequence[Finding], labels: Sequence[str], metric: str
-) -> tuple[list[str], list[list[str]]]:
+def _score_table(rows: Sequence[Finding], labels: Sequence[str], metric: str) -> tuple[list[str], list[list[str]]]:
     names = [
         "rule",
         "parameters",
@@ -225,9 +165,9 @@ def _score_table(
                 f"{finding.entry.parameters:,}",
                 f"{finding.entry.state_size:,}{' a token' if finding.entry.grows else ''}",
                 f"{finding.rate:g}",
-                *(finding.score(label).text() for label in labels),
+                *(finding.score_text(label) for label in labels),
                 f"{seconds.mean:.0f}",
-                str(len(finding.runs)),
+                finding.seeds,
             ]
         )
     for name in ("ceiling", "baseline"):
@@ -247,10 +187,12 @@ def _score_table(
     return names, cells
 
 
-def _best(rows: Sequence[Finding], labels: Sequence[str], lower: bool) -> Callable[[int, int], bool]:
+def _best(rows: Sequence[Finding], labels: Sequence[str]) -> Callable[[int, int], bool]:
     """Whether a cell of the score table holds the best mean of its column."""
-    means = [[finding.score(label).mean for finding in rows if finding.score(label).count] for label in labels]
-    tops = [(min if lower else max)(column) if column else None for column in means]
+    tops = []
+    for label in labels:
+        column = [finding.score(label).mean for finding in rows if finding.score(label).count]
+        tops.append((min if rows[0].lower(label) else max)(column) if column else None)
 
     def best(row: int, column: int) -> bool:
         place = column - 4
@@ -262,10 +204,7 @@ def _best(rows: Sequence[Finding], labels: Sequence[str], lower: bool) -> Callab
 def _difference_row(found: Findings, finding: Finding, labels: Sequence[str]) -> list[str]:
     reference = found.reference(finding)
     assert reference is not None
-    cells = []
-    for label in labels:
-        difference = finding.difference(reference, label)
-        cells.append(f"{difference.text(sign=True)}{' *' if difference.significant else ''}")
+    cells = [finding.difference_text(reference, label) for label in labels]
     return [finding.entry.rule, f"{finding.entry.state_size:,}", *cells]
 
 
@@ -275,14 +214,24 @@ def _failure_table(failures: Sequence[dict[str, Any]]) -> tuple[list[str], list[
     return names, [[str(line.get(key, "")) for key in keys] for line in failures]
 
 
-def _chart(title: str, curves: Curves, x: str, y: str) -> str:
+def _chart(chart: Chart, curves: Curves, metric: str) -> str:
+    y = metric if chart.y == "score" else chart.y
+    places = sorted({at for points in curves.values() for at, _, _ in points})
+    even = chart.log and len(places) > 2 and places[0] > 0 and _evenly_doubled(places)
+    at = {place: float(number) for number, place in enumerate(places)} if even else {place: place for place in places}
     series = [
         Series(
-            name, [(at, mean) for at, mean, _ in points], [(mean - error, mean + error) for _, mean, error in points]
+            name, [(at[x], mean) for x, mean, _ in points], [(mean - error, mean + error) for _, mean, error in points]
         )
         for name, points in curves.items()
     ]
-    return line_chart(title, series, x=x, y=y, own_legend=True)
+    labels = [short(place) for place in places] if even else ()
+    return line_chart(f"{y} by {chart.x}", series, x=chart.x, y=y, x_labels=labels, own_legend=True)
+
+
+def _evenly_doubled(places: Sequence[float]) -> bool:
+    """Whether each place is the same multiple of the one before: on a logarithmic axis they are evenly spaced."""
+    return all(math.isclose(b * places[0], a * places[1]) for a, b in pairwise(places))
 
 
 def _commands(found: Findings) -> list[str]:
@@ -290,7 +239,7 @@ def _commands(found: Findings) -> list[str]:
     return [commands(*lines)] if lines else []
 
 
-def _picture(panels: dict[str, Curves], x: str, y: str, path: Path) -> None:
+def _picture(panels: dict[str, Curves], chart: Chart, path: Path) -> None:
     """A panel for each task, a line for each rule, bands of one standard error. Nothing to show: no file."""
     path.unlink(missing_ok=True)
     if not panels:
@@ -311,11 +260,12 @@ def _picture(panels: dict[str, Curves], x: str, y: str, path: Path) -> None:
                 [m + e for m, e in zip(mean, error, strict=True)],
             )
             axis.fill_between(at, low, high, color=colors[name], alpha=0.18, lw=0)
-        axis.set(title=task, xlabel=x, ylabel=y)
+        axis.set(title=task, xlabel=chart.x, ylabel=chart.y)
         places = sorted({point[0] for points in curves.values() for point in points})
-        if x not in ("tokens", "seconds") and places[0] > 0:  # a few sizes or lengths, usually powers of two
+        if chart.log and places[0] > 0:  # sizes or lengths, usually powers of two
             axis.set_xscale("log", base=2)
-            axis.set_xticks(places, [f"{place:g}" for place in places])
+            named = places[:: -(-len(places) // _MOST_TICKS)]
+            axis.set_xticks(named, [f"{place:g}" for place in named])
             axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize="small")

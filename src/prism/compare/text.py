@@ -6,14 +6,15 @@ settings are the fields of `TextRun`. A learning rate is chosen by `validation`;
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ from prism.train.settings import BatchSettings, OptimizerSettings, ScheduleSetti
 from prism.train.step import Step, Stepper
 
 Report = Callable[[int, float], None]
+MODEL_KEYS = [name for name in inspect.signature(PrismConfig.__init__).parameters if name not in ("self", "kwargs")]
+"""What a model's configuration takes. transformers would keep any other name without using it."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class TextRun:
     """Part of the steps."""
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Further settings of the optimizer, as under `optimizer` in a settings file of `prism train lm`."""
-    schedule: str = "cosine"
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     final: float = 0.1
     """Last learning rate over the peak."""
     separate_documents: bool = True
@@ -85,25 +88,52 @@ class TextRun:
     lambada: str | None = None
     """LAMBADA as a jsonl file; None: not measured."""
     device: str = "auto"
-    precision: str = "auto"
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
     graph: bool = False
     compile: bool = False
-    recompute: str = "auto"
+    recompute: Literal["auto", "none", "cheap"] = "auto"
     threads: int = 1
     """Threads of torch in this process: trainings side by side must not fight for cores."""
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> TextRun:
-        """From plain values; a name that does not exist is refused."""
+    def of(cls, settings: Mapping[str, Any], prefix: str = "") -> TextRun:
+        """From plain values; a name that does not exist, or a value of another type, is refused.
+
+        Args:
+            prefix: the section that the names are in, for messages.
+        """
         known = [part.name for part in fields(cls)]
         for name in settings:
             if name not in known:
-                raise ValueError(f"a text run has no setting {name!r}{did_you_mean(name, known)}")
-        run = cls(**settings)
-        for name in ("steps", "context", "batch", "threads"):
-            if getattr(run, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(run, name)}")
-        return replace(run, contexts=tuple(run.contexts))
+                raise ValueError(f"a text run has no setting {prefix + name!r}{did_you_mean(name, known)}")
+        plain, tables = dict(settings), {}
+        for name in ("model", "optimizer"):
+            tables[name] = plain.pop(name, {})
+            if not isinstance(tables[name], dict):
+                raise ValueError(f"{prefix}{name} must be a table, got {tables[name]!r}")
+        for name in tables["model"]:
+            if name not in MODEL_KEYS:
+                raise ValueError(f"a model has no setting {f'{prefix}model.{name}'!r}{did_you_mean(name, MODEL_KEYS)}")
+        start = cls(data="", steps=0, learning_rate=math.nan, **tables)  # neither is valid: they must be given
+        run = override(start, plain, "a text run", prefix)
+        run.check(prefix)
+        return run
+
+    def check(self, prefix: str = "") -> None:
+        """Refuse values that no training can have; those of the product's steps are checked by `train_settings`."""
+        least = {name: getattr(self, name) for name in ("steps", "context", "batch", "threads", "validation_tokens")}
+        least |= {"contexts": min(self.contexts, default=1), "micro": 1 if self.micro is None else self.micro}
+        for name, number in {**least, "evaluations": self.evaluations}.items():
+            if number < 1:
+                raise ValueError(f"{prefix}{name} must be at least 1, got {number}")
+        if self.rare < 0:
+            raise ValueError(f"{prefix}rare must be at least 0, got {self.rare}")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"{prefix}warmup must be at least 0 and below 1, got {self.warmup:g}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"{prefix}learning_rate must be above 0, got {self.learning_rate:g}")
+        if self.lambada is not None and not Path(self.lambada).is_file():
+            raise ValueError(f"{prefix}lambada must be a jsonl file, and there is no {self.lambada}")
 
     def train_settings(self) -> Settings:
         """The settings that the product's steps read."""
@@ -112,14 +142,14 @@ class TextRun:
             steps=self.steps,
             seed=self.seed,
             device=self.device,
-            precision=self.precision,  # type: ignore[arg-type]  # checked below
+            precision=self.precision,
             graph=self.graph,
             compile=self.compile,
-            recompute=self.recompute,  # type: ignore[arg-type]
+            recompute=self.recompute,
             data=DataSettings(context=self.context, separate_documents=self.separate_documents),
             batch=BatchSettings(self.batch, self.micro),
             optimizer=override(optimizer, self.optimizer, "a text run", "optimizer."),
-            schedule=ScheduleSettings(self.schedule, round(self.warmup * self.steps), self.final),  # type: ignore[arg-type]
+            schedule=ScheduleSettings(self.schedule, round(self.warmup * self.steps), self.final),
             validation=ValidationSettings(sequences=max(1, self.validation_tokens // self.context)),
         )
 
@@ -162,6 +192,7 @@ def train_text(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
     run = TextRun.of(settings)
     torch.set_num_threads(run.threads)
     corpus = open_corpus(Path(run.data), verify=False)
+    check_contexts(run, corpus)
     task, stepper = prepare(run, corpus)
     loop = Loop(run, task, stepper, report)
     loop.train()
@@ -201,6 +232,22 @@ def about_corpus(corpus: Corpus) -> dict[str, Any]:
     """A hash of all tokens and splits, and the size of each split in tokens and documents."""
     splits = {name: {"tokens": s.tokens, "documents": s.documents} for name, s in corpus.manifest.splits.items()}
     return {"digest": corpus.manifest.digest, **splits}
+
+
+def check_contexts(run: TextRun, corpus: Corpus) -> None:
+    """Refuse a context that is longer than a split it is measured on: before hours of training, not after them."""
+    wanted = [("train", run.context), ("validation", run.context)]
+    wanted += [("test", context) for context in (run.context, *run.contexts) if run.test]
+    for split, context in wanted:
+        found = corpus.manifest.splits.get(split)
+        if found is None:
+            raise ValueError(f"the tokens in {run.data} have no split {split!r}: prepare them with one")
+        if found.tokens <= context:
+            name = "context" if context == run.context else "contexts"
+            raise ValueError(
+                f"options.{name} has {context:,} tokens, but the split {split!r} of {run.data} has only {found.tokens:,}: "
+                "take a shorter context, or more text"
+            )
 
 
 def prepare(run: TextRun, corpus: Corpus) -> tuple[LanguageTask, Stepper]:
@@ -320,7 +367,7 @@ def score_split(run: TextRun, corpus: Corpus, model: PrismForCausalLM, split: st
     """Nats a token, bits per byte, loss by position and on repeated rare bigrams of a whole split, in separate contexts."""
     stream, device = corpus.stream(split), model.device
     end = corpus.manifest.end if run.separate_documents else None
-    sequences = Sequences(stream, min(context, len(stream) - 1), end)
+    sequences = Sequences(stream, context, end)
     rows = max(1, _TOKENS_AT_ONCE // sequences.context)
     found = Breakdown()
     for first in range(0, len(sequences), rows):

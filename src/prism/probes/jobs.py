@@ -17,11 +17,11 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Protocol
 
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TextColumn
 
@@ -94,6 +94,8 @@ class Workers:
     def __init__(self, count: int, progress: Progress) -> None:
         self.count, self.progress = count, progress
         self.workers: list[_Worker] = []
+        self.done = 0.0
+        """Steps of the jobs that have ended."""
 
     def run(
         self,
@@ -109,8 +111,8 @@ class Workers:
             started: called when a job is given to a worker.
             until: time (`time.monotonic`) at which to stop; `running` then has the jobs that have not ended.
         """
-        everything = self.progress.add_task("all", total=steps, loss="") if len(waiting) > 1 else None
-        done = 0.0
+        alone = not waiting or steps <= waiting[0].steps  # one job, and none to come: its own bar is enough
+        everything = None if alone else self.progress.add_task("all", total=steps, loss="")
         while waiting or self.running():
             over = time.monotonic() >= until
             if not over:
@@ -118,8 +120,7 @@ class Workers:
             for worker in self._ready():
                 outcome = self._receive(worker)
                 if everything is not None:
-                    moving = sum(self._bar(w).completed for w in self.workers if w.bar is not None)
-                    self.progress.update(everything, completed=done + moving)
+                    self.progress.update(everything, completed=self.done + self.moving())
                 if outcome is None:
                     continue
                 job = worker.job
@@ -130,7 +131,7 @@ class Workers:
                     self._make_room(worker, job)
                     waiting.append(job)
                     continue
-                done += job.steps
+                self.done += job.steps
                 yield job, outcome
             if over:
                 return
@@ -147,6 +148,10 @@ class Workers:
 
     def running(self) -> list[Job]:
         return [worker.job for worker in self.workers if worker.job is not None]
+
+    def moving(self) -> float:
+        """Steps that the running jobs have done."""
+        return sum(self._bar(worker).completed for worker in self.workers if worker.bar is not None)
 
     def end(self) -> None:
         for worker in self.workers:
@@ -194,6 +199,31 @@ class Workers:
 
     def _bar(self, worker: _Worker) -> Any:
         return next(task for task in self.progress.tasks if task.id == worker.bar)
+
+
+class _Steps(Protocol):
+    @property
+    def steps(self) -> int: ...
+
+
+def steps_of(jobs: Iterable[_Steps]) -> int:
+    """The steps of several jobs."""
+    return sum(job.steps for job in jobs)
+
+
+def time_left(seconds: float, done: float, ahead: float) -> str:
+    """`about 12 min left`: the time of the steps ahead if they are as fast as those done; empty if there are none.
+
+    Args:
+        seconds: what the steps done have taken.
+    """
+    if done <= 0 or ahead <= 0:
+        return ""
+    left = seconds * ahead / done
+    if left < 90:
+        return f"about {max(1, round(left))} s left"
+    minutes = round(left / 60)
+    return f"about {minutes} min left" if minutes < 90 else f"about {minutes // 60} h {minutes % 60} min left"
 
 
 @contextmanager
