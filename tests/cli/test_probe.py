@@ -1,4 +1,4 @@
-"""`prism probe mqar`: results and a picture; nothing is trained when a rule or option is wrong."""
+"""`prism probe mqar`: the engine of `prism compare` in named settings; results are kept and drawn, mistakes said first."""
 
 import json
 import re
@@ -8,11 +8,42 @@ from typing import Any
 
 import pytest
 
-from prism.cli import main, probe
-from prism.cli.probe import train_recall
-from prism.compare.plan import parse_rule
+from prism.cli import main, probe_mqar
+from prism.cli.compare import run_plan
+from prism.cli.probe_mqar import SETTINGS, recall_results
+from prism.compare.plan import Plan, parse_rule
+from prism.probes import jobs
 from prism.probes.catalogue import TASKS
 from prism.probes.jobs import run_jobs
+from prism.probes.mqar import PRESETS
+from prism.probes.training import ProbeRun
+from prism.reports import results
+
+SMALL = ["--steps", "2", "--jobs", "1", "--device", "cpu", "--set", "budget.width=16", "budget.batch=4"]
+SMALL += ["budget.validation_sequences=8", "budget.test_sequences=8"]
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "START", "fork")
+
+
+def finished(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["status"] == "done"]
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, *words: str) -> Plan:
+    """The plan that the command makes of its words."""
+    plans: list[Plan] = []
+
+    def keep(plan: Plan, *arguments: Any, **options: Any) -> int:
+        plans.append(plan)
+        return 0
+
+    monkeypatch.setattr(probe_mqar, "run_plan", keep)
+    assert main(["probe", "mqar", "--dry-run", *words]) == 0
+    return plans[0]
 
 
 def test_a_rule_with_options_is_parsed() -> None:
@@ -27,85 +58,150 @@ def test_a_rule_with_options_is_parsed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--steps", "0"], "steps must be at least 1, got 0"),
-        (["--seeds", "0"], "seeds must be at least 1, got 0"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--seeds", "0"], "--seeds must be at least 1, got 0"),
+        (["--pairs", "0"], "--pairs must be at least 1, got 0"),
+        (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--jobs", "-1"], "jobs must be at least 1, got -1"),
-        (["--key-dim", "8", "0"], "key_dim must be at least 1, got 0"),
-        (["--rules"], "rules is empty: name one or more of prism, "),
+        (["--key-dim", "8", "0"], "--key-dim must be at least 1, got 0"),
+        (["--rules"], "--rules is empty: name one or more of prism, "),
+        (["--rules", "prsm"], "did you mean 'prism'?"),
+        (["--rules", "prism:steps=0"], "steps must be"),
         (["--rules", "prism:heads=3"], "rule 'prism' has no option 'heads'; it takes preset, "),
+        (["--setting"], "--setting is empty: name one or more of easy, starved, zoology-64, "),
+        (["--setting", "easi"], "--setting 'easi' is unknown (did you mean 'easy'?): choose from easy, starved, "),
+        (["--pairs", "64"], "--setting easy: vocabulary must be ≥ 130 for 64 pairs, got 128 (--set name=value changes"),
+        (["--set", "pears=2"], "pears that does not exist (did you mean pairs?)"),
+        (["--set", "budget.widht=2"], "budget.widht that does not exist"),
     ],
 )
 def test_numbers_and_options_that_no_probe_can_have(
     arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["probe", "mqar", "--output", str(tmp_path / "out"), *arguments]) == 2
-    assert sentence in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert sentence in said and len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_writes_results_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--rules", "linear", "prism:steps=1", "--setting", "easy", "--steps", "2", "--jobs", "1"]
-    assert main(["probe", "mqar", *arguments, "--seeds", "1", "--output", str(tmp_path / "out")]) == 0
-    saved = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [result["name"] for result in saved["results"]] == ["linear", "prism:steps=1"]
-    assert saved["machine"]["torch"]
-    assert saved["results"][0]["seed"] == 0
-    assert (tmp_path / "out" / "recall.png").read_bytes().startswith(b"\x89PNG")
-    assert "recall.png" in capsys.readouterr().out
+def test_every_preset_is_a_setting_that_the_help_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(SETTINGS) == list(PRESETS)
+    with pytest.raises(SystemExit):
+        main(["probe", "mqar", "--help"])
+    assert set(SETTINGS) <= set(re.findall(r"[\w-]+", capsys.readouterr().out))
 
 
-def test_several_seeds_are_shown_with_their_error_and_paired_differences(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_settings_have_budgets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(monkeypatch, "--rules", "linear", "--seeds", "2", "--setting", *SETTINGS)
+    assert plan.tasks == list(PRESETS)
+    for entry in plan.entries:
+        run, task = ProbeRun.from_plain(entry.final(entry.rates.values[0])[1].settings), PRESETS[entry.task]
+        assert run.build_task() == task and list(run.build_tests()) == [
+            f"pairs={n}" for n in (task.pairs, *task.test_pairs)
+        ]
+        assert len(task.test_pairs) == 3
+    small = {(e.task, e.steps, e.settings["batch"], e.settings["model"]["key_dim"]) for e in plan.entries[:2]}
+    assert small == {("easy", 600, 64, 16), ("starved", 900, 32, 8)}
+    assert {e.rates.values for e in plan.entries[:2]} == {(1e-2,)} and {e.seeds for e in plan.entries} == {(0, 1)}
+
+
+def test_set_goes_before_flags_and_flags_before_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--rules", "linear", "--steps", "7", "--layers", "2", "--key-dim", "4", "--pairs", "20"]
+    words += [
+        "--learning-rates",
+        "1e-3",
+        "1e-2",
+        "--set",
+        "vocabulary=64",
+        "budget.layers=3",
+        "learning_rate.seeds=[9]",
+    ]
+    for entry in planned(monkeypatch, *words).entries:
+        run = ProbeRun.from_plain(entry.search()[0].settings)
+        assert (entry.steps, run.model.layers, run.model.key_dim, entry.rates.seeds) == (7, 3, 4, (9,))
+        assert entry.rates.values == (1e-3, 1e-2) and run.task_options["vocabulary"] == 64
+        assert run.task_options["length"] == 80 and list(run.build_tests()) == [f"pairs={n}" for n in (20, 5, 10, 15)]
+
+
+def test_another_command_in_the_same_folder_adds_to_its_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """linear reaches .2, .4, .6; gla always .1 more, so that the paired difference has no error; delta is at chance."""
-    gains = {"linear": 0.0, "gla": 0.1, "delta": 0.05}
-
-    def trained(
-        runs: list[Any], names: list[str], steps: list[int], jobs: int | None, keep: Callable[..., None]
-    ) -> None:
-        found = []
-        for one in runs:
-            accuracy = 0.2 + 0.2 * one.run.seed + gains[one.label]
-            accuracy += 0.1 * (-1) ** one.run.seed if one.label == "delta" else 0.0
-            sizes = {"key_dim": one.run.model.key_dim, "state_size": 512, "parameters": 9, "task": {"pairs": 8}}
-            by_pairs = dict.fromkeys(one.test_pairs, accuracy)
-            found.append(
-                {"name": one.label, "seed": one.run.seed, "accuracy": accuracy, "accuracy_by_pairs": by_pairs, **sizes}
-            )
-        keep(found)
-
-    monkeypatch.setattr(probe, "run_jobs", lambda train, *given: trained(*given))
-    monkeypatch.setenv("COLUMNS", "200")
-    arguments = ["--rules", "linear", "gla", "delta", "--setting", "easy", "--output", str(tmp_path / "out")]
-    assert main(["probe", "mqar", *arguments]) == 0
+    out = ["--output", str(tmp_path / "out")]
+    assert main(["probe", "mqar", "--rules", "linear", "delta", "--seeds", "2", *out, *SMALL]) == 0
     said = capsys.readouterr().out
-    assert "0.400 ± 0.115" in said and "0.500 ± 0.115" in said and "+0.100 ± 0.000 *" in said
-    assert "easy, gla: better than linear by 0.100 ± 0.000, beyond two standard errors (3 seeds)" in said
-    assert "easy, delta: +0.083 ± 0.067 against linear, within two standard errors (3 seeds)" in said
+    assert all(word in said for word in ("ceiling", "baseline", "pairs=12", "2 seeds are too few", "recall.png"))
+    first = finished(tmp_path / "out")
+    assert {(line["task"], line["rule"], line["seed"]) for line in first} == {
+        (task, rule, seed) for task in ("easy", "starved") for rule in ("linear", "delta") for seed in (0, 1)
+    }
+    assert list(first[0]["result"]["scores"]) == ["pairs=8", "pairs=2", "pairs=4", "pairs=6"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "ceiling" in page and "training loss" in page
+    assert main(["probe", "mqar", "--rules", "linear", "--setting", "easy", "--seeds", "1", *out, *SMALL]) == 0
+    assert finished(tmp_path / "out") == first, "nothing is repeated, nothing is lost"
+    assert (tmp_path / "out" / "recall.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"), [("prsm", "prism"), ("prism:stepz=2", "stepz"), ("prism:steps=0", "steps")]
-)
-def test_a_wrong_rule_is_told_before_anything_is_trained(
-    rule: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_interrupt_leaves_what_was_trained_and_the_command_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["probe", "mqar", "--rules", rule, "--output", str(tmp_path / "out")]) == 2
-    assert expected in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    out = tmp_path / "out"
+    words = ["probe", "mqar", "--rules", "linear", "--setting", "easy", "--seeds", "2", "--output", str(out), *SMALL]
 
-
-def test_an_interrupt_leaves_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*arguments: Any) -> None:
-        *_, keep = arguments
-        keep([None, train_recall(arguments[1][1])])
+    def interrupted(plan: Plan, *arguments: Any, **options: Any) -> int:
+        run_plan(plan, out, jobs=1, seeds=(1,))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(probe, "run_jobs", interrupted)
-    words = ["probe", "mqar", "--rules", "linear", "delta", "--setting", "easy", "--steps", "2", "--seeds", "1"]
-    assert main([*words, "--output", str(tmp_path / "out")]) == 130
-    saved = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [result["name"] for result in saved["results"]] == ["delta"]
+    with monkeypatch.context() as patch:
+        patch.setattr(probe_mqar, "run_plan", interrupted)
+        assert main(words) == 130
+    kept = finished(out)
+    assert [line["seed"] for line in kept] == [1] and (out / "recall.png").exists()
+    assert main(words) == 0
+    assert [line["seed"] for line in finished(out)] == [1, 0] and finished(out)[:1] == kept
+
+
+def test_results_of_an_earlier_version_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.json").write_text("old")
+    words = ["probe", "mqar", "--rules", "linear", "--setting", "easy", "--seeds", "1", "--output", str(tmp_path)]
+    assert main([*words, *SMALL]) == 0
+    assert "results.json is of an earlier version: it is neither read nor changed" in capsys.readouterr().out
+    assert (tmp_path / "results.json").read_text() == "old" and len(finished(tmp_path)) == 1
+
+
+def line(rule: str, state_size: int, accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
+    by_pairs = {"pairs=4": accuracy, "pairs=2": 1.0}
+    about = {"status": "done", "phase": "final", "task": "easy", "rule": rule, "seed": seed, "state_size": state_size}
+    result = {"scores": by_pairs, "baseline": {"pairs=4": 0.25, "pairs=2": 0.5}}
+    settings = {"steps": 9, "task_options": {"pairs": 4}, "model": {"rule": rule}}
+    return {**about, "settings": settings, "result": result, **more}
+
+
+def test_finished_final_models_are_shown_and_sizes_told_apart() -> None:
+    lines = [line("linear", 512, 0.5), line("delta", 512, 0.75), line("delta", 512, 0.9, phase="search")]
+    assert [(r["name"], r["accuracy"]) for r in recall_results(lines)] == [("linear", 0.5), ("delta", 0.75)]
+    lines += [line("linear", 1024, 0.6), line("delta", 1024, 0.0, status="started")]
+    found = recall_results(lines)
+    assert [r["name"] for r in found] == ["linear, 512", "delta, 512", "linear, 1,024"]
+    assert found[0]["accuracy_by_pairs"] == {4: 0.5, 2: 1.0} and found[0]["task"]["pairs"] == 4
+
+
+def test_the_picture_has_a_panel_for_each_setting_with_means_ranges_and_the_baseline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(results, "save", lambda figure, path: figures.append(figure))
+    settings = ("easy", "starved", "zoology-64", "zoology-128")
+    lines = [line("linear", 512, 0.25 + 0.5 * seed, seed, task=task) for task in settings for seed in (0, 1)]
+    lines.append(line("softmax", 16, 1.0, task="easy"))  # the size of a token, not of the memory
+    results.recall_picture(recall_results(lines), tmp_path / "recall.png")
+    axes = [axis for axis in figures[0].axes if axis.get_visible()]
+    assert [axis.get_title() for axis in axes] == [f"{name}: 512 numbers of memory" for name in settings]
+    mean, baseline = axes[3].lines
+    assert mean.get_xydata().tolist() == [[2, 1.0], [4, 0.5]]
+    assert baseline.get_xydata().tolist() == [[2, 0.5], [4, 0.25]]
+    band = axes[3].collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (0.25, 1.0)
 
 
 def test_results_come_in_order_and_as_they_are_ready() -> None:

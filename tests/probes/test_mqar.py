@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.probes.mqar import FILLERS, IGNORE, PRESETS, Recall
+from prism.probes.mqar import FILLERS, IGNORE, PRESETS, Recall, fewer_pairs
 from prism.probes.mqar_mix import RecallMix
 
 
@@ -94,6 +94,12 @@ def test_numbers_of_pairs_to_test_with() -> None:
         "pairs=2": Recall(2, 16, 64, "noise", 0.5),
         "pairs=8": Recall(8, 32, 64, "noise", 0.5),
     }
+
+
+def test_fewer_pairs_are_quarters_and_never_none_or_all() -> None:
+    assert fewer_pairs(16) == (4, 8, 12)
+    assert [fewer_pairs(n) for n in (1, 2, 3)] == [(), (1,), (1, 2)]
+    assert all(task.test_pairs == fewer_pairs(task.pairs) for task in PRESETS.values())
 
 
 def test_presets_have_the_published_sizes() -> None:

@@ -48,7 +48,7 @@ COMMANDS = {
     "convert": Command("prism.cli.convert:convert", "turn a Gated DeltaNet of another library into ours, or back"),
     "rules": Command("prism.cli.rules:rules", "list all rules, or show the options of one", extra="cli"),
     "demo": Command("prism.cli.demo:demo", "train three small models and write a report"),
-    "probe mqar": Command("prism.cli.probe:mqar", "compare rules on associative recall"),
+    "probe mqar": Command("prism.cli.probe_mqar:mqar", "compare rules on associative recall"),
     "probe": Command("prism.cli.probe:probe", "compare rules on another synthetic task"),
     "compare": Command("prism.cli.compare:compare", "compare rules under one budget, as a TOML file says"),
 }

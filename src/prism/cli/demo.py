@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prism.cli.probe import mqar
+from prism.cli.probe_mqar import mqar, recall_results
+from prism.compare.grid import RESULTS, Records
 from prism.files import check_target, read_json, remove_folder
 from prism.language.generate import Sampling, Session, open_model
 from prism.language.settings import Settings, command_line, preset
@@ -39,7 +40,7 @@ def demo(
     steps: int | None = None,
     recall_steps: int | None = None,
     prompt: str = "def ",
-) -> None:
+) -> int:
     """Train PRISM, Gated DeltaNet and linear attention on recall and on text, and write a report on both.
 
     Args:
@@ -59,24 +60,27 @@ def demo(
     _check_output(output)
     output.mkdir(parents=True, exist_ok=True)
     (output / MARK).touch()
-    print("1. associative recall")
-    mqar(RECALL_RULES, seeds=1, steps=recall_steps, output=output / "recall")
-    print(f"2. language models on {TEXT}, {steps} steps each")
-    for folder in runs.values():
+    for folder in (output / "recall", *runs.values()):
         if folder.is_dir():
             remove_folder(folder)
+    print("1. associative recall")
+    if failed := mqar(RECALL_RULES, seeds=1, steps=recall_steps, device="cpu", output=output / "recall"):
+        return failed
+    recall = recall_results(Records(output / "recall" / RESULTS).lines.values())
+    print(f"2. language models on {TEXT}, {steps} steps each")
     jobs = [_Job(name, _settings(rule, steps, runs[name]), prompt) for name, rule in MODELS.items()]
     models = run_jobs(_train, jobs, list(MODELS), [steps] * len(jobs))
     print("3. report")
-    recall = read_json(output / "recall" / "results.json")
     command, seconds = shlex.join(["prism", *sys.argv[1:]]), time.perf_counter() - started
-    write_results(output / "results.json", {"models": models, "recall": recall["results"]}, command=command)
+    write_results(output / "results.json", {"models": models, "recall": recall}, command=command)
     report = write_report(
         output / "report.html",
         models,
-        recall["results"],
+        recall,
         recall_command=_command(
-            f"probe mqar --seeds 1 --rules {' '.join(RECALL_RULES)}", steps=recall_steps, output=output / "recall"
+            f"probe mqar --seeds 1 --device cpu --rules {' '.join(RECALL_RULES)}",
+            steps=recall_steps,
+            output=output / "recall",
         ),
         command=command,
         prompt=prompt,
@@ -86,6 +90,7 @@ def demo(
         seconds=seconds,
     )
     print(f"done in {seconds:.0f} s; the report: {report.resolve()}")
+    return 0
 
 
 def steps_for(minutes: float) -> int:

@@ -45,7 +45,7 @@ def write_report(
 
     Args:
         models: in the order in which they are shown.
-        recall: results of the recall probe, as `prism probe mqar` writes them.
+        recall: results of the recall probe, as `recall_results` (cli/probe_mqar.py) makes them.
         text: description of the training text.
         seconds: duration of the whole demo.
     """

@@ -74,14 +74,17 @@ def recall_curve(results: Sequence[Mapping[str, Any]], name: str) -> list[tuple[
 
 
 def recall_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot accuracy against the number of pairs: a panel per setting, a line per model; bands span the seeds."""
+    """Plot accuracy against the number of pairs: a panel per setting, a line per model, bands over the seeds, the baseline."""
     plt = pyplot()
     settings = list(dict.fromkeys(r["setting"] for r in results))
     names = list(dict.fromkeys(r["name"] for r in results))
-    figure, axes = plt.subplots(1, len(settings), figsize=(5.2 * len(settings), 4.2), squeeze=False, sharey=True)
-    for axis, setting in zip(axes[0], settings, strict=True):
+    columns = min(3, len(settings))
+    rows = -(-len(settings) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(5.2 * columns, 4.2 * rows), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axis, setting in zip(axes.flat, settings, strict=False):
         chosen = [r for r in results if r["setting"] == setting]
-        sizes = sorted({r["state_size"] for r in chosen})
         for name, color in zip(names, COLORS * 9, strict=False):
             curve = recall_curve(chosen, name)
             if not curve:
@@ -89,13 +92,20 @@ def recall_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
             x, mean, low, high = zip(*curve, strict=True)
             axis.plot(x, mean, marker="o", color=color, label=name)
             axis.fill_between(x, low, high, color=color, alpha=0.18, lw=0)
-        state = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-        axis.set(title=f"{setting}: {state} numbers of memory", xlabel="pairs to remember", ylim=(0, 1.03))
+        x, baseline = zip(*sorted(chosen[0]["baseline_by_pairs"].items()), strict=True)
+        axis.plot(x, baseline, color="#6b7280", ls=":", label="baseline: any value shown")
+        sizes = sorted({r["state_size"] for r in chosen if not r["grows"]})  # of caches it is the size of one token
+        state = " to ".join(f"{size:,}" for size in dict.fromkeys((*sizes[:1], *sizes[-1:])))
+        title = f"{setting}: {state} numbers of memory" if sizes else setting
+        axis.set(title=title, xlabel="pairs to remember", ylim=(0, 1.03), xticks=x)
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("fraction of answers that are right")
-    axes[0][-1].legend(loc="lower left", frameon=False)
+    for axis in list(axes.flat)[len(settings) :]:
+        axis.set_visible(False)
+    for row in axes:
+        row[0].set_ylabel("fraction of answers that are right")
+    shown = {line.get_label(): line for axis in axes.flat for line in axis.lines}  # a panel may lack a model
+    figure.legend(handles=shown.values(), loc="outside lower center", ncols=2 * columns, frameon=False)
     seeds = len({r["seed"] for r in results})
     figure.suptitle(f"Associative recall ({'one seed' if seeds == 1 else f'{seeds} seeds, bands span them'})")
-    figure.tight_layout()
     save(figure, path)
     plt.close(figure)
