@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism import rules
+from prism.compare.grid import Records
 from prism.compare.matching import TOLERANCE, closest
 from prism.compare.plan import make_plan, read_plan
 from prism.probes.training import ProbeRun
@@ -289,3 +291,24 @@ def test_few_models_are_built_to_find_a_width(slope: int, start: int, target: in
     with suppress(ValueError):
         closest(count, target)
     assert len(built) == len(set(built)) <= 30 and (target > 10**6 * slope or len(built) <= 22)
+
+
+def test_results_of_a_rule_with_other_defaults_are_not_taken_for_finished(tmp_path: Path) -> None:
+    """The key of a run has only the options that the plan gives, and the defaults of a later version may differ."""
+    plan = make_plan(PLAN, "file")
+    prism = plan.entries[1]
+    assert "steps" not in prism.defaults and prism.defaults["timescales"] == [1.0, 1024.0]
+    training = prism.final(1e-2)[1]
+    records = Records(tmp_path / "results.jsonl")
+    with records.writing():
+        records.add(training, "done", result={"scores": {"": 1.0}})
+    plan.check_results(Records(records.path))
+    line = json.loads(records.path.read_text())
+    line["defaults"] |= {"timescales": "drawn", "gone": 1}  # an option that no longer exists says nothing
+    records.path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(
+        ValueError, match=r"the default of timescales was 'drawn', and now it is \[1.0, 1024.0\] .*prism"
+    ):
+        plan.check_results(Records(records.path))
+    given = make_plan(changed(rules=["gated_delta", "prism:steps=2,timescales=drawn"]), "file")
+    given.check_results(Records(records.path))

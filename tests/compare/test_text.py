@@ -78,14 +78,14 @@ def test_results_on_other_tokens_are_not_taken_for_finished(data: Path, tmp_path
     for training in (plan.entries[1].search()[1], plan.entries[0].final(2e-2)[0]):
         with records.writing():
             records.add(training, "done", result={"corpus": {"digest": digest}})
-        plan.check_data(records)
+        plan.check_results(records)
         with records.writing():
             records.add(training, "done", result={"corpus": {"digest": "0123"}})
         with pytest.raises(ValueError, match=f"has runs on other tokens than {data} has now .*: give another folder"):
-            plan.check_data(records)
+            plan.check_results(records)
         with records.writing():
             records.add(training, "done", result={})  # older results do not say it
-    plan.check_data(records)
+    plan.check_results(records)
 
 
 def test_training_lowers_the_loss_and_a_seed_repeats_it(data: Path) -> None:

@@ -73,7 +73,7 @@ def run_plan(
     wanted = plan.with_seeds(seeds) if seeds else plan
     console = Console() if sys.stdout.isatty() else Console(width=160)  # a log has room for whole tables
     records = Records(out / RESULTS)
-    plan.check_data(records)
+    plan.check_results(records)
     if dry_run:
         console.print(_plan_table(wanted, records))
         print(f"{_runs(wanted.runs)}, {jobs or plan.jobs} side by side; results in {out / RESULTS}")

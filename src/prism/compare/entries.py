@@ -104,6 +104,8 @@ class Entry:
     """Place in the budget's list of key widths: rules are compared at the same place."""
     data: str = ""
     """A hash of the prepared tokens, on text: settings have only the folder's name."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Options of the rule that the plan leaves as they are: settings, and so keys, have only those it gives."""
 
     @property
     def name(self) -> str:
@@ -119,10 +121,16 @@ class Entry:
         """The trainings with the chosen learning rate."""
         return [self._training("final", rate, seed) for seed in self.seeds]
 
+    def trainings(self) -> list[Training]:
+        """The search, and the final trainings at every learning rate."""
+        return [*self.search(), *(training for rate in self.rates.values for training in self.final(rate))]
+
     def _training(self, phase: str, rate: float, seed: int) -> Training:
         steps = self.rates.steps if phase == "search" and self.rates.steps is not None else self.steps
         changes = {"steps": steps, "learning_rate": rate, "seed": seed, "test": phase == "final"}
         about = {"task": self.task, "rule": self.rule, "state_size": self.state_size, "phase": phase}
+        if self.defaults:
+            about["defaults"] = self.defaults
         name = f"{self.name}, rate {rate:g}, seed {seed}"
         return Training(
             self.function, {**self.settings, **changes}, {**about, "seed": seed, "learning_rate": rate}, name, steps

@@ -22,6 +22,7 @@ with seeds that are not among the final ones.
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,6 +41,8 @@ from prism.messages import did_you_mean
 from prism.overrides import override, read_toml
 
 _TEXT_KEYS = ("model", "optimizer")
+_NOT_DEFAULTS = ("conv_size", "layer_index", "layer_count")
+"""Options that the budget and the model give."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +86,29 @@ class Plan:
             raise ValueError(f"--seeds must be some of the plan's, {' '.join(map(str, known))}; got {given}")
         return replace(self, entries=tuple(replace(entry, seeds=tuple(seeds)) for entry in self.entries))
 
-    def check_data(self, records: Records) -> None:
-        """Refuse results on other tokens than the plan's folders have now: a run is known by the name of its folder."""
+    def check_results(self, records: Records) -> None:
+        """Refuse results on other tokens than the plan's folders have now, or of rules with other defaults.
+
+        A run is known by the name of its folder, and by the options that the plan gives.
+        """
         for entry in self.entries:
-            if not entry.data:
-                continue
-            finals = (training for rate in entry.rates.values for training in entry.final(rate))
-            for training in (*entry.search(), *finals):
-                digest = (records.result(training) or {}).get("corpus", {}).get("digest", entry.data)
+            for training in entry.trainings():
+                line = records.lines.get(training.key)
+                if line is None or line["status"] != "done":
+                    continue
+                digest = line["result"].get("corpus", {}).get("digest", entry.data)
                 if digest != entry.data:
                     raise ValueError(
                         f"{records.path} has runs on other tokens than {entry.settings['data']} has now "
                         f"({training.name}): give another folder with --out, or restore the tokens"
                     )
+                for name, value in line.get("defaults", {}).items():
+                    if name in entry.defaults and entry.defaults[name] != value:
+                        raise ValueError(
+                            f"{records.path} has runs in which the default of {name} was {value!r}, and now it is "
+                            f"{entry.defaults[name]!r} ({training.name}): give another folder with --out, or the option "
+                            "in the plan"
+                        )
 
 
 def read_plan(path: Path) -> Plan:
@@ -255,8 +268,28 @@ def _entry(
         )
     own = {key: value for key, value in made.items() if key not in ("seed", "learning_rate", "test", "steps")}
     return Entry(
-        "", label, kind.function, own, kind.steps, settings.seeds, settings.learning_rate, parameters, state_size, grows
+        "",
+        label,
+        kind.function,
+        own,
+        kind.steps,
+        settings.seeds,
+        settings.learning_rate,
+        parameters,
+        state_size,
+        grows,
+        defaults=_defaults(rule),
     )
+
+
+def _defaults(rule: Compared) -> dict[str, Any]:
+    """The rule's own values of options that the plan does not give. None stands for a value that depends on others."""
+    options = {name: parameter.default for name, parameter in registry.get(rule.name).option_parameters().items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in options.items()
+        if name not in (*rule.options, *_NOT_DEFAULTS) and value is not None and value is not inspect.Parameter.empty
+    }
 
 
 def _matched(kind: Kind, rule: Compared, key_dim: int, budget: Budget, target: int) -> dict[str, int]:

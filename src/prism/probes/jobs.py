@@ -242,23 +242,18 @@ def run_jobs(
     runs: Sequence[Any],
     names: Sequence[str],
     steps: Sequence[int],
-    jobs: int | None = None,
-    keep: Callable[[list[Any]], None] = lambda results: None,
 ) -> list[Any]:
-    """Call `function(run, report)` for every run, `jobs` at a time; results are in the order of `runs`.
+    """Call `function(run, report)` for every run, one per core at a time; results are in the order of `runs`.
 
     Args:
         names, steps: description and number of steps of each run, for its bar.
-        keep: called after every run with all results so far (None for runs that have not finished), so that an interrupt
-            loses only the runs in progress.
     """
     queue = [Job(function, *one) for one in zip(runs, names, steps, strict=True)]
     places = {id(job): place for place, job in enumerate(queue)}
     results: list[Any] = [None] * len(queue)
-    with workers(min(len(queue), jobs or os.cpu_count() or 1)) as pool:
+    with workers(min(len(queue), os.cpu_count() or 1)) as pool:
         for job, outcome in pool.run(deque(queue), sum(steps)):
             results[places[id(job)]] = outcome.result
-            keep(list(results))
             if outcome.error is not None:
                 raise outcome.error
     return results
