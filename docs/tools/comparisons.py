@@ -172,10 +172,11 @@ def rates(evidence: Evidence) -> str:
         [f"{corpus}, {label}", *(shown(estimate(found.get(rate, {}).values()), 3) for rate in columns)]
         for (corpus, label), found in sorted(runs.items(), key=lambda item: item[0][0])
     ]
+    seeds = min(len(values) for found in runs.values() for values in found.values())
     best = {min(found, key=lambda rate: estimate(found[rate].values()).mean) for found in runs.values()}
     said = paragraph(
-        f"Nats on validation after {min(tokens) / 1e6:.0f} M tokens at other learning rates (`text_rates`), same seeds.",
-        f"The best rate is {' or '.join(f'{rate:g}' for rate in sorted(best))}.",
+        f"Nats on validation after {min(tokens) / 1e6:.0f} M tokens at other learning rates (`text_rates`), {seeds}",
+        f"seed{'s' * (seeds > 1)} each. They are lowest at {' or '.join(f'{rate:g}' for rate in sorted(best))}.",
     )
     return joined(said, table(["corpus and rule", *(f"{rate:g}" for rate in columns)], rows))
 
@@ -253,10 +254,11 @@ def learning(evidence: Evidence) -> str:
     tasks, rules = (list(dict.fromkeys(getattr(group, what) for group in groups)) for what in ("task", "label"))
     rows = {rule: [""] * len(tasks) for rule in rules}
     for group in groups:
-        solved = [seed for seed, score in group.validation.items() if score >= goal]
-        count = shown(estimate(group.steps[seed] for seed in solved), 0) if solved else ""
-        missing = len(group.validation) - len(solved)
-        rows[group.label][tasks.index(group.task)] = count + f" ({missing} never)" * bool(missing)
+        solved = [group.steps[seed] for seed, score in group.validation.items() if score >= goal]
+        # A mean of the seeds that made it would flatter a rule of which others did not.
+        whole = len(solved) == len(group.validation)
+        cell = shown(estimate(solved), 0) if whole else f"{len(solved)} of {len(group.validation)} seeds"
+        rows[group.label][tasks.index(group.task)] = cell
     header = ["rule", *tasks]
     seeds = max(len(group.runs) for group in groups)
     said = paragraph(

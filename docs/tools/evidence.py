@@ -216,6 +216,11 @@ class Evidence:
             if place not in found:
                 found[place] = Group(*place[:2], kind_of(line), line["rule"], rule, options, size)
             group, result = found[place], line["result"]
+            if group.line and group.line.get("learning_rate") != line.get("learning_rate"):
+                raise ValueError(
+                    f"{line['file']} has final runs of {line['rule']} on {line['task']} at two learning rates: keep those that "
+                    "its search chooses"
+                )
             group.runs[int(line["seed"])] = {**result["scores"], **_words(result)}
             group.parameters, group.metric = result.get("parameters"), result.get("metric", "")
             group.tokens = result.get("tokens", 0)

@@ -16,6 +16,7 @@ from criteria import (
     NOT_RUN,
     NOTHING,
     PART,
+    SHORT,
     UNSEEN,
     Finding,
     against,
@@ -140,7 +141,7 @@ def gated_delta(evidence: Evidence) -> Finding:
 def on_probes(evidence: Evidence) -> str:
     """Where rank 2 is better or worse than rank 1 on synthetic tasks."""
     kinds = sorted({group.kind for group in evidence.groups} - set(ELSEWHERE))
-    pairs = [pair for pair in evidence.pairs(is_default, is_rule("gated_delta"), *kinds) if not pair.solved]
+    pairs = evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
     if not pairs:
         return "Synthetic tasks were not run yet."
     open_tasks = [pair.gain for pair in pairs if not shows_no_difference(pair)]
@@ -149,7 +150,7 @@ def on_probes(evidence: Evidence) -> str:
         f"Synthetic tasks: better on {better} of {len(open_tasks)}, worse on {worse}, beyond two standard errors. What both",
         "solve, or neither learns, is in the table, but not counted.",
     )
-    same = [pair for pair in ranks(evidence, *kinds) if default_start(pair) and not pair.solved]
+    same = [pair for pair in ranks(evidence, *kinds) if default_start(pair)]
     if not same:
         return joined(said, against(pairs))
     why = paragraph(
@@ -204,7 +205,10 @@ def retrieval(evidence: Evidence) -> Finding:
             f" uniform guess among {VOCABULARY:,} tokens: nothing is recalled there, so it does not count."
         )
     if len(listed) > len(text):
-        said.append("Of several runs on one corpus those with three seeds or more count, of these the largest model.")
+        said.append(
+            "Of several runs on one corpus those with three seeds or more count, of these the default start, the largest"
+            " model, the most seeds, in this order."
+        )
     with_rare = [pair for pair in listed if has_rare(pair)]
     on_log = [against(shown_logs, "HR@200"), against(shown_logs, "AUC")]
     text_of = joined(paragraph(*said), *on_log, against(recall), against(listed), against(with_rare, RARE))
@@ -226,7 +230,8 @@ def retrieval(evidence: Evidence) -> Finding:
 
 def named(pair: Pair) -> str:
     """The task, with its comparison if that is synthetic: two of them have tasks of the same name."""
-    return f"{pair.first.task} (`{pair.first.file}`)" if pair.first.kind == "recall" else pair.first.task
+    task = SHORT.get(pair.first.task, pair.first.task)
+    return f"{task} (`{pair.first.file}`)" if pair.first.kind == "recall" else task
 
 
 def has_rare(pair: Pair) -> bool:

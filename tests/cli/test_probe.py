@@ -105,6 +105,21 @@ def test_settings_have_budgets_of_their_own(monkeypatch: pytest.MonkeyPatch) -> 
     assert {e.rates.values for e in plan.entries[:2]} == {(1e-2,)} and {e.seeds for e in plan.entries} == {(0, 1)}
 
 
+def test_a_setting_is_the_same_next_to_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entries(*settings: str) -> dict[str, Any]:
+        plan = planned(monkeypatch, "--rules", "gated_delta", "--setting", *settings)
+        return {entry.task: entry for entry in plan.entries}
+
+    every = entries(*SETTINGS)
+    assert every == entries(*reversed(SETTINGS))
+    assert all(every[name] == entries(name)[name] for name in SETTINGS)
+
+
+def test_tokens_go_before_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    (entry,) = planned(monkeypatch, "--rules", "linear", "--setting", "easy", "--set", "budget.tokens=20480").entries
+    assert entry.steps == 20480 // (64 * 32)
+
+
 def test_set_goes_before_flags_and_flags_before_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--rules", "linear", "--steps", "7", "--layers", "2", "--key-dim", "4", "--pairs", "20"]
     words += [

@@ -304,6 +304,13 @@ def test_results_of_a_rule_with_other_defaults_are_not_taken_for_finished(tmp_pa
         records.add(training, "done", result={"scores": {"": 1.0}})
     plan.check_results(Records(records.path))
     line = json.loads(records.path.read_text())
+    line["result"]["parameters"] = prism.parameters + 1
+    records.path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(
+        ValueError, match=r"another version of a model, with .* and now these are .* choose another folder"
+    ):
+        plan.check_results(Records(records.path))
+    del line["result"]["parameters"]
     line["defaults"] |= {"timescales": "drawn", "gone": 1}  # an option that no longer exists says nothing
     records.path.write_text(json.dumps(line) + "\n")
     with pytest.raises(

@@ -110,7 +110,9 @@ def test_scores_at_the_baseline_are_said_to_be_at_chance(found: Findings, baseli
         for run in finding.runs.values():
             run["baseline"] = {"length=16": baseline}
     said = found.sentences()[0]
-    assert ("both are at chance: the better score, 0.850 ± 0.029, is not above the baseline of" in said) == at_chance
+    assert (
+        "both are at chance: the better score, 0.850 ± 0.029, is not better than the baseline of" in said
+    ) == at_chance
 
 
 def of_scores(path: Path, scores: dict[str, list[float | None]], **more: Any) -> Findings:

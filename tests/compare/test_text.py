@@ -81,7 +81,7 @@ def test_results_on_other_tokens_are_not_taken_for_finished(data: Path, tmp_path
         plan.check_results(records)
         with records.writing():
             records.add(training, "done", result={"corpus": {"digest": "0123"}})
-        with pytest.raises(ValueError, match=f"has runs on other tokens than {data} has now .*: give another folder"):
+        with pytest.raises(ValueError, match=f"has runs on other tokens than {data} has now .*: choose another folder"):
             plan.check_results(records)
         with records.writing():
             records.add(training, "done", result={})  # older results do not say it

@@ -66,7 +66,16 @@ def test_other_learning_rates_decide_no_claim(tmp_path: Path) -> None:
     assert "rate" not in claims.on_text(evidence) and "rate 0.003" not in claims.blocks(evidence)["text"]()
     said = comparisons.rates(evidence)
     assert "| corpus and rule | 0.0015 | 0.003 |" in said
-    assert "| novels, gated_delta | 3.100 | 2.000 |" in said and "The best rate is 0.003." in " ".join(said.split())
+    assert "| novels, gated_delta | 3.100 | 2.000 |" in said and "1 seed each. They are lowest at 0.003." in " ".join(
+        said.split()
+    )
+
+
+def test_final_runs_at_two_learning_rates_are_refused(tmp_path: Path) -> None:
+    """The later one of a seed would replace the other, and a mean would have both."""
+    lines = [line("prism", seed, 3.0, key=str(rate), learning_rate=rate) for seed, rate in ((0, 1e-3), (1, 2e-3))]
+    with pytest.raises(ValueError, match="final runs of prism on novels at two learning rates"):
+        _ = write(tmp_path, *lines).groups
 
 
 def test_enough_seeds_come_before_size(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def probe(
         heads: Heads of every layer.
         key_dim: Key widths of a head; the state size is heads · key width · value width · layers.
         set: Options of the task as name=value, of the budget as budget.name=value (budget.match=parameters gives every rule
-            as many parameters as the reference), of the search as learning_rate.name=value.
+            as many parameters as the reference; budget.tokens goes before --steps), of the search as learning_rate.name=value.
         device: cpu, cuda and so on. auto: cuda if available, else cpu.
         jobs: Trainings side by side. None: one per core, or four on a GPU.
         output: Folder for results.jsonl, report.html and pictures. None: runs/probe-TASK.
@@ -63,13 +63,16 @@ def probe(
     output = check_target(Path("runs") / f"probe-{task}" if output is None else output, folder=True)
     task_class(task)
     given = read_set(set)
+    budget = {**sizes, "key_dim": list(key_dim), **given["budget"]}
+    if "tokens" in budget:
+        del budget["steps"]
     plan = make_plan(
         {
             "title": f"Rules on {task}",
             "rules": list(rules),
             "seeds": list(range(seeds)),
             "device": device,
-            "budget": {**sizes, "key_dim": list(key_dim), **given["budget"]},
+            "budget": budget,
             "learning_rate": {"values": list(learning_rates), **given["learning_rate"]},
             "tasks": [{"task": task, "options": given["task"]}],
         },

@@ -98,7 +98,7 @@ def mqar(
             "rules": list(rules),
             "seeds": list(range(seeds)),
             "device": device,
-            "budget": tasks[0]["budget"],  # a plan must have one, though here every task has its own
+            "budget": {"steps": 1},  # a plan must have one; every task has its own steps, and sizes or their defaults
             "tasks": tasks,
         },
         "flags",
@@ -107,10 +107,13 @@ def mqar(
     if old.exists():
         print(f"{old} is of an earlier version: it is neither read nor changed, results are now in {RESULTS}")
     try:
-        return run_plan(plan, output, jobs, retry, dry_run=dry_run)
-    finally:
-        if not dry_run:
-            _draw(plan, output)
+        code = run_plan(plan, output, jobs, retry, dry_run=dry_run)
+    except KeyboardInterrupt:
+        _draw(plan, output)
+        raise
+    if not dry_run:
+        _draw(plan, output)
+    return code
 
 
 def _task(name: str, pairs: int | None, flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +138,8 @@ def _task(name: str, pairs: int | None, flags: Mapping[str, Any], given: Mapping
         }
         for section, values in SETTINGS[name].items()
     }
+    if "tokens" in own["budget"]:
+        del own["budget"]["steps"]
     return {"task": "mqar", "label": name, "options": options, **own}
 
 

@@ -16,6 +16,8 @@ from prism.compare.grid import Records, best_rate
 from prism.compare.plan import Plan
 from prism.compare.statistics import ERRORS, FEWEST, Estimate, estimate, paired
 
+CHANCE = 0.02
+"""Part of the way from the baseline to the ceiling that a guess may reach by luck: one seed has no error to tell."""
 LAMBADA = "LAMBADA accuracy"
 """Label of the share of last words that a language model predicts: higher is better, although of nats lower is."""
 
@@ -180,16 +182,18 @@ def verdict(difference: Estimate, reference: str, lower: bool, missing: Sequence
 
 
 def _at_chance(finding: Finding, reference: Finding, label: str, lower: bool) -> str:
-    """What to add to a verdict if not even the better score is above the baseline; empty if it is, or there is none."""
+    """What to add to a verdict if not even the better score is better than a guess; empty if it is, or there is none."""
     baseline = finding.first("baseline", {}).get(label)
     if baseline is None:
         return ""
     sign = -1.0 if lower else 1.0
     best = max((finding.score(label), reference.score(label)), key=lambda score: sign * score.mean)
     error = 0.0 if math.isnan(best.error) else best.error
-    if sign * (best.mean - baseline) > ERRORS * error:
+    if sign * (best.mean - baseline) > max(
+        ERRORS * error, CHANCE * abs(finding.first("ceiling", {}).get(label, 0.0) - baseline)
+    ):
         return ""
-    return f"; both are at chance: the better score, {best.text()}, is not above the baseline of {baseline:.3f}"
+    return f"; both are at chance: the better score, {best.text()}, is not better than the baseline of {baseline:.3f}"
 
 
 def findings(plan: Plan, records: Records) -> Findings:

@@ -87,7 +87,7 @@ class Plan:
         return replace(self, entries=tuple(replace(entry, seeds=tuple(seeds)) for entry in self.entries))
 
     def check_results(self, records: Records) -> None:
-        """Refuse results on other tokens than the plan's folders have now, or of rules with other defaults.
+        """Refuse results on other tokens than the plan's folders have now, or of rules with other defaults or sizes.
 
         A run is known by the name of its folder, and by the options that the plan gives.
         """
@@ -100,14 +100,21 @@ class Plan:
                 if digest != entry.data:
                     raise ValueError(
                         f"{records.path} has runs on other tokens than {entry.settings['data']} has now "
-                        f"({training.name}): give another folder with --out, or restore the tokens"
+                        f"({training.name}): choose another folder for results, or restore the tokens"
+                    )
+                sizes = line["state_size"], line["result"].get("parameters", entry.parameters)
+                if sizes != (entry.state_size, entry.parameters):
+                    raise ValueError(
+                        f"{records.path} has runs of another version of a model, with {sizes[1]:,} parameters and a state of "
+                        f"{sizes[0]:,}, and now these are {entry.parameters:,} and {entry.state_size:,} ({training.name}): "
+                        "choose another folder for results"
                     )
                 for name, value in line.get("defaults", {}).items():
                     if name in entry.defaults and entry.defaults[name] != value:
                         raise ValueError(
                             f"{records.path} has runs in which the default of {name} was {value!r}, and now it is "
-                            f"{entry.defaults[name]!r} ({training.name}): give another folder with --out, or the option "
-                            "in the plan"
+                            f"{entry.defaults[name]!r} ({training.name}): choose another folder for results, or give the "
+                            "option with the rule"
                         )
 
 
