@@ -4,7 +4,8 @@
 
 Of every training the last line stays, but a finished one stays finished. One that was started and never ended becomes
 `stopped`. Paths lose their folders, and tracebacks and curves (of which the report has pictures) are left out. Lines of an
-earlier copy stay if the new file lacks their training.
+earlier copy stay if the new file lacks their training. Where a longer search chose another learning rate, final runs at the
+rate of the latest one count, and the phase of others becomes `superseded`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,17 @@ def stored(line: dict[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
+def supersede(lines: Collection[dict[str, Any]]) -> None:
+    """Mark finished final runs at another learning rate than the latest one of their task, rule and size."""
+    final = [line for line in lines if (line["status"], line.get("phase")) == ("done", "final")]
+    latest: dict[tuple[Any, ...], Any] = {}
+    for line in sorted(final, key=lambda line: str(line.get("time", ""))):
+        latest[line["task"], line["rule"], line.get("state_size")] = line.get("learning_rate")
+    for line in final:
+        if line.get("learning_rate") != latest[line["task"], line["rule"], line.get("state_size")]:
+            line["phase"] = "superseded"
+
+
 def collect(source: Path, target: Path) -> int:
     """Write the lines of `source` to `target`; returns how many it has now."""
     lines: dict[str, dict[str, Any]] = {}
@@ -50,6 +63,7 @@ def collect(source: Path, target: Path) -> int:
             if known is None or known["status"] != "done" or line["status"] == "done":
                 lines[line["key"]] = stored(line)
             about |= {key: line[key] for key in ("machine", "prism", "command") if key in line}
+    supersede(lines.values())
     target.parent.mkdir(parents=True, exist_ok=True)
     whole = [{**without_folders(about), **line} for line in lines.values()]  # a line of a start has no machine
     target.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in whole), encoding="utf-8")
