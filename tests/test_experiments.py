@@ -150,3 +150,19 @@ def test_collected_lines_are_small_and_name_no_folder(tmp_path: Path) -> None:
     )
     collect.collect(source, target)  # another machine had started it too
     assert json.loads(target.read_text(encoding="utf-8").splitlines()[2])["status"] == "done"
+
+
+def test_final_runs_at_a_rate_that_is_no_longer_chosen_are_superseded(tmp_path: Path) -> None:
+    collect = experiment("collect")
+    source, target = tmp_path / "results.jsonl", tmp_path / "kept.jsonl"
+    common = {"status": "done", "phase": "final", "task": "t", "state_size": 8, "result": {"scores": {"": 1.0}}}
+    lines = [
+        {"key": "a", "rule": "x", "learning_rate": 1e-3, "time": "2026-01-02", **common},
+        {"key": "b", "rule": "x", "learning_rate": 3e-3, "time": "2026-01-01", **common},
+        {"key": "c", "rule": "y", "learning_rate": 3e-3, "time": "2026-01-01", **common},
+        {"key": "d", "rule": "x", "learning_rate": 3e-3, "time": "2026-01-03", **common, "phase": "search"},
+    ]
+    source.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    collect.collect(source, target)
+    found = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert [line["phase"] for line in found] == ["final", "superseded", "final", "search"]
