@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,7 +60,7 @@ def probe(
         dry_run: Show the runs with their parameters and state sizes, and train nothing.
     """
     sizes = {"steps": steps, "batch": batch, "layers": layers, "width": width, "heads": heads}
-    check_flags(rules, key_dim, seeds=seeds, **sizes)
+    check_flags(rules, key_dim, learning_rates, seeds=seeds, jobs=jobs, **sizes)
     output = check_target(Path("runs") / f"probe-{task}" if output is None else output, folder=True)
     task_class(task)
     given = read_set(set)
@@ -81,13 +82,21 @@ def probe(
     return run_plan(plan, output, jobs, retry, dry_run=dry_run)
 
 
-def check_flags(rules: Sequence[str], key_dim: Sequence[int], **numbers: int | None) -> None:
-    """Refuse an empty list of rules, and numbers below 1, by the names of their flags. None: the flag is not given."""
+def check_flags(
+    rules: Sequence[str], key_dim: Sequence[int], learning_rates: Sequence[float], **numbers: int | None
+) -> None:
+    """Refuse an empty list of rules, rates that are not positive, and numbers below 1, by the names of their flags.
+
+    A number that is None is not given.
+    """
     if not rules:
         raise ValueError(f"--rules is empty: name one or more of {', '.join(registry.names())}")
     for name, number in [*numbers.items(), *(("key_dim", width) for width in key_dim)]:
         if number is not None and number < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {number}")
+    for rate in learning_rates:
+        if not 0 < rate < math.inf:
+            raise ValueError(f"--learning-rates must be above 0, got {rate:g}")
 
 
 def read_set(items: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -82,7 +82,7 @@ def mqar(
         retry: Repeat runs that failed.
         dry_run: Show the runs with their parameters and state sizes, and train nothing.
     """
-    check_flags(rules, key_dim, seeds=seeds, steps=steps, pairs=pairs, layers=layers)
+    check_flags(rules, key_dim, learning_rates, seeds=seeds, steps=steps, pairs=pairs, layers=layers, jobs=jobs)
     check_target(output, folder=True)
     flags: dict[str, dict[str, Any]] = {
         "budget": {"steps": steps, "layers": layers, "key_dim": list(key_dim) or None},
