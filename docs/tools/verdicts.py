@@ -240,10 +240,12 @@ def has_rare(pair: Pair) -> bool:
 
 
 def shows_no_difference(pair: Pair) -> bool:
-    """Whether a task can show no difference: both rules solve it, or neither learns more than to guess.
+    """Whether a task can show no difference: both rules solve it, or neither learns more than to guess. Never on text.
 
     Of a token with m pairs a rule that finds the token, and guesses among its pairs, gets 1 of m right.
     """
+    if pair.first.lower:
+        return False
     if pair.solved:
         return True
     scores = [group.score().mean for group in (pair.first, pair.second)]
@@ -259,7 +261,7 @@ def shared_keys(evidence: Evidence) -> Finding:
         for kind in ("text", "recall", "nine")
         for start, _ in equal_starts(kind)
         for pair in evidence.pairs(is_prism(**start), is_prism(shared_key=True, **start), kind)
-        if not pair.solved
+        if not shows_no_difference(pair)
     ]
     if not pairs:
         return Finding(NOT_RUN, "", NOTHING)
