@@ -111,6 +111,8 @@ INSTEAD = {
     "seed": "seeds",
 }
 """Fields of `TextRun` that are no options, and the keys of a plan that give them."""
+OF_RULES = ("layers", "rule_options")
+"""Arguments of a model that say which rule it has."""
 SYNTHETIC = ("positions", "validation_sequences", "test_sequences", "stop_at")
 """Keys of the budget that only synthetic tasks have."""
 
@@ -145,6 +147,11 @@ class Text:
         for name, key in INSTEAD.items():
             if name in self.options:
                 raise ValueError(f"options.{name} is not an option of {TEXT!r}: use {key}")
+        for name in OF_RULES:
+            if name in (self.options.get("model") or {}):
+                raise ValueError(
+                    f"options.model.{name} would replace every rule of the plan: give it to a rule, as rules.NAME.text.model"
+                )
         if "test" in self.options:
             raise ValueError(f"options.test is not an option of {TEXT!r}: final runs are tested, the search is not")
         if not isinstance(self.options.get("data"), str):
