@@ -77,6 +77,7 @@ def test_a_rule_may_have_layers_and_optimizer_settings_of_its_own(data: Path) ->
         ),
         ({"options": {"test": False}}, "options.test is not an option of 'text': final runs are tested"),
         ({"options": {"model": {"layers": "linear"}}}, "options.model.layers would replace every rule of the plan"),
+        ({"options": {"model": 3}}, "options.model must be a table, got 3"),
         ({"options": {"model": {"hiden_size": 2}}}, "a model has no setting 'model.hiden_size'"),
         ({"options": {"optimizer": {"grups": []}}}, "a setting optimizer.grups that does not exist"),
         ({"options": {"final": 2.0}}, "schedule.final is a fraction"),

@@ -147,8 +147,9 @@ class Text:
         for name, key in INSTEAD.items():
             if name in self.options:
                 raise ValueError(f"options.{name} is not an option of {TEXT!r}: use {key}")
+        model = self.options.get("model")
         for name in OF_RULES:
-            if name in (self.options.get("model") or {}):
+            if isinstance(model, dict) and name in model:
                 raise ValueError(
                     f"options.model.{name} would replace every rule of the plan: give it to a rule, as rules.NAME.text.model"
                 )
