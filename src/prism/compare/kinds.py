@@ -147,9 +147,11 @@ class Text:
         for name, key in INSTEAD.items():
             if name in self.options:
                 raise ValueError(f"options.{name} is not an option of {TEXT!r}: use {key}")
-        model = self.options.get("model")
+        for name in ("model", "optimizer"):
+            if not isinstance(self.options.get(name, {}), dict):
+                raise ValueError(f"options.{name} must be a table, got {self.options[name]!r}")
         for name in OF_RULES:
-            if isinstance(model, dict) and name in model:
+            if name in self.options.get("model", {}):
                 raise ValueError(
                     f"options.model.{name} would replace every rule of the plan: give it to a rule, as rules.NAME.text.model"
                 )
