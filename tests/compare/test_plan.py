@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from prism import rules
 from prism.compare.grid import Records
-from prism.compare.matching import TOLERANCE, closest
-from prism.compare.plan import make_plan, read_plan
+from prism.compare.plan import TOLERANCE, closest, make_plan, read_plan
 from prism.probes.training import ProbeRun
 
 PLAN: dict[str, Any] = {

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from prism.compare.matching import TOLERANCE
-from prism.compare.plan import Plan, make_plan
+from prism.compare.plan import TOLERANCE, Plan, make_plan
 from prism.language.corpus import open_corpus
 
 BUDGET = {"tokens": 4_000, "batch": 4, "width": 32, "heads": 2, "key_dim": 8, "hidden": 64, "match": "parameters"}

@@ -1,8 +1,8 @@
 """Fair comparisons of rules: a plan in a TOML file, a grid of trainings that survives a kill, statistics, a report.
 
-plan.py reads the file, checks.py refuses its mistakes, matching.py gives every rule the same number of parameters, grid.py
-trains, statistics.py has means and paired differences, findings.py what they say, curves.py what is drawn, report.py writes
-pages and pictures.
+plan.py reads the file and gives every rule the same number of parameters, entries.py refuses its mistakes, grid.py trains,
+statistics.py has means and paired differences, findings.py what they say, curves.py what is drawn, report.py writes pages and
+pictures.
 
 A training is a function `function(settings, report) -> results` of plain values, named "module:function".
 

@@ -23,26 +23,31 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from prism import rules as registry
-from prism.compare.checks import check_device, check_settings, check_table
-from prism.compare.entries import Budget, Entry, PlanSettings
+from prism.compare.entries import Budget, Entry, PlanSettings, check_device, check_settings, check_table
 from prism.compare.grid import Records
 from prism.compare.kinds import Compared, Kind, kind_of
-from prism.compare.matching import TOLERANCE, closest
 from prism.messages import did_you_mean
 from prism.overrides import override, read_toml
 
 _TEXT_KEYS = ("model", "optimizer")
 _NOT_DEFAULTS = ("conv_size", "layer_index", "layer_count")
 """Options that the budget and the model give."""
+
+TOLERANCE = 0.01
+"""Largest relative difference between the numbers of parameters."""
+_LARGE = 1 << 16
+"""A value this large makes any model larger that it has an influence on."""
+_STEPS = (64, 16, 8, 4, 2, 1)
+"""Widths are multiples of the first of these that comes close enough: round widths are fast."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +305,11 @@ def _defaults(rule: Compared) -> dict[str, Any]:
 
 
 def _matched(kind: Kind, rule: Compared, key_dim: int, budget: Budget, target: int) -> dict[str, int]:
-    """The width of the SwiGLU, or without one of the model, at which the rule has about `target` parameters."""
+    """The width of the SwiGLU, or without one of the model, at which the rule has about `target` parameters.
+
+    The width of a model is that of the residual stream and of every map from or to it; heads, key width and value width
+    stay. Either way the state keeps its size.
+    """
     what = "hidden" if budget.hidden else "width"
 
     def count(value: int) -> int:
@@ -319,3 +328,32 @@ def _matched(kind: Kind, rule: Compared, key_dim: int, budget: Budget, target: i
             f"its number of parameters cannot be matched by another {what}: {error}; {advice}give it other options, omit "
             'it, or set budget.match = "none"'
         ) from error
+
+
+def closest(count: Callable[[int], int], target: int) -> int:
+    """The roundest value ≥ 1 whose count is within the tolerance of the target; `count` must not decrease."""
+    count = cache(count)  # each call builds a model
+    low, high = 1, 2
+    while count(high) < target:
+        if high >= _LARGE and count(high) == count(1):
+            raise ValueError(
+                f"it is {count(1):,} for every value, not {target:,}: remove the option that fixes the size"
+            )
+        low, high = high, max(2 * high, min(_line(count, low, high, target), 16 * high))
+    halve = False
+    while high - low > 1:  # count(low) < target ≤ count(high), or low is 1
+        middle = (low + high) // 2 if halve else min(max(_line(count, low, high, target), low + 1), high - 1)
+        low, high = (middle, high) if count(middle) < target else (low, middle)
+        halve = not halve
+    best = min((low, high), key=lambda value: abs(count(value) - target))
+    for step in _STEPS:
+        fit = {value: abs(count(value) - target) for value in (step * max(1, best // step), step * (best // step + 1))}
+        found = min(fit, key=lambda value: fit[value])
+        if fit[found] <= TOLERANCE * target:
+            return found
+    raise ValueError(f"the closest to {target:,} is {count(best):,}")
+
+
+def _line(count: Callable[[int], int], low: int, high: int, target: int) -> int:
+    """Where a line through the counts of two values reaches the target: for the width of a SwiGLU, the answer."""
+    return low + (target - count(low)) * (high - low) // max(1, count(high) - count(low))

@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 
 from prism.probes import nine_paper, nine_released
-from prism.probes.nine_draws import Draw
+from prism.probes.draws import Draw
 from prism.probes.task import IGNORE, Batch, Task
 
 KINDS = tuple(nine_paper.GENERATORS)

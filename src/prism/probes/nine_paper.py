@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prism.probes.nine_draws import Draw, pick
+from prism.probes.draws import Draw, pick
 
 QUERY, MARK, FIRST = 1, 2, 3
 """Control tokens: before or at the question, after a pattern, and the first of those that select (3 … 9)."""

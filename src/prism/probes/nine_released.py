@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.probes.nine_draws import Draw, pick, skip
+from prism.probes.draws import Draw, pick, skip
 
 DATA = 10
 """First id of data in the three memory probes."""
