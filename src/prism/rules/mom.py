@@ -194,7 +194,7 @@ class Mom(Rule):
     @classmethod
     def with_sizes(cls, sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Any]:
         """As in `Rule`; sizes are those of the inner rule."""
-        inner = rule_named(options.get("inner", "gated_delta"))
+        inner = rule_named(options.get("inner", cls.option_parameters()["inner"].default))
         return {**options, "inner_options": inner.with_sizes(sizes, options.get("inner_options") or {})}
 
     def route(self, x: Tensor, span: Span) -> tuple[Tensor, Tensor]:
