@@ -32,6 +32,11 @@ def command(name: str) -> str:
     return str(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["command"])
 
 
+def cores(name: str) -> int:
+    """The cores of the machine that made the results in a file."""
+    return int(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["machine"]["cores"])
+
+
 def ratio(ours: float, theirs: float) -> str:
     return f"{ours / theirs:.2f}×"
 
@@ -109,7 +114,7 @@ def first_call() -> str:
     later = max(time for name, time in seconds.items() if name != "first")
     return paragraph(
         "First forward and backward from an empty compile cache, import excluded:",
-        f"{seconds['first']:.1f} s on 16 cores for K = V = 128, L = 2 (`{command('gpu_ranks')}`).",
+        f"{seconds['first']:.1f} s on {cores('gpu_ranks')} cores for K = V = 128, L = 2 (`{command('gpu_ranks')}`).",
         "After that nothing is compiled for another length, batch or number of heads, or for a sequence so long",
         f"that it runs as segments: at most {1000 * later:.0f} ms.",
     )
@@ -128,9 +133,50 @@ def accuracy() -> str:
     )
 
 
+def whole_call() -> str:
+    """The times of a call of rank 2 at the first shape, next to the floor of a forward."""
+    found = read("gpu_ranks")
+    row = next(row for row in found["speed"] if row["what"] == "PRISM L=2")
+    floor, ceilings = row["floors"][0], found["ceilings"]
+    return paragraph(
+        f"Forward and backward take {row['both']:.2f} ms. A forward without a backward takes {row['forward']:.2f} ms,",
+        f"{row['forward'] / floor:.1f} times the floor of the computation itself ({floor:.2f} ms: read q, keys and values, write",
+        f"o). In that run a copy moves {ceilings['bytes'] / 1e12:.2f} TB/s and a large product makes",
+        f"{ceilings['operations'] / 1e12:.0f} TFLOP/s (`{command('gpu_ranks')}`).",
+    )
+
+
+ERRORS = {
+    "o": "o",
+    "state": "state",
+    "d_q": "dq",
+    "d_k": "dk",
+    "d_w": "dw",
+    "d_log_decay": "dg",
+    "d_erase_strength": "dβ",
+    "d_state": "d state",
+}
+PLAIN = {"tokens": 1000, "writes": 2, "key_dim": 128, "dtype": "bfloat16", "decay": "weak"}
+"""The accuracy case that docs/kernels.md shows in full."""
+
+
+def errors() -> str:
+    """Relative errors of the kernels and of torch in one case."""
+    cases = read("gpu_accuracy")["accuracy"]
+    (shown,) = (row["errors"] for row in cases if PLAIN.items() <= row["case"].items())
+    rows = [
+        [label, *[f"{1000 * shown[name][which]:.1f}" for name in ERRORS]]
+        for which, label in (("kernel", "kernels"), ("torch", "torch, bfloat16 products"))
+    ]
+    said = f"Relative errors against float64, {PLAIN['tokens']:,} tokens, rank 2, K = V = 128, in units of 10⁻³:"
+    return joined(said, table(["bfloat16", *ERRORS.values()], rows))
+
+
 def blocks() -> dict[str, Any]:
     """What writes each block."""
     return {
+        "kernel-call": whole_call,
+        "kernel-errors": errors,
         "gpu-ranks": ranks,
         "gpu-channels": channels,
         "gpu-models": models,
