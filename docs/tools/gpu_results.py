@@ -140,8 +140,8 @@ def whole_call() -> str:
     floor, ceilings = row["floors"][0], found["ceilings"]
     return paragraph(
         f"Forward and backward take {row['both']:.2f} ms. A forward without a backward takes {row['forward']:.2f} ms,",
-        f"{row['forward'] / floor:.1f} times the floor of the computation itself ({floor:.2f} ms: read q, keys and values, write",
-        f"o). In that run a copy moves {ceilings['bytes'] / 1e12:.2f} TB/s and a large product makes",
+        f"{row['forward'] / floor:.1f} times the floor of the computation itself ({floor:.2f} ms: read q, keys and values,",
+        f"write o). In that run a copy moves {ceilings['bytes'] / 1e12:.2f} TB/s and a large product makes",
         f"{ceilings['operations'] / 1e12:.0f} TFLOP/s (`{command('gpu_ranks')}`).",
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from evidence import Evidence
 from wording import WIDTH, joined, number, paragraph, shown, table
 
+import tables
 from prism.compare.statistics import FEWEST, Estimate, estimate, paired
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
@@ -139,6 +140,41 @@ def catalogue() -> str:
     )
 
 
+def earlier_claim() -> str:
+    """What an earlier run with three seeds says of a memory and attention, of which means and errors were kept."""
+    rows = Evidence().figures["recommenders"]["rows"]
+    memory, attention = (f"{number(rows[name][0], 4)} ± {number(rows[name][1], 4)}" for name in ("prism-3", "sasrec"))
+    gain, error = rows["prism-3"][2:4]
+    return paragraph(
+        "**Claim: a memory of fixed size recommends better than attention. On this log it",
+        f"{'holds' if gain > 2 * error else 'does not hold'}: NDCG@10 {memory} (PRISM, L = 3) against {attention} (SASRec).**",
+    )
+
+
+def state() -> str:
+    """What a user's state takes after the shortest and the longest history."""
+    stored = tables.read()["recommendation-results-what-a-long-history-costs-1"]
+    rows, lengths = {name: sizes for name, *sizes in stored["rows"]}, stored["header"][1:]
+    sizes = rows["prism-2"]
+    attention = float(rows["sasrec"][-1].replace(",", "")) / 1024
+    return paragraph(
+        "**Claim: state and the cost of one event do not grow with the history.",
+        f"{'It holds' if len(set(sizes)) == 1 else 'It does not hold'}: {sizes[0]} KiB per user after {lengths[0]} events,"
+        f" {sizes[-1]} KiB after {lengths[-1]}, where attention keeps {attention:.0f} MiB.**",
+    )
+
+
+def rectools_time() -> str:
+    """Our SASRec next to RecTools' by the time of one training on a CPU."""
+    stored = tables.read()["recommendation-results-on-a-cpu-compared-with-rectools-1"]
+    times = {name: seconds for name, seconds, *_ in stored["rows"]}
+    ours, theirs = times["our SASRec"], times["RecTools' SASRec"]
+    return paragraph(
+        "**Claim: at equal settings our SASRec is faster than RecTools'.",
+        f"{'It holds' if float(ours) < float(theirs) else 'It does not hold'}: {ours} s against {theirs} s.**",
+    )
+
+
 def best_lines() -> list[dict[str, Any]]:
     """All runs of experiments/recommend_best.py."""
     text = (RESULTS / "recommend_best.jsonl").read_text(encoding="utf-8")
@@ -260,6 +296,9 @@ _COLUMNS = (("validation", "NDCG@10"), ("test", "HR@10"), ("test", "NDCG@10"))
 def blocks() -> dict[str, Callable[[], str]]:
     """What writes each block."""
     return {
+        "rec-claim": earlier_claim,
+        "rec-state": state,
+        "rec-time": rectools_time,
         "rec-peers": peers,
         "rec-sasrec": sasrec,
         "rec-update": update,
