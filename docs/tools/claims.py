@@ -1,7 +1,7 @@
 """Write what docs/claims.md, README and other pages say of results, from the results themselves.
 
     python docs/tools/claims.py             # rewrites the blocks
-    python docs/tools/claims.py --check     # fails if a page says something else (`make docs-check`, and a test)
+    python docs/tools/claims.py --check     # fails if a page says something else (`make docs-check`, and tests)
 
 A block is `<!-- claims:NAME -->` … `<!-- end -->`. Its text comes from experiments/results, docs/figures.json and
 docs/tables.json alone: evidence.py and tables.py read them, verdicts.py judges them by criteria.py.
@@ -22,6 +22,7 @@ import drop_ins
 import fine_tuning
 import generating
 import gpu_results
+import hand_written
 import headlines
 import recommending
 import serving
@@ -209,7 +210,10 @@ def main() -> None:
     old = stale(evidence)
     names = ", ".join(page.relative_to(ROOT).as_posix() for page in old)
     if arguments.check:
-        sys.exit(f"{names}: out of date; run `python docs/tools/claims.py`" if old else 0)
+        said = [f"{names}: out of date; run `python docs/tools/claims.py`"] if old else []
+        if typed := hand_written.by_hand():
+            said += ["These figures are written by hand (see docs/tools/hand_written.py):", *typed]
+        sys.exit("\n".join(said) or 0)
     for page in old:
         page.write_text(rewritten(page.read_text(encoding="utf-8"), evidence), encoding="utf-8")
     print(f"rewritten: {names}" if old else "all pages are up to date")

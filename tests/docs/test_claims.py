@@ -14,6 +14,7 @@ from tests.docs.test_pages import ROOT, tool
 
 claims = tool("claims")
 import comparisons  # noqa: E402
+import hand_written  # noqa: E402
 from criteria import both_ways, judge, judge_equal  # noqa: E402
 from evidence import Evidence, is_default, is_prism, is_rule, ranks  # noqa: E402
 from verdicts import CLAIMS  # noqa: E402
@@ -22,6 +23,52 @@ from wording import number, shown  # noqa: E402
 
 def test_pages_say_what_the_results_say() -> None:
     assert not claims.stale(), "run `python docs/tools/claims.py`"
+
+
+def test_no_figure_is_written_by_hand() -> None:
+    assert not hand_written.by_hand(), "write it from results, say it in words, or see docs/tools/hand_written.py"
+
+
+def test_every_figure_that_is_allowed_stands_on_its_page() -> None:
+    for page, phrases in hand_written.ALLOWED.items():
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert not [phrase for phrase in phrases if phrase not in text], page
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Forward and backward take 2.16 ms.",
+        "It is 3.3 times as fast.",
+        "It is **22×** as fast.",
+        "Memory grows 3.9-fold.",
+        "It takes 0.38 of the time.",
+        "It makes 455 thousand\ntokens/s.",
+        "The logits err by 6.7 % of their norm.",
+        "It keeps 32 MiB.",
+        "L = 3 has .2039 ± .0008.",
+        "L = 4 has .2157.",
+        "It saves 0.15 nats.",
+    ],
+)
+def test_a_hand_written_figure_is_found(text: str) -> None:
+    assert len(hand_written.found(text)) >= 1
+    assert hand_written.found(f"<!-- claims:x -->\n{text}\n<!-- end -->\n") == []
+    assert hand_written.found(text, (" ".join(text.split()),)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "16 × 2,048 tokens per step, 118 M parameters, seeds 0, 1, 2",
+        "torch 2.11, dropout .2, AdamW 2·10⁻³, betas .9 and .98",
+        "`0.57 ms`, $O(10 s)$, [a page](a.md#in-5-minutes)",
+        "(8, 4096, 16, 128), heads of 128 × 128, K = 64, L = 2",
+        "```sh\nmake demo   # about 5 minutes\n```",
+    ],
+)
+def test_settings_and_sizes_are_no_figures(text: str) -> None:
+    assert hand_written.found(text) == []
 
 
 def test_every_claim_has_its_section() -> None:
