@@ -3,7 +3,8 @@
     python docs/tools/tables.py docs/performance.md       # moves the page's tables into the JSON, and marks them as blocks
 
 For figures whose raw results were not kept. The block of a table is `<!-- claims:table-NAME -->`; its name is the page, the
-heading above it and a number. `claims.py` writes and checks the blocks: change a figure in the JSON, not on the page.
+heading above it and a number. `claims.py` writes and checks the blocks: change a figure in the JSON, not on the page. Give a
+new table the `command` and the `machine` that made it, in the JSON: a test refuses a table that nobody can measure again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _PARTS = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 _PREFIX = "table-"
+ABOUT = ("command", "machine")
+"""What a stored table says of its measurement."""
 
 
 def read(store: Path = STORE) -> dict[str, Any]:
@@ -87,10 +90,13 @@ def main() -> None:
 
 
 def _compact(table: dict[str, Any]) -> str:
-    """JSON with one line a row."""
+    """JSON with one line a row, after how the table was measured."""
+    about = "".join(
+        f"{json.dumps(key)}: {json.dumps(table[key], ensure_ascii=False)}, " for key in ABOUT if key in table
+    )
     rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in table["rows"])
     head = json.dumps(table["header"], ensure_ascii=False)
-    return f'{{"header": {head}, "align": {json.dumps(table["align"])}, "rows": [\n  {rows}]}}'
+    return f'{{{about}"header": {head}, "align": {json.dumps(table["align"])}, "rows": [\n  {rows}]}}'
 
 
 if __name__ == "__main__":

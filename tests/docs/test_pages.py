@@ -208,6 +208,18 @@ def test_tables_of_results_are_written_from_stored_figures(page: str) -> None:
     assert "\n|" not in outside, f"run `python docs/tools/tables.py docs/{page}.md`"
 
 
+def test_stored_figures_can_be_measured_again() -> None:
+    """Without raw results, a figure needs its machine and a command, which the page of a table shows."""
+    stored = tool("tables").read()
+    for about in [*json.loads((ROOT / "docs" / "figures.json").read_text(encoding="utf-8")).values(), *stored.values()]:
+        assert about["machine"] and about["command"].startswith(("python ", "make "))
+    pages = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
+    shown = {stem: [" ".join(line.split()) for line in commands(text)] for stem, text in pages.items()}
+    for table, about in stored.items():
+        page = next(stem for stem, text in pages.items() if f"<!-- claims:table-{table} -->" in text)
+        assert about["command"] in shown[page], f"docs/{page}.md does not show the command of {table}"
+
+
 def test_a_table_is_stored_and_written_back() -> None:
     tables = tool("tables")
     page = "# P\n\n## A part, here\n\n| a | b |\n|---|--:|\n| 1 | |\n\n```text\n| no | table |\n```\n\n| c |\n|---|\n| 2 |\n"
