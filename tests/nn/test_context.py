@@ -38,6 +38,7 @@ CASES = [
     Case("prism", 19, reset=True, initial=True, options={"keys": "previous", "steps": 4, "erase": "channel"}),
     Case("prism", 5, reset=True, initial=True, options={"keys": "previous", "conv_size": 1, "steps": 3}),
     Case("prism", 19, reset=True, initial=True, options={"keys": "convolved", "erase": "head"}),
+    Case("prism", 19, reset=True, initial=True, options={"forget": "channel", "steps": 3}),
     Case("prism", 19, reset=True, initial=True, options={"preset": "paper", "qkv_conv": True, "gate": True}),
     Case("delta_product", 19, reset=True, initial=True, options={"householders": 3, "forget_gate": True}),
     Case("mamba2", 19, reset=True, options={"groups": 1, "key_dim": 6}),

@@ -22,6 +22,7 @@ _STACKED = {"layer_index": 2, "layer_count": 4}
 _VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("prism", {"preset": "paper", "steps": 3}),
     ("prism", {"keys": "previous", "erase": "channel", "residual": "below", "layer_index": 1}),
+    ("prism", {"forget": "channel", "steps": 3}),
     ("delta", {"negative_eigenvalues": True}),
     ("delta_product", {"householders": 3, "forget_gate": True, "gate": True}),
     ("kda", {"lower_bound": -5.0}),

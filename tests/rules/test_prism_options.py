@@ -39,7 +39,8 @@ def loops(p: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Tensor:
         values, rows = slice(h * V, (h + 1) * V), slice(h * K, (h + 1) * K)
         q, k1, v = unit(qs[:, rows]) / K**0.5, unit(ks[:, rows]), vs[:, values]
         beta1 = (x @ p["beta.weight"][h]).sigmoid()
-        alpha = torch.exp(-p["decay.A_log"][h].exp() * F.softplus(x @ p["decay_in.weight"][h] + p["decay.dt_bias"][h]))
+        gates = (mapped("decay_in", x) + p["decay.dt_bias"]).view(T, H, -1)[:, h]  # [T, K], or [T, 1] per head
+        alpha = torch.exp(-p["decay.A_log"][h].exp() * F.softplus(gates))
         strength = beta1.unsqueeze(1).expand(-1, K)
         if erase != "tied":
             strength = mapped("erase", x).view(T, H, -1)[:, h].sigmoid().expand(-1, K)
@@ -81,6 +82,8 @@ def loops(p: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Tensor:
         ("convolved", {"key_rank": 0}),
         ("rotated", {"scaling": "fixed", "step_scale": 0.5}),
         ("previous", {"erase": "channel"}),
+        ("own", {"forget": "channel"}),
+        ("orthogonal", {"forget": "channel", "erase": "channel"}),
     ],
 )
 def test_every_choice_is_its_equations(steps: int, keys: str, rest: dict[str, Any]) -> None:
@@ -123,6 +126,7 @@ CHOICES = st.fixed_dictionaries(
     {
         "steps": st.integers(2, 4),
         "erase": st.sampled_from(["tied", "head", "channel"]),
+        "forget": st.sampled_from(["head", "channel"]),
         "scaling": st.sampled_from(["channel", "head", "fixed"]),
         "key_rank": st.sampled_from([0, 3]),
         "qkv_conv": st.booleans(),
@@ -204,7 +208,8 @@ def test_a_layer_subtracts_what_the_layer_below_has_read() -> None:
 
 def test_new_options_take_the_ordinary_way_in_decoding() -> None:
     """The kernel of a whole layer's token knows own and shared keys, one strength and maps of the anchor."""
-    served = [{}, {"keys": "shared"}, {"scaling": "head"}, {"scaling": "fixed"}, {"up_std": 0.1}, {"qkv_conv": False}]
+    served = [{}, {"keys": "shared"}, {"scaling": "head"}, {"scaling": "fixed"}, {"up_std": 0.1}]
+    served += [{"qkv_conv": False}, {"forget": "channel"}, {"forget": "channel", "steps": 1}]
     others = [
         *({"keys": keys} for keys in ("orthogonal", "convolved", "rotated", "previous")),
         *({"erase": erase} for erase in ("head", "channel")),
@@ -228,6 +233,7 @@ def test_the_second_halves_of_maps_start_as_asked() -> None:
     ("options", "complaint"),
     [
         ({"keys": "other"}, "keys must be one of own, orthogonal, .*, got 'other'"),
+        ({"forget": "all"}, "forget must be one of head, channel, got 'all'"),
         ({"erase": "all"}, "erase must be one of tied, head, channel, got 'all'"),
         ({"scaling": "row"}, "scaling must be one of channel, head, fixed, got 'row'"),
         ({"residual": "above"}, "residual must be one of anchored, value, below, got 'above'"),
@@ -248,6 +254,7 @@ def test_bad_choices_are_refused(options: dict[str, Any], complaint: str) -> Non
     [
         {"residual": "below"},
         {"keys": "previous", "erase": "channel"},
+        {"forget": "channel"},
         {"preset": "paper", "gate": True, "qkv_conv": True},
     ],
     ids=str,

@@ -10,8 +10,7 @@ from peft import PeftConfig
 from prism.adapters.compat import add_peft_type
 from prism.engine.fused import SOLVERS
 from prism.rules.parts.writes import SCALINGS
-from prism.rules.prism import check_choices
-from prism.rules.rule import check_integers
+from prism.rules.rule import check_choices, check_integers
 
 NAME = "PRISM"
 KEYS = ("own", "orthogonal", "rotated", "shared")

@@ -26,7 +26,7 @@ from prism.engine.pieces import Convolution, products_serve
 from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan, Norm
 from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan, recall_taps
-from prism.rules.parts.decays import DRAWN, SoftplusDecay
+from prism.rules.parts.decays import DRAWN, SoftplusDecay, channel_decay
 from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.rule import (
     DECAYED_REGRESSION,
@@ -35,6 +35,7 @@ from prism.rules.rule import (
     Paper,
     Rule,
     Span,
+    check_choices,
     check_integers,
     check_nonnegative,
     per_head,
@@ -42,6 +43,7 @@ from prism.rules.rule import (
 
 RECALL = "recall"
 STARTS = (RECALL, DRAWN)
+FORGETS = ("head", "channel")
 
 
 class DeltaFamily(Rule):
@@ -296,6 +298,8 @@ class GatedDelta(DeltaFamily):
     Args:
         key_dim: size of a head's queries and keys; ¾ · width / heads by default.
         value_dim: size of a head's values; 2 · key_dim by default.
+        forget: what has a decay of its own: every `"head"`, or every `"channel"` of a head's keys, by a low-rank map of
+            rank V, as in Kimi Delta Attention.
         timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
             in log, or `"drawn"`: at random, mostly from 1 to 100, as published.
         norm_eps: epsilon of the norm of every head's output.
@@ -317,10 +321,12 @@ class GatedDelta(DeltaFamily):
         conv_size: int = 4,
         gate: bool = True,
         negative_eigenvalues: bool = False,
+        forget: str = "head",
         timescales: str | Sequence[float] = DRAWN,
         start: str = DRAWN,
         norm_eps: float = 1e-5,
     ) -> None:
+        check_choices(forget=(forget, FORGETS))
         key_dim = per_head(width, heads, key_dim, ratio=0.75)
         super().__init__(
             width,
@@ -330,11 +336,13 @@ class GatedDelta(DeltaFamily):
             gate=gate,
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
-            forget_gate=True,
+            forget_gate=forget == "head",
             timescales=timescales,
             start=start,
             norm_eps=norm_eps,
         )
+        if forget == "channel":
+            self.decay_in, self.decay = channel_decay(width, heads, self.key_dim, self.value_dim, timescales)
 
 
 class DeltaProduct(DeltaFamily):

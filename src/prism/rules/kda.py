@@ -21,7 +21,7 @@ from prism.engine.fused import delta_columns
 from prism.engine.step_plan import DecayPlan, DeltaPlan
 from prism.rules.delta import DeltaFamily
 from prism.rules.parts import Carry, LowRank, fused_linears, split_heads
-from prism.rules.parts.decays import DRAWN, SoftplusDecay
+from prism.rules.parts.decays import DRAWN, SoftplusDecay, channel_decay
 from prism.rules.rule import DECAYED_REGRESSION, GENERALISED_REGRESSION, Paper, Span, per_head
 
 
@@ -87,10 +87,8 @@ class Kda(DeltaFamily):
         )
         K, V = self.key_dim, self.value_dim
         self.gate = LowRank(width, heads * V, rank=V, bias=True)
-        self.decay_in = LowRank(width, heads * K, rank=V)
-        if lower_bound is None:
-            self.decay = SoftplusDecay(heads, K, a_range=(1.0, 16.0), timescales=timescales)
-        else:
+        self.decay_in, self.decay = channel_decay(width, heads, K, V, timescales)
+        if lower_bound is not None:
             self.decay = BoundedDecay(heads, K, lower_bound)
 
     def output(self, o: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:

@@ -11,7 +11,8 @@ the input (the *anchor*) stands in for Sᵀk, and a linear map p_l of u for σ'.
 Presets. `paper` (`PaperPrism`) is the paper's layer: every map is a full linear map of u, r₁ = v - u, and all L writes come
 from the solver. `lm` (`Prism`, the default) is Gated DeltaNet plus L - 1 solver writes through low-rank maps. It has the
 same modules and state-dict names, so that L = 1 *is* Gated DeltaNet. rules/parts/writes.py has its writes 2 … L, with several
-choices of their keys. In the preset `lm` the erase can also have a strength of its own:
+choices of their keys. In the preset `lm` the erase can also have a strength of its own, and the decay can differ between
+the channels of a key, α_t then a diagonal matrix that acts first:
 
     tied      β₁ k₁ k₁ᵀ                head      ε k₁ k₁ᵀ, ε = σ(·)                channel      k₁ (ε ⊙ k₁)ᵀ
 
@@ -39,7 +40,17 @@ from prism.rules.delta import RECALL, GatedDelta
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, split_heads
 from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.parts.writes import KEYS, RESIDUALS, SCALINGS, ResidualWrites
-from prism.rules.rule import RESIDUAL_PROXY, Paper, Rule, Span, check_integers, construct, per_head, set_initial_weights
+from prism.rules.rule import (
+    RESIDUAL_PROXY,
+    Paper,
+    Rule,
+    Span,
+    check_choices,
+    check_integers,
+    construct,
+    per_head,
+    set_initial_weights,
+)
 
 ERASES = ("tied", "head", "channel")
 RECALL_SCALE = (1.0, 0.1)
@@ -78,6 +89,8 @@ class Prism(GatedDelta):
         erase: what is erased along k₁: `"tied"` as much as the first write adds (β₁), `"head"` a strength of its own,
             `"channel"` a strength for each channel of k₁, as in Gated DeltaNet-2, by a low-rank map.
         qkv_conv: whether q, k and v have the short convolution; the anchor has it in any case.
+        forget: what has a decay of its own: every `"head"`, or every `"channel"` of a head's keys, as in Kimi Delta
+            Attention.
         timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
             in log, or `"drawn"`: at random, mostly from 1 to 100, as Gated DeltaNet is published.
         norm_eps: epsilon of the norm of every head's output.
@@ -113,6 +126,7 @@ class Prism(GatedDelta):
         qkv_conv: bool = True,
         gate: bool = True,
         negative_eigenvalues: bool = False,
+        forget: str = "head",
         timescales: str | Sequence[float] = (1.0, 1024.0),
         start: str = RECALL,
         norm_eps: float = 1e-5,
@@ -132,6 +146,7 @@ class Prism(GatedDelta):
             conv_size=conv_size if qkv_conv else 1,
             gate=gate,
             negative_eigenvalues=negative_eigenvalues,
+            forget=forget,
             timescales=timescales,
             start=start,
             norm_eps=norm_eps,
@@ -359,10 +374,3 @@ def check_solver(steps: int, solver: str) -> None:
     """Raise a ValueError for options of the solver that do not exist."""
     check_integers(steps=steps)
     check_choices(solver=(solver, SOLVERS))
-
-
-def check_choices(**options: tuple[str, tuple[str, ...]]) -> None:
-    """Raise a ValueError for an option, given as (value, choices), that is not one of its choices."""
-    for name, (value, choices) in options.items():
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

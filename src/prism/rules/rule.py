@@ -378,6 +378,13 @@ def check_nonnegative(**options: float) -> None:
             raise ValueError(f"{name} must be a number ≥ 0, got {value!r}")
 
 
+def check_choices(**options: tuple[str, tuple[str, ...]]) -> None:
+    """Raise a ValueError for an option, given as (value, choices), that is not one of its choices."""
+    for name, (value, choices) in options.items():
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
 def per_head(width: int, heads: int, given: int | None, ratio: float = 1.0) -> int:
     """Size of a head: `given`, or by default `ratio · width / heads`, rounded down."""
     return max(1, int(width * ratio) // heads) if given is None else given

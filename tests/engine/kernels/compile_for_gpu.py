@@ -233,6 +233,7 @@ def layer_step() -> None:
     layer("prism", 768, 6, 32, half, single, **head)
     layer("prism", 768, 6, 256, half, half, **head, steps=3, solver="gelu")
     layer("prism", 96, 2, 1, torch.float16, single, shared_key=True, gain=False, residual="value", conv_size=1)
+    layer("prism", 128, 1, 3, half, single, **head, forget="channel")
     layer("gated_delta", 128, 1, 3, half, single, key_dim=256, value_dim=512)
     layer("delta_product", 64, 2, 3, single, single, forget_gate=True)
     layer("kda", 128, 1, 3, half, single, **head)

@@ -165,6 +165,7 @@ SIZES = {"key_dim": 16, "value_dim": 16}
         ("prism", {}),
         pytest.param("prism", {"steps": 3, "solver": "gelu", "shared_key": True}, marks=pytest.mark.slow),
         ("prism", {"keys": "previous", "erase": "channel", "scaling": "head"}),
+        ("prism", {"forget": "channel"}),
         ("gated_delta", {}),
     ],
 )

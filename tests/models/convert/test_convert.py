@@ -115,10 +115,10 @@ def test_training_continues_as_prism(theirs: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_of_ours_becomes_prism(tmp_path: Path) -> None:
-    source = save_lm(tmp_path / "before", "gated_delta+softmax+prism(steps=1, conv_size=1)")
+    source = save_lm(tmp_path / "before", "gated_delta+softmax+prism(steps=1, conv_size=1)+gated_delta(forget=channel)")
     folder = convert_model(source, tmp_path / "after", rule="prism", options={"steps": 3})
     before, after = (open_weights(PrismForCausalLM, path, "cpu") for path in (source, folder))
-    assert [layer.mixer.write_rank for layer in after.model.layers] == [3, 1, 3]  # type: ignore[union-attr]
+    assert [layer.mixer.write_rank for layer in after.model.layers] == [3, 1, 3, 3]  # type: ignore[union-attr]
     with torch.no_grad():
         assert_close("logits", after(IDS).logits, before(IDS).logits, 1e-6)
 

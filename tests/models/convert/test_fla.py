@@ -138,6 +138,7 @@ def test_what_has_no_counterpart_is_named(change: dict[str, Any], complaint: str
     [
         ("prism", {}, "layer 0 is PRISM with 2 writes, which flash-linear-attention's Gated DeltaNet does not have"),
         ("gated_delta+mamba2", {}, "layer 1 is 'mamba2'"),
+        ("gated_delta+gated_delta(forget=channel)", {}, "layer 1 is 'gated_delta' with a decay per channel, which"),
         ("softmax", {}, "the model has no gated_delta layer"),
         (
             "gated_delta",

@@ -23,7 +23,7 @@ from prism.files import check_target, read_json, seal_weights, whole_folder, wri
 from prism.messages import did_you_mean, say
 from prism.models.config import PrismConfig
 from prism.models.convert import fla, qwen
-from prism.models.convert.entries import Entry, delta_options, is_gated_delta, on_meta, rules_of
+from prism.models.convert.entries import Entry, can_become_prism, delta_options, on_meta, rules_of
 from prism.models.convert.shards import Weights, write_shards
 from prism.models.language import PrismForCausalLM
 from prism.nn.parameters import gates, initial_weights
@@ -293,7 +293,7 @@ def _to_prism_rule(source: Path, rule: str | None, extra: dict[str, Any], weight
     layers: list[dict[str, Any]] = []
     for index, (layer, built) in enumerate(zip(config.layer_plan, rules_of(on_meta(config)), strict=True)):
         chosen, options = layer.rule, dict(layer.options)
-        if is_gated_delta(built):
+        if can_become_prism(built):
             sizes = {"key_dim": built.key_dim, "value_dim": built.value_dim}  # the rules' defaults may differ
             chosen, options = "prism", delta_options("prism", {**options, **sizes, "steps": 2}, extra)
         elif layer.rule == "prism":

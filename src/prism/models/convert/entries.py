@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prism.models.config import PrismConfig
 from prism.models.language import PrismForCausalLM
@@ -88,9 +88,14 @@ def rules_of(model: PrismForCausalLM) -> list[Rule]:
     return [layer.mixer.rule for layer in model.model.layers]
 
 
-def is_gated_delta(rule: Rule) -> bool:
-    """Whether a layer is Gated DeltaNet: the rule itself, or PRISM with one write and a tied erase."""
+def can_become_prism(rule: Rule) -> bool:
+    """Whether a layer is PRISM with one write and a tied erase, or Gated DeltaNet, which is the same."""
     return type(rule) is GatedDelta or (type(rule) is Prism and rule.writes is None and rule.erase is None)
+
+
+def is_gated_delta(rule: Rule) -> bool:
+    """Whether a layer is Gated DeltaNet as published, with a decay per head."""
+    return can_become_prism(rule) and isinstance(rule.decay_in, nn.Linear)
 
 
 def is_attention(rule: Rule) -> bool:

@@ -13,6 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from prism.models.config import PrismConfig
 from prism.models.convert.entries import (
     Entry,
+    can_become_prism,
     delta_options,
     ends,
     heads_repeat,
@@ -194,6 +195,7 @@ def _attention_to(model: PrismForCausalLM) -> Any:
             continue
         if not is_attention(rule):
             what = f"PRISM with {rule.write_rank} writes" if rule.name == "prism" else repr(rule.name)
+            what = f"{rule.name!r} with a decay per channel" if can_become_prism(rule) else what
             raise ValueError(f"layer {index} is {what}, which flash-linear-attention's Gated DeltaNet does not have")
         layer: Any = rule
         odd = layer.heads * layer.key_dim != model.config.hidden_size or layer.rope_dims != layer.key_dim

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.step_plan import DecayPlan
-from prism.rules.parts import at_least_float32, split_heads
+from prism.rules.parts import LowRank, at_least_float32, split_heads
 from prism.rules.rule import set_initial_weights
 
 DRAWN = "drawn"
@@ -116,6 +116,14 @@ class SoftplusDecay(nn.Module):
         """The gate's parameters; None for a subclass that computes something else."""
         same = type(self).forward is SoftplusDecay.forward and type(self).step_size is SoftplusDecay.step_size
         return DecayPlan(self.A_log, self.dt_bias) if same else None
+
+
+def channel_decay(
+    width: int, heads: int, key_dim: int, rank: int, timescales: str | Sequence[float] = DRAWN
+) -> tuple[LowRank, SoftplusDecay]:
+    """The map and the gate of a decay for every key channel, as in KDA."""
+    mapped = LowRank(width, heads * key_dim, rank)
+    return mapped, SoftplusDecay(heads, key_dim, a_range=(1.0, 16.0), timescales=timescales)
 
 
 def head_numbers(x: Tensor, heads: int) -> Tensor:
