@@ -27,7 +27,7 @@ import headlines
 import recommending
 import serving
 from criteria import NOT_RUN, Finding, judge
-from evidence import ROOT, Evidence, Pair, default_start, largest
+from evidence import ROOT, Evidence, Pair, default_start, equal_starts, is_prism, largest
 from evidence import ranks as ranks_of
 from verdicts import CLAIMS, networks
 from wording import number, paragraph, shown, table
@@ -82,6 +82,14 @@ def highlights(evidence: Evidence) -> str:
             "- **Recall from the first step**: with the start of `prism`, a Gated DeltaNet saves, over its published start and"
             f" at equal cost, {said} ([claims](docs/claims.md#an-untrained-layer-that-recalls))."
         )
+    if better := comparisons.ahead(evidence):
+        names = " and ".join(f"`{label.partition(',')[0]}`" for label in better)
+        said = budget(next(iter(better.values())), lambda gain: number(gain.mean, 2))
+        items.append(
+            f"- **Decays per channel**: with the same start {names} {'are' if len(better) > 1 else 'is'} better than the"
+            f" default `prism`, the first of them by {said}. `prism` can have such decays too: `forget='channel'`"
+            f" {per_channel(evidence)} ([claims](docs/claims.md#rivals-with-the-same-start))."
+        )
     if gain := comparisons.learning_gain(evidence):
         items.append(
             f"- **Writes of rank L**: where a token carries two facts, rank 2 learns to recall them in {gain[0]:.2f} of the"
@@ -100,6 +108,14 @@ def on_text(evidence: Evidence) -> str:
     return (
         f" On text rank 2 gains over rank 1 with the same start {said} ([claims](docs/claims.md#beats-gated-deltanet))."
     )
+
+
+def per_channel(evidence: Evidence) -> str:
+    """What decays per channel are worth in PRISM: the end of a sentence."""
+    default, _ = equal_starts("text")[0]
+    pairs = evidence.pairs(is_prism(**default, forget="channel"), is_prism(**default), "text")
+    said = ", and ".join(budget(some, lambda gain: shown(gain, 3, sign=True)) for some in by_budget(pairs).values())
+    return f"gains {said}" if said else "is not measured on text yet"
 
 
 def by_budget(pairs: list[Pair]) -> dict[tuple[int, int], list[Pair]]:
@@ -159,6 +175,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "networks": lambda: networks(evidence),
         "text": lambda: comparisons.text(evidence),
         "contexts": lambda: comparisons.contexts(evidence),
+        "rivals": lambda: comparisons.rivals(evidence),
         "recall-start": lambda: comparisons.recall_start(evidence),
         "text-choices": lambda: comparisons.choices(evidence),
         "text-rates": lambda: comparisons.rates(evidence),

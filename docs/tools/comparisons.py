@@ -8,7 +8,7 @@ from typing import Any
 from evidence import ELSEWHERE, LAMBADA, RARE, RATES, Evidence, Group, Pair, equal_starts, is_prism, is_rule, ranks
 from wording import joined, number, paragraph, shown, table
 
-from prism.compare.statistics import estimate, paired
+from prism.compare.statistics import FEWEST, estimate, paired
 
 COLUMNS = 4
 """Tasks side by side in a table, so that its lines fit."""
@@ -116,6 +116,63 @@ def lead(pairs: list[Pair]) -> str:
 def start_pairs(evidence: Evidence) -> list[Pair]:
     """Gated DeltaNet with PRISM's start, and as published."""
     return evidence.pairs(is_rule("gated_delta", **equal_starts("text")[0][1]), is_rule("gated_delta"), "text")
+
+
+def rival_pairs(evidence: Evidence) -> list[Pair]:
+    """Rules of other papers with PRISM's start, and the default PRISM: the rule that leads on most corpora first."""
+    default, _ = equal_starts("text")[0]
+    found = []
+    for groups in _by_task(evidence.of("text")).values():
+        ours = next(filter(is_prism(**default), groups), None)
+        rivals = [g for g in groups if g.options.get("start") == "recall" and g.rule not in ("prism", "gated_delta")]
+        found += [] if ours is None else [Pair(rival, ours) for rival in rivals]
+    return sorted(found, key=lambda pair: (pair.first.tokens, pair.first.file, pair.first.score().mean))
+
+
+def ahead(evidence: Evidence) -> dict[str, list[Pair]]:
+    """The rivals, by label, that are better than PRISM on every corpus on which both ran with the same start."""
+    by_label: dict[str, list[Pair]] = defaultdict(list)
+    for pair in rival_pairs(evidence):
+        by_label[pair.first.label].append(pair)
+    corpora = {pair.first.task for pairs in by_label.values() for pair in pairs}
+    return {
+        label: pairs
+        for label, pairs in by_label.items()
+        if {pair.first.task for pair in pairs} == corpora and all(beats(pair) for pair in pairs)
+    }
+
+
+def beats(pair: Pair) -> bool:
+    """Whether the first rule is better than the second beyond the spread: two standard errors; or, with few seeds, with
+    every one of its seeds better than every one of the second's."""
+    if pair.gain.count >= FEWEST:
+        return pair.gain.significant and pair.gain.mean > 0
+    return max(pair.first.values().values()) < min(pair.second.values().values())
+
+
+def rivals(evidence: Evidence) -> str:
+    """Rules of other papers that start as PRISM does, against it."""
+    pairs = rival_pairs(evidence)
+    if not pairs:
+        return "No run of this is in the repository yet."
+    rows = [
+        [
+            f"{pair.first.task}, {pair.first.tokens / 1e6:.0f} M tokens, {pair.first.label}",
+            *(shown(group.score(), 3) for group in (pair.first, pair.second)),
+            shown(pair.gain, 3, sign=True),
+            str(pair.gain.count),
+        ]
+        for pair in pairs
+    ]
+    best = [label.partition(",")[0] for label in ahead(evidence)]
+    said = (
+        f"**Better than PRISM on every corpus, with the same start: {' and '.join(best)}.** With fewer than three seeds"
+        " this means that each of them is better than every seed of PRISM."
+        if best
+        else "With the same start no rule is better than PRISM on every corpus."
+    )
+    header = ["nats a token on test", "this rule", "prism 2", "better by", "seeds"]
+    return joined(paragraph(said), table(header, rows))
 
 
 def choices(evidence: Evidence) -> str:
