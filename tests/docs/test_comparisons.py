@@ -133,6 +133,40 @@ def test_a_choice_is_compared_with_the_prism_that_starts_alike(tmp_path: Path) -
     ]
 
 
+def test_a_rival_leads_if_it_is_better_on_every_corpus(tmp_path: Path) -> None:
+    """With few seeds: if each of them is better than every seed of PRISM."""
+
+    def runs(label: str, rule: str, nats: list[float], task: str, **options: Any) -> list[dict[str, Any]]:
+        settings = as_built(rule, **options)
+        found = [
+            line(label, seed, value, key=f"{label} {task} {seed}", task=task, settings=settings)
+            for seed, value in enumerate(nats)
+        ]
+        for one in found:
+            one["result"] |= {"parameters": 30_000_000, "tokens": 33_000_000}
+        return found
+
+    start = {"timescales": [1, 1024], "start": "recall"}
+    ours = [*runs("prism 2", "prism", [3.00, 3.02], "novels"), *runs("prism 2", "prism", [2.00, 2.02], "code")]
+    kda = [*runs("kda, ours", "kda", [2.99], "novels", **start), *runs("kda, ours", "kda", [1.9], "code", **start)]
+    # Better than one seed of PRISM and not than the other; and on one corpus alone.
+    gdn2 = [*runs("gdn2, ours", "gdn2", [3.01], "novels", **start), *runs("gdn2, ours", "gdn2", [1.9], "code", **start)]
+    delta = runs("product, ours", "delta_product", [2.9], "novels", **start)
+    published = [*runs("kda", "kda", [2.0], "novels"), *runs("kda", "kda", [1.0], "code")]
+    assert comparisons.rivals(write(tmp_path, *ours, *published)) == "No run of this is in the repository yet."
+    evidence = write(tmp_path, *ours, *kda, *gdn2, *delta, *published)
+    assert [*comparisons.ahead(evidence)] == ["kda, ours"]
+    said = " ".join(comparisons.rivals(evidence).split())
+    assert "**Better than PRISM on every corpus, with the same start: kda.**" in said
+    assert "| novels, 33 M tokens, product, ours | 2.900 | 3.010 ± .010 | +.100 | 1 |" in said
+    assert claims.per_channel(evidence) == "is not measured on text yet"
+    channel = runs("channel", "prism", [2.95, 2.97], "novels", forget="channel")
+    worse = runs("kda, ours", "kda", [3.1], "novels", **start)
+    evidence = write(tmp_path, *ours, *channel, *worse, *kda[1:])
+    assert claims.per_channel(evidence).startswith("gains +.050 ± .000 nats a token on novels (30 M parameters")
+    assert comparisons.ahead(evidence) == {} and "no rule is better than PRISM" in comparisons.rivals(evidence)
+
+
 def probe(rule: str, score: float, task: str, seed: int = 0, **more: Any) -> dict[str, Any]:
     """A line of a synthetic task with two pairs a token, in which one of 16 values is right."""
     spread = {"timescales": [1, 1024]} if rule == "gated_delta" else {}
