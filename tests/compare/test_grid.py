@@ -43,6 +43,24 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
     yield from (json.loads(line) for line in path.read_text().splitlines())
 
 
+@pytest.mark.parametrize(
+    ("needs", "complaint"),
+    [
+        ({"device": "cuda:99"}, "toy final 1.0 0 needs device 'cuda:99', but this machine has"),
+        ({"device": "cpu", "graph": True}, "toy final 1.0 0 has options.graph, which needs a GPU: set graph = false"),
+    ],
+)
+def test_without_the_gpu_that_a_plan_needs_nothing_starts(
+    needs: dict[str, Any], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, toy = tmp_path / "results.jsonl", Toy(str(tmp_path / "log"), values=(1.0,))
+    trainings = [replace(one, settings=one.settings | needs) for one in toy.final(1.0)]
+    monkeypatch.setattr(Toy, "final", lambda *_: trainings)
+    with pytest.raises(ValueError, match=complaint):
+        run_grid([toy], Records(path), 2)
+    assert not path.exists() or not path.read_text()
+
+
 def test_the_search_decides_and_every_seed_is_trained_once(tmp_path: Path) -> None:
     log, path = tmp_path / "log", tmp_path / "out" / "results.jsonl"
     entries = [Toy(str(log)), Toy(str(log), "alone", values=(1.0,))]

@@ -28,6 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import torch
 from filelock import FileLock, Timeout
 
 from prism import __version__
@@ -275,6 +276,8 @@ def run_grid(
         waiting = deque(jobs_of(queue.next()))
         if not waiting:
             return 0
+        for training in trainings.values():
+            check_machine(training)
         later = queue.later()
         total, count, since = len(waiting) + len(later), 0, time.monotonic()
         steps = steps_of(waiting) + steps_of(later)
@@ -301,6 +304,18 @@ def run_grid(
             for job in stopped:
                 records.add(trainings[id(job)], "stopped", error=f"{minutes:g} minutes were over", **provenance)
         return len(stopped) + len(waiting) + sum(records.status(training) != "done" for training in queue.later())
+
+
+def check_machine(training: Training) -> None:
+    """Raise a ValueError if this machine lacks the GPU that a training needs, before hundreds of them fail for it."""
+    device, graph = training.settings.get("device", "auto"), training.settings.get("graph", False)
+    count = torch.cuda.device_count()
+    if str(device).startswith("cuda") and count <= (torch.device(device).index or 0):
+        raise ValueError(
+            f"{training.name} needs device {device!r}, but this machine has {count or 'no'} GPU{'s' * (count > 1)}"
+        )
+    if graph and (device == "cpu" or not count):
+        raise ValueError(f"{training.name} has options.graph, which needs a GPU: set graph = false in the plan")
 
 
 def call(what: tuple[str, Mapping[str, Any]], report: Callable[[int, float], None]) -> Any:
