@@ -135,6 +135,8 @@ def speed_rows(have: speed.Ceilings, peers: bool) -> Iterator[Row]:
     for shape in speed_channels.SHAPES:
         for rule in speed_channels.RULES:
             yield Row(rule, shape, rule, partial(speed_channels.ours, shape, rule))
+        for writes in (2, 4):  # PRISM that forgets per channel
+            yield Row("KDA", shape, f"KDA, L={writes}", partial(speed_channels.ours, shape, "KDA", writes))
     if not peers:
         return
     theirs = speed.flash_linear_attention

@@ -16,27 +16,32 @@ RULES = ("KDA", "Gated DeltaNet-2", "GLA", "RWKV-7")
 SHAPES = (Shape(8, 4096, 16, 128), Shape(1, 32768, 16, 128))
 
 
-def inputs(shape: Shape, rule: str, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """q, k, w, log-decay and what the rule erases with: β (KDA), b (Gated DeltaNet-2), b and a (RWKV-7). Then dO."""
+def inputs(
+    shape: Shape, rule: str, writes: int = 1, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """q, k, w, log-decay and what the rule erases with: β (KDA), b (Gated DeltaNet-2), b and a (RWKV-7). Then dO.
+
+    k and w are `[B, T, H, writes, D]`.
+    """
     B, T, H, D = shape
 
     def normal(*more: int) -> Tensor:
         return torch.randn(B, T, H, *more, D, device=device, dtype=dtype)
 
-    q, k = F.normalize(normal(), dim=-1), F.normalize(normal(), dim=-1)
+    q, k = F.normalize(normal(), dim=-1), F.normalize(normal(writes), dim=-1)
     gate = -0.1 * torch.rand(B, T, H, D, device=device)
     erase = {
         "KDA": lambda: [torch.rand(B, T, H, device=device)],
-        "Gated DeltaNet-2": lambda: [k * torch.rand_like(k)],
+        "Gated DeltaNet-2": lambda: [k[..., 0, :] * torch.rand_like(q)],
         "GLA": lambda: [],
         "RWKV-7": lambda: [key := F.normalize(normal(), dim=-1), 0.5 * key],
     }[rule]()
-    return [*[x.requires_grad_() for x in (q, k, normal(), gate, *erase)], normal()]
+    return [*[x.requires_grad_() for x in (q, k, normal(writes), gate, *erase)], normal()]
 
 
 def update(rule: str, q: Tensor, k: Tensor, w: Tensor, g: Tensor, *erase: Tensor) -> prism.Update:
     """The update of a rule, from its `inputs`."""
-    tokens = (q, k.unsqueeze(3), w.unsqueeze(3), g)
+    tokens = (q, k, w, g)
     if rule == "KDA":
         return prism.Update(*tokens, erase_strength=erase[0], erase_first=True)
     if rule == "Gated DeltaNet-2":
@@ -46,8 +51,8 @@ def update(rule: str, q: Tensor, k: Tensor, w: Tensor, g: Tensor, *erase: Tensor
     return prism.Update(*tokens)
 
 
-def ours(shape: Shape, rule: str) -> dict[str, float]:
-    *leaves, d_o = inputs(shape, rule)
+def ours(shape: Shape, rule: str, writes: int = 1) -> dict[str, float]:
+    *leaves, d_o = inputs(shape, rule, writes)
 
     def run(*tensors: Tensor) -> Tensor:
         return prism.memory(update(rule, *tensors), form="chunkwise", backend="triton")[0]
@@ -59,6 +64,7 @@ def flash_linear_attention(shape: Shape, rule: str) -> dict[str, float]:
     """Time their operator. KDA's writes β·v, and Gated DeltaNet-2's has gates for the erase and the write: those are given."""
     compile_candidates_together()
     q, k, w, g, *erase, d_o = inputs(shape, rule)
+    k, w = (x.detach().squeeze(3).requires_grad_() for x in (k, w))
     if rule == "Gated DeltaNet-2":
         erase = [torch.rand_like(z, dtype=z.dtype).requires_grad_() for z in (k, w)]
     return forward_and_backward(_their_operator(rule), q, k, w, g, *erase, d_o=d_o)

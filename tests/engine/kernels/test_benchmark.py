@@ -51,5 +51,6 @@ def test_rows_of_the_speed_table_are_chosen_by_subject_and_width(monkeypatch: py
     monkeypatch.setattr(gpu, "time_all", lambda rows, keep: chosen.extend(rows))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--only", "speed", "--peers", "--subjects", "KDA", "--widths", "128"])
     gpu.main()
-    assert {row.what for row in chosen} == {"KDA", "fla KDA"} and len(chosen) == 2 * len(gpu.speed_channels.SHAPES)
+    assert {row.what for row in chosen} == {"KDA", "KDA, L=2", "KDA, L=4", "fla KDA"}
+    assert len(chosen) == 4 * len(gpu.speed_channels.SHAPES)
     assert {row.subject for row in gpu.speed_rows(gpu.speed.Ceilings(1.0, 1.0), True)} == set(gpu.SUBJECTS)
