@@ -47,6 +47,7 @@ from prism.train.step import Step, Stepper
 MODELS: dict[str, dict[str, Any]] = {
     "prism-1": {"layers": "prism", "options": ("prism.steps=1",)},
     "prism-2": {"layers": "prism", "options": ("prism.steps=2",)},
+    "prism-2-channel": {"layers": "prism", "options": ("prism.steps=2", "prism.forget=channel")},
     "prism-4": {"layers": "prism", "options": ("prism.steps=4",)},
     "gated_delta": {"layers": "gated_delta"},
     "gated_delta-fla": {"layers": "gated_delta"},
