@@ -15,6 +15,19 @@ def test_a_name_is_a_device(name: str) -> None:
     assert pick_device(name).type == expected
 
 
+def test_numbers_that_make_a_cpu_slow_become_zero() -> None:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot")
+    torch.set_flush_denormal(False)
+    tiny = torch.tensor([1e-30])
+    assert (tiny * 1e-10).item() > 0
+    try:
+        pick_device("cpu")
+        assert (tiny * 1e-10).item() == 0
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_each_process_of_torchrun_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     monkeypatch.setattr(torch, "empty", lambda *size, device: tried.append(str(device)))
