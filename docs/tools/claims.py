@@ -86,9 +86,9 @@ def highlights(evidence: Evidence) -> str:
         names = " and ".join(f"`{label.partition(',')[0]}`" for label in better)
         said = budget(next(iter(better.values())), lambda gain: number(gain.mean, 2))
         items.append(
-            f"- **Decays per channel**: with the same start {names} {'are' if len(better) > 1 else 'is'} better than the"
-            f" default `prism`, the first of them by {said}. `prism` can have such decays too: `forget='channel'`"
-            f" {per_channel(evidence)} ([claims](docs/claims.md#rivals-with-the-same-start))."
+            f"- **Rivals**: with the same start {names} {'are' if len(better) > 1 else 'is'} better than the default `prism`,"
+            f" the first of them by {said}. They forget per channel and have a sigmoid as output gate; `prism` can have both"
+            f" (`forget`, `gate_by`), which {as_rivals(evidence)} ([claims](docs/claims.md#rivals-with-the-same-start))."
         )
     if gain := comparisons.learning_gain(evidence):
         items.append(
@@ -110,10 +110,10 @@ def on_text(evidence: Evidence) -> str:
     )
 
 
-def per_channel(evidence: Evidence) -> str:
-    """What decays per channel are worth in PRISM: the end of a sentence."""
+def as_rivals(evidence: Evidence) -> str:
+    """What PRISM gains that forgets per channel and has a sigmoid as gate: the end of a sentence."""
     default, _ = equal_starts("text")[0]
-    pairs = evidence.pairs(is_prism(**default, forget="channel"), is_prism(**default), "text")
+    pairs = evidence.pairs(is_prism(**default, forget="channel", gate_by="sigmoid"), is_prism(**default), "text")
     said = ", and ".join(budget(some, lambda gain: shown(gain, 3, sign=True)) for some in by_budget(pairs).values())
     return f"gains {said}" if said else "is not measured on text yet"
 

@@ -134,7 +134,12 @@ def test_lm_is_its_equations(steps: int, solver: str, residual: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "options",
-    [{"negative_eigenvalues": True, "value_dim": 5}, {"gate": False, "conv_size": 1}, {"forget": "channel"}, {}],
+    [
+        {"negative_eigenvalues": True, "value_dim": 5},
+        {"gate": False, "conv_size": 1},
+        {"forget": "channel", "gate_by": "sigmoid"},
+        {},
+    ],
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_lm_with_one_step_is_gated_delta(form: str, options: dict[str, Any], dtype: torch.dtype) -> None:

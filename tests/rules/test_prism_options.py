@@ -67,7 +67,8 @@ def loops(p: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Tensor:
                     key = unit(key - (key @ k1[t]) * k1[t])
                 S = S + torch.outer(gamma[l] * beta[t, l] * deltas[l][t], key)
             outputs.append(S @ q[t])
-        gate = F.silu(x @ p["gate.weight"][values].T)
+        gate = x @ p["gate.weight"][values].T
+        gate = gate.sigmoid() if options.get("gate_by") == "sigmoid" else F.silu(gate)
         heads.append(rms(torch.stack(outputs), p["norm.norm.weight"]) * gate)
     return torch.cat(heads, -1) @ p["out.weight"].T
 
@@ -82,7 +83,7 @@ def loops(p: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Tensor:
         ("convolved", {"key_rank": 0}),
         ("rotated", {"scaling": "fixed", "step_scale": 0.5}),
         ("previous", {"erase": "channel"}),
-        ("own", {"forget": "channel"}),
+        ("own", {"forget": "channel", "gate_by": "sigmoid"}),
         ("orthogonal", {"forget": "channel", "erase": "channel"}),
     ],
 )
@@ -127,6 +128,7 @@ CHOICES = st.fixed_dictionaries(
         "steps": st.integers(2, 4),
         "erase": st.sampled_from(["tied", "head", "channel"]),
         "forget": st.sampled_from(["head", "channel"]),
+        "gate_by": st.sampled_from(["silu", "sigmoid"]),
         "scaling": st.sampled_from(["channel", "head", "fixed"]),
         "key_rank": st.sampled_from([0, 3]),
         "qkv_conv": st.booleans(),
@@ -209,7 +211,7 @@ def test_a_layer_subtracts_what_the_layer_below_has_read() -> None:
 def test_new_options_take_the_ordinary_way_in_decoding() -> None:
     """The kernel of a whole layer's token knows own and shared keys, one strength and maps of the anchor."""
     served = [{}, {"keys": "shared"}, {"scaling": "head"}, {"scaling": "fixed"}, {"up_std": 0.1}]
-    served += [{"qkv_conv": False}, {"forget": "channel"}, {"forget": "channel", "steps": 1}]
+    served += [{"qkv_conv": False}, {"forget": "channel"}, {"forget": "channel", "steps": 1}, {"gate_by": "sigmoid"}]
     others = [
         *({"keys": keys} for keys in ("orthogonal", "convolved", "rotated", "previous")),
         *({"erase": erase} for erase in ("head", "channel")),
@@ -233,6 +235,7 @@ def test_the_second_halves_of_maps_start_as_asked() -> None:
     ("options", "complaint"),
     [
         ({"keys": "other"}, "keys must be one of own, orthogonal, .*, got 'other'"),
+        ({"gate_by": "tanh"}, "gate_by must be one of silu, sigmoid, got 'tanh'"),
         ({"forget": "all"}, "forget must be one of head, channel, got 'all'"),
         ({"erase": "all"}, "erase must be one of tied, head, channel, got 'all'"),
         ({"scaling": "row"}, "scaling must be one of channel, head, fixed, got 'row'"),

@@ -54,12 +54,14 @@ def test_without_it_or_without_a_convolution_weights_are_drawn(options: dict[str
     assert aligned(Mixer("prism", 24, 2).rule) and not aligned(Mixer("gated_delta", 24, 2).rule)  # the defaults
 
 
-def answers(name: str, start: str, seed: int) -> float:
-    """How often an untrained layer answers a token with the one that followed it before, rather than with another one."""
+def answers(name: str, start: str, seed: int, **gate: Any) -> float:
+    """How often an untrained layer answers a token with the one that followed it before, rather than with another one.
+
+    Without an output gate, unless `gate` says otherwise."""
     torch.manual_seed(seed)
     tokens, width, right = 12, 96, 0
     embedding = F.normalize(torch.randn(tokens, width), dim=-1) * width**0.5
-    options = {"gate": False, "timescales": (1, 1e4)}
+    options = {"timescales": (1, 1e4), **(gate or {"gate": False})}
     known = {option: value for option, value in options.items() if option in rules.get(name).option_names()}
     layer = Mixer(name, width, 2, key_dim=32, value_dim=96, start=start, **known)
     for asked in range(tokens - 1):
@@ -78,6 +80,16 @@ def test_an_untrained_layer_answers_with_what_followed_a_token_before(name: str)
     drawn = [answers(name, "drawn", seed) for seed in range(6)]
     assert sum(recall) / len(recall) > 0.8, recall
     assert sum(drawn) / len(drawn) < 0.3, drawn  # 1 of 11 is a guess
+
+
+@pytest.mark.parametrize("name", ["gated_delta", "prism"])
+def test_a_gate_that_keeps_signs_keeps_what_is_recalled(name: str) -> None:
+    """A SiLU starts near 0, with either sign: it scrambles the answer."""
+    kept, scrambled = (
+        [answers(name, "recall", seed, gate_by=gate) for seed in range(6)] for gate in ("sigmoid", "silu")
+    )
+    assert sum(kept) / len(kept) > 0.8, kept
+    assert sum(scrambled) / len(scrambled) < 0.5, scrambled
 
 
 def test_the_rules_that_have_it() -> None:

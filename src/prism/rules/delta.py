@@ -44,6 +44,7 @@ from prism.rules.rule import (
 RECALL = "recall"
 STARTS = (RECALL, DRAWN)
 FORGETS = ("head", "channel")
+GATES = ("silu", "sigmoid")
 
 
 class DeltaFamily(Rule):
@@ -72,6 +73,7 @@ class DeltaFamily(Rule):
         value_dim: int,
         *,
         gate: bool,
+        gate_by: str = "silu",
         conv_size: int = 4,
         negative_eigenvalues: bool = False,
         forget_gate: bool = False,
@@ -82,8 +84,7 @@ class DeltaFamily(Rule):
     ) -> None:
         super().__init__(width, heads, key_dim, value_dim, write_rank=substeps)
         check_nonnegative(norm_eps=norm_eps)
-        if start not in STARTS:
-            raise ValueError(f"start must be one of {', '.join(STARTS)}, got {start!r}")
+        check_choices(start=(start, STARTS), gate_by=(gate_by, GATES))
         self.substeps = substeps
         self.beta_scale = 2.0 if negative_eigenvalues else 1.0
         keys, values = heads * key_dim, heads * value_dim
@@ -93,6 +94,7 @@ class DeltaFamily(Rule):
         self.beta = nn.Linear(width, substeps * heads, bias=False)
         self.norm = HeadNorm(value_dim, eps=norm_eps)
         self.gate: nn.Module | None = nn.Linear(width, values, bias=False) if gate else None
+        self.gate_by = gate_by
         self.out = nn.Linear(values, width, bias=False)
         self.decay_in: nn.Module | None = nn.Linear(width, heads, bias=False) if forget_gate else None
         self.decay: SoftplusDecay | None = SoftplusDecay(heads, timescales=timescales) if forget_gate else None
@@ -229,7 +231,10 @@ class DeltaFamily(Rule):
     def output(self, o: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
         if self.gate is None:
             return self.out(self.norm(o))
-        return gated_output(self.norm, o, self.gate(x) if extra is None else extra, self.out)
+        gate = self.gate(x) if extra is None else extra
+        if self.gate_by == "sigmoid":
+            return self.out(self.norm(o, gate.sigmoid()))
+        return gated_output(self.norm, o, gate, self.out)
 
     def step_plan(self) -> DeltaPlan | None:
         maps = {name: map_plan(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}
@@ -251,6 +256,7 @@ class DeltaFamily(Rule):
             beta_scale=self.beta_scale,
             decay=decay,
             norm=Norm(norm.weight, norm.eps),
+            gate_by=self.gate_by,
             **maps,  # type: ignore[arg-type]  # what must exist does
         )
 
@@ -300,6 +306,7 @@ class GatedDelta(DeltaFamily):
         value_dim: size of a head's values; 2 · key_dim by default.
         forget: what has a decay of its own: every `"head"`, or every `"channel"` of a head's keys, by a low-rank map of
             rank V, as in Kimi Delta Attention.
+        gate_by: `"silu"` as published, or `"sigmoid"`, which never changes the sign of what was read.
         timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
             in log, or `"drawn"`: at random, mostly from 1 to 100, as published.
         norm_eps: epsilon of the norm of every head's output.
@@ -322,6 +329,7 @@ class GatedDelta(DeltaFamily):
         gate: bool = True,
         negative_eigenvalues: bool = False,
         forget: str = "head",
+        gate_by: str = "silu",
         timescales: str | Sequence[float] = DRAWN,
         start: str = DRAWN,
         norm_eps: float = 1e-5,
@@ -334,6 +342,7 @@ class GatedDelta(DeltaFamily):
             key_dim,
             2 * key_dim if value_dim is None else value_dim,
             gate=gate,
+            gate_by=gate_by,
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
             forget_gate=forget == "head",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.fused import delta_columns
-from prism.engine.step_plan import DecayPlan, DeltaPlan
+from prism.engine.step_plan import DecayPlan
 from prism.rules.delta import DeltaFamily
 from prism.rules.parts import Carry, LowRank, fused_linears, split_heads
 from prism.rules.parts.decays import DRAWN, SoftplusDecay, channel_decay
@@ -81,6 +81,7 @@ class Kda(DeltaFamily):
             per_head(width, heads, key_dim),
             per_head(width, heads, value_dim),
             gate=False,
+            gate_by="sigmoid",
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
             start=start,
@@ -90,15 +91,6 @@ class Kda(DeltaFamily):
         self.decay_in, self.decay = channel_decay(width, heads, K, V, timescales)
         if lower_bound is not None:
             self.decay = BoundedDecay(heads, K, lower_bound)
-
-    def output(self, o: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
-        assert self.gate is not None
-        gate = self.gate(x) if extra is None else extra
-        return self.out(self.norm(o, gate.sigmoid()))
-
-    def step_plan(self) -> DeltaPlan | None:
-        plan = super().step_plan()
-        return None if plan is None else plan._replace(gate_by="sigmoid")
 
 
 class Gdn2(Kda):

@@ -91,6 +91,7 @@ class Prism(GatedDelta):
         qkv_conv: whether q, k and v have the short convolution; the anchor has it in any case.
         forget: what has a decay of its own: every `"head"`, or every `"channel"` of a head's keys, as in Kimi Delta
             Attention.
+        gate_by: `"silu"` as in Gated DeltaNet, or `"sigmoid"`, which never changes the sign of what was read.
         timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
             in log, or `"drawn"`: at random, mostly from 1 to 100, as Gated DeltaNet is published.
         norm_eps: epsilon of the norm of every head's output.
@@ -127,6 +128,7 @@ class Prism(GatedDelta):
         gate: bool = True,
         negative_eigenvalues: bool = False,
         forget: str = "head",
+        gate_by: str = "silu",
         timescales: str | Sequence[float] = (1.0, 1024.0),
         start: str = RECALL,
         norm_eps: float = 1e-5,
@@ -147,6 +149,7 @@ class Prism(GatedDelta):
             gate=gate,
             negative_eigenvalues=negative_eigenvalues,
             forget=forget,
+            gate_by=gate_by,
             timescales=timescales,
             start=start,
             norm_eps=norm_eps,

@@ -40,7 +40,7 @@ LAYERS = {
         "negative_eigenvalues": True,
         "gate": False,
     },
-    "prism, decay per channel": {"forget": "channel", "steps": 3, "key_dim": 9},
+    "prism, decay per channel": {"forget": "channel", "gate_by": "sigmoid", "steps": 3, "key_dim": 9},
     "prism, one write": {"steps": 1, "conv_size": 2},
     "prism, no convolution": {"conv_size": 1},
     "gated_delta": {"key_dim": 20, "value_dim": 12},
