@@ -78,12 +78,13 @@ def test_swiglu(by_kernels: None, shape: tuple[int, int]) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("by", ["silu", "sigmoid"])
 @pytest.mark.parametrize("tokens", [1, 130])
-def test_gated_output(by_kernels: None, tokens: int) -> None:
+def test_gated_output(by_kernels: None, tokens: int, by: str) -> None:
     norm, out = HeadNorm(20), nn.Linear(40, 8, bias=False)
     nn.init.normal_(norm.norm.weight)
     given = [torch.randn(2, tokens, 2, 20), torch.randn(2, tokens, 40)]
-    assert_equal(*both(lambda o, g: gated_output(norm, o, g, out), given, [norm, out]))
+    assert_equal(*both(lambda o, g: gated_output(norm, o, g, out, by), given, [norm, out]))
 
 
 @needs_kernels

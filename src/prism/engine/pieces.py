@@ -4,7 +4,7 @@
     residual_sum    x + delta
     swiglu          down(silu(gate x) ⊙ up x)
     gated_norm      RMSNorm(o) ⊙ silu(g), per head
-    gated_output    out(RMSNorm(o) ⊙ silu(g)), per head
+    gated_output    out(RMSNorm(o) ⊙ silu(g)), or ⊙ σ(g), per head
     products        x W₁ᵀ, x W₂ᵀ …, a short convolution of x, and x: the gradient of x is summed inside the products of the
                     backward pass
     widened         y's columns in parts, some of them mapped: the gradients are computed in their places in y's
@@ -80,18 +80,20 @@ def gated_norm(o: Tensor, g: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_output(
-    o: Tensor, g: Tensor, norm: Callable[[Tensor, Tensor], Tensor], inner: nn.Module, out: nn.Module
+    o: Tensor, g: Tensor, norm: Callable[[Tensor, Tensor], Tensor], inner: nn.Module, out: nn.Module, by: str = "silu"
 ) -> Tensor:
-    """The output map of a gated norm: o `[…, H, V]`, g `[…, H·V]` → out(norm(o, silu(g))).
+    """The output map of a gated norm: o `[…, H, V]`, g `[…, H·V]` → out(norm(o, silu(g))), or with σ(g).
 
     Args:
         norm: the gated norm itself; `inner` is the RMSNorm over a head's values that it applies.
+        by: `"silu"` or `"sigmoid"`.
     """
+    by_sigmoid = by == "sigmoid"
     fits = o.dtype == g.dtype == _autocast_dtype(g) and o.shape[-2] * o.shape[-1] == g.shape[-1]
     if _serves(o) and fits and plain_linear(out) and _plain_norm(inner, o.shape[-1], WIDEST_HEAD):
-        y: Tensor = _GatedOutput.apply(o, g, inner.weight, inner.eps, out.weight)
+        y: Tensor = _GatedOutput.apply(o, g, inner.weight, inner.eps, out.weight, by_sigmoid)
         return y
-    (y,), _ = cheap(lambda o, g: ((norm(o, F.silu(g)),), None), o, g)
+    (y,), _ = cheap(lambda o, g: ((norm(o, g.sigmoid() if by_sigmoid else F.silu(g)),), None), o, g)
     return out(y)
 
 
@@ -301,14 +303,14 @@ class _GatedOutput(torch.autograd.Function):
     """Keeps o, g and the weight in o's dtype; the gated norm is computed again."""
 
     @staticmethod
-    def forward(ctx: Any, o: Tensor, g: Tensor, weight: Tensor, eps: float, out: Tensor) -> Tensor:
+    def forward(ctx: Any, o: Tensor, g: Tensor, weight: Tensor, eps: float, out: Tensor, by_sigmoid: bool) -> Tensor:
         from prism.engine.kernels import pieces as kernel
 
         V, back = o.shape[-1], out.to(o.dtype)
         rows, gates = _rows(o, V), _rows(g, V)
         ctx.save_for_backward(rows, gates, weight, back)
-        ctx.eps, ctx.shapes, ctx.dtype = eps, (o.shape, g.shape), out.dtype
-        y = kernel.gated_norm(rows, gates, weight, eps).view(-1, g.shape[-1])
+        ctx.eps, ctx.shapes, ctx.dtype, ctx.by_sigmoid = eps, (o.shape, g.shape), out.dtype, by_sigmoid
+        y = kernel.gated_norm(rows, gates, weight, eps, by_sigmoid).view(-1, g.shape[-1])
         return (y @ back.T).view(*g.shape[:-1], len(back))
 
     @staticmethod
@@ -319,9 +321,9 @@ class _GatedOutput(torch.autograd.Function):
         o, g, weight, back = ctx.saved_tensors
         flat = _rows(d_z, len(back))
         d_y = (flat @ back).view(o.shape)
-        d_o, d_g, y, d_weight = kernel.gated_norm_backward(o, g, weight, d_y, ctx.eps)
+        d_o, d_g, y, d_weight = kernel.gated_norm_backward(o, g, weight, d_y, ctx.eps, ctx.by_sigmoid)
         d_out = _weight_gradient(flat, y.view(-1, back.shape[1]), ctx.dtype) if ctx.needs_input_grad[4] else None
-        return d_o.view(ctx.shapes[0]), d_g.view(ctx.shapes[1]), d_weight, None, d_out
+        return d_o.view(ctx.shapes[0]), d_g.view(ctx.shapes[1]), d_weight, None, d_out, None
 
 
 class _Products(torch.autograd.Function):

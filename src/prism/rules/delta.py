@@ -231,10 +231,7 @@ class DeltaFamily(Rule):
     def output(self, o: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
         if self.gate is None:
             return self.out(self.norm(o))
-        gate = self.gate(x) if extra is None else extra
-        if self.gate_by == "sigmoid":
-            return self.out(self.norm(o, gate.sigmoid()))
-        return gated_output(self.norm, o, gate, self.out)
+        return gated_output(self.norm, o, self.gate(x) if extra is None else extra, self.out, self.gate_by)
 
     def step_plan(self) -> DeltaPlan | None:
         maps = {name: map_plan(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}

@@ -194,8 +194,9 @@ def pieces_of_a_layer() -> None:
     pieces.product(delta)
     pieces.product_backward(delta, torch.zeros(5, 384, dtype=torch.bfloat16))
     o, head = delta.view(30, 128), torch.zeros(128)
-    pieces.gated_norm(o, o, head, 1e-5)
-    pieces.gated_norm_backward(o, o, head, o, 1e-5)
+    for by_sigmoid in (False, True):
+        pieces.gated_norm(o, o, head, 1e-5, by_sigmoid)
+        pieces.gated_norm_backward(o, o, head, o, 1e-5, by_sigmoid)
 
 
 def networks() -> None:

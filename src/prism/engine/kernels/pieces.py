@@ -2,7 +2,7 @@
 
     residual norm   s = x + delta,   y = unit(s) ⊙ weight          unit(s) = s / sqrt(mean s² + eps)
     product         h = silu(g) ⊙ u                                 g and u side by side, `[M, 2F]`
-    gated norm      y = unit(o) ⊙ weight ⊙ silu(g)
+    gated norm      y = unit(o) ⊙ weight ⊙ silu(g), or ⊙ σ(g)
 
 In torch, under autocast, the sum, the norm in float32 and the cast to half precision are three passes, and their gradients
 six. Here both ways are one: only s is saved, whose gradient is added inside the kernel. The other two backward kernels also
@@ -103,10 +103,14 @@ def residual_norm_backward_kernel(
 
 
 @triton.jit
-def silu_and_slope(g):
-    """silu(g) and its derivative."""
+def gate_and_slope(g, BY_SIGMOID: tl.constexpr):
+    """σ(g) or silu(g), and its derivative."""
     s = sigmoid(g)
-    return g * s, s * (1.0 + g * (1.0 - s))
+    if BY_SIGMOID:
+        activated, slope = s, s * (1.0 - s)
+    else:
+        activated, slope = g * s, s * (1.0 + g * (1.0 - s))
+    return activated, slope
 
 
 @triton.jit
@@ -127,7 +131,7 @@ def product_backward_kernel(gu, d_h, d_gu, h, F, BLOCK: tl.constexpr):
     g = tl.load(gu + row * 2 * F + c, mask=c < F, other=0.0).to(tl.float32)
     u = tl.load(gu + row * 2 * F + F + c, mask=c < F, other=0.0).to(tl.float32)
     d_out = tl.load(d_h + row * F + c, mask=c < F, other=0.0).to(tl.float32)
-    activated, slope = silu_and_slope(g)
+    activated, slope = gate_and_slope(g, False)
     tl.store(h + row * F + c, (activated * u).to(h.dtype.element_ty), mask=c < F)
     tl.store(d_gu + row * 2 * F + c, (d_out * u * slope).to(d_gu.dtype.element_ty), mask=c < F)
     tl.store(d_gu + row * 2 * F + F + c, (d_out * activated).to(d_gu.dtype.element_ty), mask=c < F)
@@ -141,6 +145,7 @@ def gated_norm_kernel(
     y,
     eps,
     rows,
+    BY_SIGMOID: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -151,11 +156,11 @@ def gated_norm_kernel(
     inside = (r < rows)[:, None] & (v < D)[None, :]
     place = r[:, None] * D + v[None, :]
     x = tl.load(o + place, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(g + place, mask=inside, other=0.0).to(tl.float32)
+    gate, _ = gate_and_slope(tl.load(g + place, mask=inside, other=0.0).to(tl.float32), BY_SIGMOID)
     z = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
     if weight is not None:
         z *= tl.load(weight + v, mask=v < D, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + place, (z * gate * sigmoid(gate)).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + place, (z * gate).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "repeat"])
@@ -171,6 +176,7 @@ def gated_norm_backward_kernel(
     eps,
     rows,
     repeat,
+    BY_SIGMOID: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -187,7 +193,7 @@ def gated_norm_backward_kernel(
         inside = (r < rows)[:, None] & (v < D)[None, :]
         place = r[:, None] * D + v[None, :]
         x = tl.load(o + place, mask=inside, other=0.0).to(tl.float32)
-        activated, slope = silu_and_slope(tl.load(g + place, mask=inside, other=0.0).to(tl.float32))
+        activated, slope = gate_and_slope(tl.load(g + place, mask=inside, other=0.0).to(tl.float32), BY_SIGMOID)
         d_out = tl.load(d_y + place, mask=inside, other=0.0).to(tl.float32)
         shrink = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         unit = x * shrink
@@ -260,16 +266,18 @@ def product_backward(gu: Tensor, d_h: Tensor) -> tuple[Tensor, Tensor]:
     return d_gu, h
 
 
-def gated_norm(o: Tensor, g: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def gated_norm(o: Tensor, g: Tensor, weight: Tensor | None, eps: float, by_sigmoid: bool = False) -> Tensor:
     """o, g `[rows, D]` → `[rows, D]`. No gradient."""
     y, tile = torch.empty_like(o), _tile(o)
     with device_guard(o):
-        gated_norm_kernel[(-(-len(o) // tile["ROWS"]),)](o, g, weight, y, eps, len(o), **tile, num_warps=WARPS)
+        gated_norm_kernel[(-(-len(o) // tile["ROWS"]),)](
+            o, g, weight, y, eps, len(o), by_sigmoid, **tile, num_warps=WARPS
+        )
     return y
 
 
 def gated_norm_backward(
-    o: Tensor, g: Tensor, weight: Tensor | None, d_y: Tensor, eps: float
+    o: Tensor, g: Tensor, weight: Tensor | None, d_y: Tensor, eps: float, by_sigmoid: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of o and g, y, and the gradient of the weight."""
     d_o, d_g, y, tile = torch.empty_like(o), torch.empty_like(g), torch.empty_like(o), _tile(o)
@@ -278,7 +286,20 @@ def gated_norm_backward(
     shares = o.new_empty(programs, o.shape[1], dtype=torch.float32)
     with device_guard(o):
         gated_norm_backward_kernel[(programs,)](
-            o, g, weight, d_y, d_o, d_g, y, shares, eps, len(o), -(-tiles // programs), **tile, num_warps=WARPS
+            o,
+            g,
+            weight,
+            d_y,
+            d_o,
+            d_g,
+            y,
+            shares,
+            eps,
+            len(o),
+            -(-tiles // programs),
+            by_sigmoid,
+            **tile,
+            num_warps=WARPS,
         )
     return d_o, d_g, y, None if weight is None else shares.sum(0).to(weight.dtype)
 

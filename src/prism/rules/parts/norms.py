@@ -28,11 +28,11 @@ class HeadNorm(nn.Module):
         return o if gate is None else o * gate
 
 
-def gated_output(norm: HeadNorm, o: Tensor, gate: Tensor, out: nn.Module) -> Tensor:
-    """out(norm(o, silu(gate))): o `[B, T, H, V]`, gate `[B, T, H·V]` → `[B, T, width]`."""
+def gated_output(norm: HeadNorm, o: Tensor, gate: Tensor, out: nn.Module, by: str = "silu") -> Tensor:
+    """out(norm(o, silu(gate))), or by `"sigmoid"`: o `[B, T, H, V]`, gate `[B, T, H·V]` → `[B, T, width]`."""
     if type(norm) is not HeadNorm or not is_unmodified(norm):
-        return out(norm(o, F.silu(gate)))
-    return pieces.gated_output(o, gate, norm, norm.norm, out)
+        return out(norm(o, gate.sigmoid() if by == "sigmoid" else F.silu(gate)))
+    return pieces.gated_output(o, gate, norm, norm.norm, out, by)
 
 
 class WidthNorm(nn.Module):
