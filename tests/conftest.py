@@ -37,9 +37,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> None:
     if "triton.runtime.interpreter" in sys.modules and not ON_GPU:  # some test that was collected may start kernels
-        from tests.interpreter import replace_functions_once
+        from tests.interpreter import make_quick
 
-        replace_functions_once()
+        make_quick()
 
 
 @pytest.fixture(autouse=True)
