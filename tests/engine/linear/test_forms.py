@@ -28,16 +28,19 @@ FLOAT64, FLOAT32 = 1e-10, 1e-5
 DELTA = Problem(tokens=65, heads=4, query_heads=1, key_heads=2, erase_heads=2, writes=3)
 
 
-def agree(problem: Problem, form: str) -> None:
+def agree(problem: Problem, *forms: str) -> None:
     """Outputs, final state and all gradients, in both precisions, on the same inputs."""
     inputs = problem.inputs()
     reference = problem.run(inputs, "recurrent")
-    assert_all_close(f"{form} float64", problem.run(inputs, form), reference, FLOAT64, scales(reference))
+    for form in forms:
+        assert_all_close(f"{form} float64", problem.run(inputs, form), reference, FLOAT64, scales(reference))
     if problem.one_direction:
         return
-    got, size = problem.run(inputs, form, torch.float32), scales(reference, torch.float32)
-    for name, tolerance in float32_tolerances(problem, inputs, reference).items():
-        assert_close(f"{form} float32 {name}", got[name], reference[name], tolerance, size[name])
+    tolerances, size = float32_tolerances(problem, inputs, reference), scales(reference, torch.float32)
+    for form in forms:
+        got = problem.run(inputs, form, torch.float32)
+        for name, tolerance in tolerances.items():
+            assert_close(f"{form} float32 {name}", got[name], reference[name], tolerance, size[name])
 
 
 def test_the_linear_memory_claims_all_forms() -> None:
@@ -71,18 +74,16 @@ def test_recurrence_has_the_gradients_of_finite_differences(problem: Problem) ->
     assert torch.autograd.gradcheck(function, leaves)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @given(problem=problems())
 @examples(60)
-def test_forms_agree(form: str, problem: Problem) -> None:
-    agree(problem, form)
+def test_forms_agree(problem: Problem) -> None:
+    agree(problem, *FORMS)
 
 
-@pytest.mark.parametrize("form", ["parallel", "chunkwise", "scan"])
 @pytest.mark.parametrize("tokens", [1, 2, 63, 64, 65, 257])
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
-def test_forms_agree_at_every_length(form: str, tokens: int, decay: str) -> None:
-    agree(replace(DELTA, tokens=tokens, decay=decay, rate="mixed", reset="random"), form)
+def test_forms_agree_at_every_length(tokens: int, decay: str) -> None:
+    agree(replace(DELTA, tokens=tokens, decay=decay, rate="mixed", reset="random"), "parallel", "chunkwise", "scan")
 
 
 @pytest.mark.parametrize("erase_on", ["decayed", "undecayed"])
@@ -120,7 +121,6 @@ def test_gradients_of_some_inputs_only(form: str, decay: str, names: tuple[str, 
             )
 
 
-@pytest.mark.parametrize("form", ["parallel", "chunkwise", "scan"])
 @given(
     problem=problems(
         tokens=st.sampled_from([65, 128, 257]), erase="strength", erase_on="decayed", alike=True, beta=(1.9, 2.0)
@@ -130,8 +130,8 @@ def test_gradients_of_some_inputs_only(form: str, decay: str, names: tuple[str, 
 @example(problem=Problem(65, key_dim=80, value_dim=48, writes=2, decay="none", alike=True, beta=(1.9, 2.0), seed=2))
 @example(problem=Problem(257, erase="first", key_dim=80, writes=2, alike=True, beta=(1.9, 2.0)))
 @examples(10)
-def test_reflections_along_nearly_equal_keys(form: str, problem: Problem) -> None:
-    agree(problem, form)
+def test_reflections_along_nearly_equal_keys(problem: Problem) -> None:
+    agree(problem, "parallel", "chunkwise", "scan")
 
 
 @pytest.mark.parametrize("form", ["parallel", "chunkwise", "scan"])

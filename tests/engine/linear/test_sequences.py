@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -70,7 +72,6 @@ def test_chained_segments_are_one_pass(problem: Problem, data: st.DataObject) ->
     assert_all_close("chain", differentiate(chain, inputs, torch.float64), reference, EXACT, scales(reference))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("padding", ["left", "right", "holes"])
 @given(
     problem=problems(tokens=st.integers(1, 70), batch=3, mask="none"),
@@ -79,9 +80,7 @@ def test_chained_segments_are_one_pass(problem: Problem, data: st.DataObject) ->
     poison=st.sampled_from([0.0, float("nan"), float("inf"), -float("inf"), 1e30]),
 )
 @examples(12)
-def test_padding_changes_nothing(
-    form: str, padding: str, problem: Problem, lengths: list[int], spare: int, poison: float
-) -> None:
+def test_padding_changes_nothing(padding: str, problem: Problem, lengths: list[int], spare: int, poison: float) -> None:
     """A padded row equals the row alone, in values and gradients, for any values on padding."""
     inputs = problem.inputs()
     n, total = problem.substeps, problem.tokens + spare
@@ -105,28 +104,28 @@ def test_padding_changes_nothing(
                 padded[name].append(place(x, where, total, fill, n if name in PER_ROW else 1))
         places.append(where)
         references.append(problem.run(alone, "recurrent") if length else None)
-    together = problem.run({name: torch.cat(rows) for name, rows in padded.items() if rows}, form)
-    for index, (where, reference) in enumerate(zip(places, references, strict=True)):
-        got = row(together, index)
+    batch = {name: torch.cat(rows) for name, rows in padded.items() if rows}
+    together = {form: problem.run(batch, form) for form in FORMS}
+    for (index, (where, reference)), form in product(enumerate(zip(places, references, strict=True)), FORMS):
+        got = row(together[form], index)
         if reference is None:  # no real token: the state goes through
             before = inputs["state"][index : index + 1] if "state" in inputs else torch.zeros_like(got["final"])
-            assert torch.equal(got["final"], before)
+            assert torch.equal(got["final"], before), form
             assert all(torch.count_nonzero(x) == 0 for name, x in got.items() if name not in ("final", "d_state"))
             continue
         expected = {}
         for name, x in reference.items():
             timed = name not in ("final", "d_state")
             expected[name] = place(x, where, total, 0.0, n if name[2:] in PER_ROW else 1) if timed else x
-        assert_all_close(f"row {index}", got, expected, EXACT, scales(reference))
+        assert_all_close(f"{form}, row {index}:", got, expected, EXACT, scales(reference))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @given(
     problem=problems(tokens=st.integers(1, 70), batch=3, mask="none", reset="none"),
     data=st.data(),
 )
 @examples(20)
-def test_packed_documents_are_separate_sequences(form: str, problem: Problem, data: st.DataObject) -> None:
+def test_packed_documents_are_separate_sequences(problem: Problem, data: st.DataObject) -> None:
     """The first document continues the incoming state; the final state is the last document's."""
     n = problem.substeps
     inputs = problem.inputs()
@@ -142,13 +141,13 @@ def test_packed_documents_are_separate_sequences(form: str, problem: Problem, da
     for document in documents[:2]:
         document["d_state"] = torch.zeros_like(inputs["d_state"][:1])
 
-    together = problem.run(packed, form)
     alone = [problem.run(document, "recurrent") for document in documents]
     reference = {name: torch.cat([run[name] for run in alone], 1) for name in alone[1] if name != "final"}
     reference["final"] = alone[2]["final"]
     if "state" in inputs:
         reference["d_state"] = alone[0]["d_state"]
-    assert_all_close("packed", together, reference, EXACT, scales(reference))
+    for form in FORMS:
+        assert_all_close(f"{form} packed", problem.run(packed, form), reference, EXACT, scales(reference))
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
@@ -169,19 +168,19 @@ def test_a_document_may_begin_anywhere(decay: str) -> None:
             assert_all_close(f"{form}, border at {index}:", row(together, index), expected, EXACT, scales(expected))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @given(problem=problems(tokens=st.integers(1, 70), mask="none", reset="none", initial=True))
 @examples(15)
-def test_reset_at_the_first_token_ignores_the_incoming_state(form: str, problem: Problem) -> None:
+def test_reset_at_the_first_token_ignores_the_incoming_state(problem: Problem) -> None:
     inputs = problem.inputs()
     inputs["reset"] = torch.zeros(problem.batch, problem.tokens, dtype=torch.bool)
     inputs["reset"][:, 0] = True
     inputs["state"] = 1e6 * inputs["state"]
-    got = problem.run(inputs, form)
     fresh = {name: x for name, x in inputs.items() if name not in ("state", "reset")}
     reference = problem.run(fresh, "recurrent")
-    assert torch.count_nonzero(got.pop("d_state")) == 0
-    assert_all_close("fresh", got, reference, EXACT, scales(reference))
+    for form in FORMS:
+        got = problem.run(inputs, form)
+        assert torch.count_nonzero(got.pop("d_state")) == 0, form
+        assert_all_close(f"{form} fresh", got, reference, EXACT, scales(reference))
 
 
 @pytest.mark.parametrize("form", FORMS)
