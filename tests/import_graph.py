@@ -6,8 +6,10 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+
+import prism
 
 LAZY_TABLES = ("_LAZY",)
 """Dictionaries in a package's `__init__.py` from public names to the modules that have them."""
@@ -112,12 +114,17 @@ class Tree:
         return [sorted(group) for group in _components(edges) if len(group) > 1 or group[0] in edges[group[0]]]
 
 
+@cache
+def package() -> Tree:
+    """The package itself, read once."""
+    return Tree(Path(prism.__file__).parent)
+
+
 def _walk(node: ast.AST, eager: bool = True, typing_only: bool = False) -> Iterator[tuple[ast.AST, bool, bool]]:
+    unseen = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
     for child in ast.iter_child_nodes(node):
         inner = eager and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        hidden = typing_only
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and child in node.body:
-            hidden = True
+        hidden = typing_only or (unseen and child in node.body)
         yield child, inner, hidden
         yield from _walk(child, inner, hidden)
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import prism
-from tests.import_graph import Tree
+from tests.import_graph import Tree, package
 
-TREE = Tree(Path(prism.__file__).parent)
+TREE = package()
 
 _CORE = {"engine", "rules", "nn", "models", "files"}
 _PRODUCT = {*_CORE, "train", "reports"}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import prism
-from tests.import_graph import Tree
+from tests.import_graph import package
 
 ROOT = Path(__file__).parents[2]
 SOLVER = "prism.engine.fused"
@@ -16,14 +15,14 @@ SOLVER = "prism.engine.fused"
 
 def files_to_open(module: str, *others: str) -> set[str]:
     """The module and all modules of `prism.rules`, or in `others`, that it imports directly or indirectly."""
-    tree = Tree(Path(prism.__file__).parent)
+    imports = package().imports
     seen: set[str] = set()
     waiting = [module]
     while waiting:
         found = waiting.pop()
         if found not in seen and (found.startswith("prism.rules.") or found in others):
             seen.add(found)
-            waiting += [target for entry in tree.imports[found] if not entry.typing_only for target in entry.targets]
+            waiting += [target for entry in imports[found] if not entry.typing_only for target in entry.targets]
     return seen
 
 
