@@ -21,6 +21,15 @@ SEATS = 2
 """Jobs that fit into the pretended memory."""
 
 
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that start in milliseconds, where it does not matter how they start."""
+    monkeypatch.setattr(side_by_side, "START", "fork")
+
+
+forked = pytest.mark.usefixtures("_forked")
+
+
 def seated(argument: tuple[str, int], report: Callable[[int, float], None]) -> int:
     """Keep one of the seats until a third job has come; without a free one run out of memory, as on a full GPU."""
     folder, number = argument
@@ -76,6 +85,7 @@ def test_the_time_left_in_words() -> None:
     assert time_left(60, 0, 10) == time_left(60, 10, 0) == ""
 
 
+@forked
 @pytest.mark.parametrize(("more", "bars"), [(0, 0), (5, 1)])
 def test_there_is_a_bar_for_the_whole_if_more_will_come(more: int, bars: int) -> None:
     """One job is waiting; others follow from what it finds."""
@@ -85,6 +95,7 @@ def test_there_is_a_bar_for_the_whole_if_more_will_come(more: int, bars: int) ->
             assert pool.done == 3
 
 
+@forked
 def test_a_job_that_does_not_fit_alone_has_failed() -> None:
     found, _ = outcomes([Job(full, number, f"job {number}", 1) for number in range(2)], 2)
     assert {name: type(outcome.error) for name, outcome in found.items()} == dict.fromkeys(
@@ -135,11 +146,13 @@ def end_when_started(job: Job, mark: Path) -> None:
     assert not worker.process.is_alive()
 
 
+@forked
 def test_a_worker_ends_after_what_its_gpu_computes(tmp_path: Path) -> None:
     end_when_started(Job(computing, str(tmp_path), "job", 1), tmp_path / "started")
     assert (tmp_path / "kernels ended").exists()
 
 
+@forked
 def test_a_worker_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "PATIENCE", 0.2)
     end_when_started(Job(deaf, str(tmp_path), "job", 1), tmp_path / "started")
