@@ -58,13 +58,17 @@ ORDERS = (
 )
 
 
-@pytest.mark.parametrize("imports", ORDERS)
-def test_auto_classes_know_the_model_after_import_prism(imports: tuple[str, str], tmp_path: Path) -> None:
+def test_auto_classes_know_the_model_after_import_prism(tmp_path: Path) -> None:
+    """Each order in a process of its own, forked from one that has imported torch and nothing else of the two."""
     model("prism", torch.float32).save_pretrained(tmp_path)
-    load = f"print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)"
-    script = "\n".join([*imports, "from transformers import AutoModelForCausalLM", load])
+    load = f"type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__"
+    script = "import os, sys, torch._dynamo, torch.distributed.tensor"
+    script += "\nassert not {'prism', 'transformers'} & {*sys.modules}"
+    for number, imports in enumerate(ORDERS):
+        lines = [*imports, "from transformers import AutoModelForCausalLM", f"print({number}, {load})", "sys.exit()"]
+        script += "\n    ".join(["\nif os.fork() == 0:", *lines]) + "\nos.wait()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "PrismForCausalLM", done.stderr
+    assert done.stdout.splitlines() == [f"{n} PrismForCausalLM" for n in range(len(ORDERS))], done.stderr
 
 
 def test_tied_embeddings_are_one_matrix_saved_once(tmp_path: Path) -> None:
