@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("captured_at_once")
 
 @pytest.mark.parametrize("layers", STACKS, ids=label)
 def test_replayed_steps_are_ordinary_steps(layers: Any) -> None:
-    lm, ids = model(layers), tokens(2, 40)
+    lm, ids = model(layers), tokens(2, 32)
     plain, replayed = pair(lm, ids[:, :20])
     assert torch.equal(steps(lm, replayed, ids[:, 20:]), steps(lm, plain, ids[:, 20:]))
     assert_same(plain, replayed)

@@ -86,7 +86,7 @@ ACTIONS = st.one_of(
 
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("layers", [*HYBRIDS, "prism*2"])
-@settings(examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(actions=st.lists(ACTIONS, min_size=4, max_size=12), seed=st.integers(0, 99))
 def test_any_reads_and_crops_are_the_tokens_that_remain(kind: Any, layers: str, actions: Any, seed: int) -> None:
     text = Text(model(layers), kind(rollback=DEPTH), seed)
