@@ -1,4 +1,4 @@
-"""Triton's interpreter, without the two thirds of its time that it spends on what it has done already or does not use."""
+"""Triton's interpreter, without the three quarters of its time that go to what it did before or does not use."""
 
 from __future__ import annotations
 
