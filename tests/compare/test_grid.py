@@ -264,10 +264,10 @@ def test_after_its_minutes_a_grid_stops_and_can_be_continued(tmp_path: Path) -> 
     quick, slow = Toy(str(log), "quick"), Toy(str(log), "slow", seconds=DEADLINE)
     waits = tmp_path / "log.waits"
     waits.touch()
-    assert run_grid([quick, slow], Records(path), 1, minutes=0.04) == 4  # one of four runs of `slow` had started
+    assert run_grid([quick, slow], Records(path), 1, minutes=0.1) == 4  # one of four runs of `slow` had started
     found = {(line["rule"], line["status"]) for line in Records(path).lines.values()}
     assert found == {("quick", "done"), ("slow", "stopped")}
-    assert [line["error"] for line in lines(path) if line["status"] == "stopped"] == ["0.04 minutes were over"]
+    assert [line["error"] for line in lines(path) if line["status"] == "stopped"] == ["0.1 minutes were over"]
     waits.unlink()
     assert run_grid([quick, slow], Records(path), 1) == 0
     assert [words[1] for words in calls(log)] == ["quick"] * 4 + ["slow"] * 5
