@@ -100,6 +100,7 @@ def memory() -> None:
     from prism.engine.kernels import decode
 
     B, H, single = 1, 2, torch.float32
+    one(128, 128, 2)
     one(64, 64, 1, segments=3)
     one(64, 64, 2, erase="own", documents=True, groups=1, substeps=2)
     one(64, 64, 1, gates=False, erase="none", dtype=torch.float16)
@@ -114,7 +115,6 @@ def memory() -> None:
 
 def sizes() -> None:
     """The chunk kernels in other sizes and in float32."""
-    one(128, 128, 2)
     one(32, 32, 1, dtype=torch.float32)
     one(32, 64, 1, groups=1, substeps=2, documents=True)
     one(32, 32, 6)
