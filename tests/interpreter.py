@@ -13,7 +13,7 @@ import triton.runtime.interpreter as interpreter
 def make_quick() -> None:
     """Everything below, once per process."""
     replace_functions_once()
-    check_no_overflow()
+    skip_overflow_checks()
     remember_types()
     remember_shapes()
 
@@ -41,7 +41,7 @@ def replace_functions_once() -> None:
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = replace_once, launch
 
 
-def check_no_overflow() -> None:
+def skip_overflow_checks() -> None:
     """Every sum and product of integers is also computed in 64 bits, for an assertion that only `debug` would evaluate."""
     builder = interpreter.interpreter_builder
     if not builder.options.debug:

@@ -84,7 +84,11 @@ def highlights(evidence: Evidence) -> str:
         )
     if better := comparisons.ahead(evidence):
         names = " and ".join(f"`{label.partition(',')[0]}`" for label in better)
-        said = budget(next(iter(better.values())), lambda gain: number(gain.mean, 2))
+        first = by_budget(next(iter(better.values()))).values()
+        said = ", and ".join(budget(pairs, lambda gain: number(gain.mean, 2)) for pairs in first)
+        assert {pair.first.rule for pairs in better.values() for pair in pairs} <= {"kda", "gdn2"}, (
+            "see the next sentence"
+        )
         items.append(
             f"- **Rivals**: with the same start {names} {'are' if len(better) > 1 else 'is'} better than the default `prism`,"
             f" the first of them by {said}. They forget per channel and have a sigmoid as output gate; `prism` can have both"

@@ -119,12 +119,14 @@ def start_pairs(evidence: Evidence) -> list[Pair]:
 
 
 def rival_pairs(evidence: Evidence) -> list[Pair]:
-    """Rules of other papers with PRISM's start, and the default PRISM: the rule that leads on most corpora first."""
+    """Rules of other papers with PRISM's start, and the default PRISM; by tokens, comparison and score."""
     default, _ = equal_starts("text")[0]
+    alike = {"start": "recall", "timescales": [1, 1024]}
     found = []
     for groups in _by_task(evidence.of("text")).values():
         ours = next(filter(is_prism(**default), groups), None)
-        rivals = [g for g in groups if g.options.get("start") == "recall" and g.rule not in ("prism", "gated_delta")]
+        others = [group for group in groups if group.rule not in ("prism", "gated_delta")]
+        rivals = [group for group in others if alike.items() <= group.options.items()]
         found += [] if ours is None else [Pair(rival, ours) for rival in rivals]
     return sorted(found, key=lambda pair: (pair.first.tokens, pair.first.file, pair.first.score().mean))
 
@@ -167,7 +169,7 @@ def rivals(evidence: Evidence) -> str:
     best = [label.partition(",")[0] for label in ahead(evidence)]
     said = (
         f"**Better than PRISM on every corpus, with the same start: {' and '.join(best)}.** With fewer than three seeds"
-        " this means that each of them is better than every seed of PRISM."
+        " this means that every seed of the rule is better than every seed of PRISM."
         if best
         else "With the same start no rule is better than PRISM on every corpus."
     )

@@ -18,9 +18,6 @@ def pick_device(name: str) -> torch.device:
     """The device for `auto`, `cpu`, `cuda` and so on; it is tried out before it is returned.
 
     `auto` is cuda if available. Under torchrun, `cuda` is the GPU of this process (`LOCAL_RANK`).
-
-    From here on this process takes subnormal numbers on the CPU for zero (`torch.set_flush_denormal`): what a memory has
-    almost forgotten becomes so small, and then every product with it takes many times as long.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,10 +26,18 @@ def pick_device(name: str) -> torch.device:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.empty(0, device=device)
-        torch.set_flush_denormal(True)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device
+
+
+def skip_subnormals() -> None:
+    """Take subnormal numbers for zero on the CPU, in this thread and those that it starts from now on.
+
+    What a memory has almost forgotten becomes so small, and then every product with it takes many times as long. Trainings
+    call this; a library must not change a program's arithmetic when it loads a model.
+    """
+    torch.set_flush_denormal(True)
 
 
 def warn_if_crowded(say: Callable[[str], None]) -> None:

@@ -235,6 +235,7 @@ def test_the_second_halves_of_maps_start_as_asked() -> None:
     ("options", "complaint"),
     [
         ({"keys": "other"}, "keys must be one of own, orthogonal, .*, got 'other'"),
+        ({"gate": False, "gate_by": "sigmoid"}, "gate_by is that of the output gate: set gate=True, or omit it"),
         ({"gate_by": "tanh"}, "gate_by must be one of silu, sigmoid, got 'tanh'"),
         ({"forget": "all"}, "forget must be one of head, channel, got 'all'"),
         ({"erase": "all"}, "erase must be one of tied, head, channel, got 'all'"),

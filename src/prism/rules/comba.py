@@ -66,6 +66,7 @@ class Comba(DeltaFamily):
             key_dim,
             2 * key_dim if value_dim is None else value_dim,
             gate=gate,
+            gate_by="sigmoid",
             conv_size=conv_size,
             forget_gate=True,
         )
@@ -97,6 +98,3 @@ class Comba(DeltaFamily):
         """q̃, k̃ and v `[B, T, H·K + H·K + H·V]` with q̃ - factor · k̃ in place of q̃; `factor` `[H]`."""
         q, k, v = mixed.split(self.sizes, -1)
         return torch.cat([q - factor.to(q.dtype).repeat_interleave(self.key_dim) * k, k, v], -1)
-
-    def output(self, o: Tensor, x: Tensor, extra: Tensor | None) -> Tensor:
-        return self.out(self.norm(o, None if self.gate is None else self.gate(x).sigmoid()))

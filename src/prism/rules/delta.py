@@ -25,7 +25,16 @@ from prism.engine.fused import Columns, Corrections, conv_columns, delta_columns
 from prism.engine.pieces import Convolution, products_serve
 from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan, Norm
-from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan, recall_taps
+from prism.rules.parts import (
+    Carry,
+    LowRank,
+    ShortConv,
+    fused_linears,
+    is_plain_conv,
+    linear_groups,
+    map_plan,
+    recall_taps,
+)
 from prism.rules.parts.decays import DRAWN, SoftplusDecay, channel_decay
 from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.rule import (
@@ -332,6 +341,8 @@ class GatedDelta(DeltaFamily):
         norm_eps: float = 1e-5,
     ) -> None:
         check_choices(forget=(forget, FORGETS))
+        if not gate and gate_by != "silu":
+            raise ValueError("gate_by is that of the output gate: set gate=True, or omit it")
         key_dim = per_head(width, heads, key_dim, ratio=0.75)
         super().__init__(
             width,
@@ -348,7 +359,8 @@ class GatedDelta(DeltaFamily):
             norm_eps=norm_eps,
         )
         if forget == "channel":
-            self.decay_in, self.decay = channel_decay(width, heads, self.key_dim, self.value_dim, timescales)
+            self.decay_in = LowRank(width, heads * self.key_dim, rank=self.value_dim)
+            self.decay = channel_decay(heads, self.key_dim, timescales)
 
 
 class DeltaProduct(DeltaFamily):

@@ -88,8 +88,10 @@ class Kda(DeltaFamily):
         )
         K, V = self.key_dim, self.value_dim
         self.gate = LowRank(width, heads * V, rank=V, bias=True)
-        self.decay_in, self.decay = channel_decay(width, heads, K, V, timescales)
-        if lower_bound is not None:
+        self.decay_in = LowRank(width, heads * K, rank=V)
+        if lower_bound is None:
+            self.decay = channel_decay(heads, K, timescales)
+        else:
             self.decay = BoundedDecay(heads, K, lower_bound)
 
 

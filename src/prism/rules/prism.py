@@ -89,8 +89,8 @@ class Prism(GatedDelta):
         erase: what is erased along k₁: `"tied"` as much as the first write adds (β₁), `"head"` a strength of its own,
             `"channel"` a strength for each channel of k₁, as in Gated DeltaNet-2, by a low-rank map.
         qkv_conv: whether q, k and v have the short convolution; the anchor has it in any case.
-        forget: what has a decay of its own: every `"head"`, or every `"channel"` of a head's keys, as in Kimi Delta
-            Attention.
+        forget: what has a decay of its own: every `"head"`, or every `"channel"` of a head's keys, by a low-rank map of
+            rank V, as in Kimi Delta Attention.
         gate_by: `"silu"` as in Gated DeltaNet, or `"sigmoid"`, which never changes the sign of what was read.
         timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
             in log, or `"drawn"`: at random, mostly from 1 to 100, as Gated DeltaNet is published.

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from prism.device import pick_device
+from prism.device import pick_device, skip_subnormals
 from prism.engine.context import Context
 from prism.train.settings import ParallelSettings
 
@@ -145,6 +145,7 @@ def joined(settings: ParallelSettings, device: str) -> Iterator[World]:
             f"parallel is {parallel}: start the run with torchrun, for example torchrun --nproc-per-node 2 -m prism …"
         )
     here = pick_device(device)
+    skip_subnormals()
     if here.type == "cuda":
         torch.cuda.set_device(here)
     if parallel == "none":

@@ -121,7 +121,10 @@ def _delta(config: dict[str, Any], p: dict[str, Tensor], x: Tensor, norm: Any) -
     beta = (x @ p["attn.b_proj.weight"].T).sigmoid() * (2 if config.get("allow_neg_eigval") else 1)
     g = -p["attn.A_log"].exp() * F.softplus(x @ p["attn.a_proj.weight"].T + p["attn.dt_bias"])
     o = norm(recurrence(q, k, v, beta, g), p["attn.o_norm.weight"]).flatten(-2)
-    return o * F.silu(x @ p["attn.g_proj.weight"].T) if config.get("use_gate", True) else o
+    if not config.get("use_gate", True):
+        return o
+    gate = x @ p["attn.g_proj.weight"].T
+    return o * (gate.sigmoid() if config.get("output_gate_activation") == "sigmoid" else F.silu(gate))
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "grouped value heads": {"num_v_heads": 6},
     "negative eigenvalues": {"allow_neg_eigval": True},
     "no gate": {"use_gate": False},
+    "gate by a sigmoid": {"output_gate_activation": "sigmoid"},
+    "gate by its other name": {"output_gate_activation": "silu"},
     "no convolution": {"use_short_conv": False},
     "two taps": {"conv_size": 2},
     "softmax": {"attn": ATTENTION},
@@ -118,7 +120,7 @@ def test_fla_has_these_tensors_and_defaults(tmp_path: Path) -> None:
     [
         ({"attnres_block_size": 2}, "attnres_block_size is 2 in its config.json, but our layers have no attention res"),
         ({"hidden_act": "powlu"}, "hidden_act is 'powlu' in its config.json, but our SwiGLU has SiLU"),
-        ({"output_gate_activation": "sigmoid"}, "output_gate_activation is 'sigmoid'.*but our output gate has SiLU"),
+        ({"output_gate_activation": "tanh"}, "output_gate_activation is 'tanh'.*but ours has SiLU or a sigmoid"),
         ({"conv_size": 1}, "conv_size is 1 in its config.json, but a short convolution of ours has at least 2 taps"),
         ({"attn": {**ATTENTION, "qkv_bias": True}}, "attn.qkv_bias is True.*has no biases"),
         ({"num_v_heads": 3}, "num_v_heads is 3.*not a multiple of num_heads \\(2\\)"),

@@ -56,6 +56,8 @@ DEFAULTS: dict[str, Any] = {
     "pad_token_id": None,
 }
 """Fields of fla's `GatedDeltaNetConfig` that decide what the model computes, with its defaults."""
+GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+"""fla's names of an output gate's activation, and ours."""
 
 
 def config_from(config: dict[str, Any], rule: str, extra: dict[str, Any]) -> PrismConfig:
@@ -65,8 +67,8 @@ def config_from(config: dict[str, Any], rule: str, extra: dict[str, Any]) -> Pri
         raise refuse("attnres_block_size", given["attnres_block_size"], "but our layers have no attention residuals")
     if given["hidden_act"] not in ("swish", "silu"):
         raise refuse("hidden_act", given["hidden_act"], "but our SwiGLU has SiLU")
-    if given["use_gate"] and given["output_gate_activation"] not in ("swish", "silu"):
-        raise refuse("output_gate_activation", given["output_gate_activation"], "but our output gate has SiLU")
+    if given["use_gate"] and given["output_gate_activation"] not in GATES:
+        raise refuse("output_gate_activation", given["output_gate_activation"], "but ours has SiLU or a sigmoid")
     if given["use_short_conv"] and given["conv_size"] < 2:
         raise refuse("conv_size", given["conv_size"], "but a short convolution of ours has at least 2 taps")
     options = {
@@ -74,6 +76,7 @@ def config_from(config: dict[str, Any], rule: str, extra: dict[str, Any]) -> Pri
         "value_dim": int(given["head_dim"] * given["expand_v"]),
         "conv_size": given["conv_size"] if given["use_short_conv"] else 1,
         "gate": bool(given["use_gate"]),
+        **({"gate_by": "sigmoid"} if given["use_gate"] and given["output_gate_activation"] == "sigmoid" else {}),
         "negative_eigenvalues": bool(given["allow_neg_eigval"]),
         "norm_eps": given["norm_eps"],
     }
@@ -145,6 +148,8 @@ def config_to(model: PrismForCausalLM, group: int, norm_eps: float | None = None
     if not config.intermediate_size:
         raise ValueError("intermediate_size is 0, but layers of flash-linear-attention have SwiGLUs")
     kept = source_of(config)
+    if GATES.get(before := kept.get("output_gate_activation", "")) == GATES[first["output_gate_activation"]]:
+        first["output_gate_activation"] = before  # which of two names it had
     heads = first.pop("heads")
     theirs = {
         "vocab_size": config.vocab_size,
@@ -180,6 +185,7 @@ def _sizes(rule: Any) -> dict[str, Any]:
         "head_dim": rule.key_dim,
         "expand_v": rule.value_dim / rule.key_dim,
         "use_gate": rule.gate is not None,
+        "output_gate_activation": "sigmoid" if rule.gate_by == "sigmoid" else "swish",
         "use_short_conv": rule.conv.size > 1,
         "conv_size": rule.conv.size,
         "allow_neg_eigval": rule.beta_scale != 1.0,
