@@ -43,13 +43,6 @@ def _quick_interpreter() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _usual_arithmetic() -> Iterator[None]:
-    """Subnormal numbers count again after a test that trained something."""
-    yield
-    torch.set_flush_denormal(False)
-
-
-@pytest.fixture(autouse=True)
 def _usual_signals() -> Iterator[None]:
     """Signals arrive, also where the shell ignores them for its children (nohup, `&` in a script)."""
     if threading.current_thread() is not threading.main_thread():

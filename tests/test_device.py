@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prism import device
-from prism.device import pick_device, skip_subnormals
+from prism.device import pick_device, without_subnormals
 
 
 @pytest.mark.parametrize("name", ["auto", "cpu", "meta"])
@@ -21,11 +21,13 @@ def test_numbers_that_make_a_cpu_slow_become_zero() -> None:
     torch.set_flush_denormal(False)
     tiny = torch.tensor([1e-30])
     assert (tiny * 1e-10).item() > 0
-    try:
-        skip_subnormals()
-        assert (tiny * 1e-10).item() == 0
-    finally:
-        torch.set_flush_denormal(False)
+    for _ in range(2):
+        with without_subnormals():
+            assert (tiny * 1e-10).item() == 0
+            with without_subnormals():
+                pass
+            assert (tiny * 1e-10).item() == 0
+        assert (tiny * 1e-10).item() > 0
 
 
 def test_each_process_of_torchrun_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -31,13 +32,18 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def skip_subnormals() -> None:
-    """Take subnormal numbers for zero on the CPU, in this thread and those that it starts from now on.
+@contextmanager
+def without_subnormals() -> Iterator[None]:
+    """Take subnormal numbers for zero on the CPU, in this thread and those that it starts; also as a decorator.
 
-    What a memory has almost forgotten becomes so small, and then every product with it takes many times as long. Trainings
-    call this; a library must not change a program's arithmetic when it loads a model.
+    What a memory has almost forgotten becomes so small, and then every product with it takes many times as long.
     """
+    before = bool(torch.tensor(1e-30) * 1e-10 == 0)  # torch cannot be asked
     torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
 
 
 def warn_if_crowded(say: Callable[[str], None]) -> None:

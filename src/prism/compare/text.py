@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from prism.device import pick_device, skip_subnormals
+from prism.device import pick_device, without_subnormals
 from prism.language.breakdown import RARE, WANTED, Breakdown, History, head_nats, training_counts
 from prism.language.corpus import Corpus, open_corpus
 from prism.language.lambada import lambada, read_passages
@@ -181,6 +181,7 @@ def state_size(model: nn.Module) -> int:
     return sum(part.state_size for part in model.modules() if isinstance(part, Mixer))
 
 
+@without_subnormals()
 def train_text(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
     """Train a language model and measure it.
 
@@ -256,7 +257,6 @@ def prepare(run: TextRun, corpus: Corpus) -> tuple[LanguageTask, Stepper]:
     given.check()
     task = LanguageTask(given, corpus, None, lambda _, vocab_size, end: build(run.model, vocab_size, end))
     world = World(pick_device(run.device))
-    skip_subnormals()
     model = task.build()
     if run.graph:
         check_graph(model, world.device, world.size)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.device import pick_device, skip_subnormals
+from prism.device import pick_device, without_subnormals
 from prism.nn import no_weight_decay
 from prism.probes.batches import Curriculum, Questions, held_out, is_asked, questions, training_batches
 from prism.probes.catalogue import build_task
@@ -109,13 +109,13 @@ def probe_job(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
     return train_probe(ProbeRun.from_plain(settings), report)
 
 
+@without_subnormals()
 def train_probe(run: ProbeRun, report: Report = lambda step, loss: None) -> dict[str, Any]:
     """Train and test one model; calls `report(step, loss)` now and then.
 
     Returns scores, ceilings and baselines by test label, the score on validation, the training curve, sizes and times.
     """
     device = pick_device(run.device)
-    skip_subnormals()
     torch.manual_seed(run.seed)
     tests, started = run.build_tests(), time.perf_counter()
     main = next(iter(tests))

@@ -24,17 +24,8 @@ from prism.engine.compat import is_unmodified
 from prism.engine.fused import Columns, Corrections, conv_columns, delta_columns, one_operator_serves
 from prism.engine.pieces import Convolution, products_serve
 from prism.engine.recompute import cheap
-from prism.engine.step_plan import DeltaPlan, Norm
-from prism.rules.parts import (
-    Carry,
-    LowRank,
-    ShortConv,
-    fused_linears,
-    is_plain_conv,
-    linear_groups,
-    map_plan,
-    recall_taps,
-)
+from prism.engine.step_plan import DeltaPlan
+from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan, recall_taps
 from prism.rules.parts.decays import DRAWN, SoftplusDecay, channel_decay
 from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.rule import (
@@ -51,16 +42,13 @@ from prism.rules.rule import (
 )
 
 RECALL = "recall"
-STARTS = (RECALL, DRAWN)
-FORGETS = ("head", "channel")
-GATES = ("silu", "sigmoid")
+STARTS, FORGETS, GATES = (RECALL, DRAWN), ("head", "channel"), ("silu", "sigmoid")
 
 
 class DeltaFamily(Rule):
     """Base of all rules that erase along the key they write.
 
-    The memory does not decay by default. `forget_gate` adds a decay per head; a subclass may set its own `decay_in` and
-    `decay`.
+    By default nothing decays; `forget_gate` adds a decay per head, and a subclass may set its own `decay_in` and `decay`.
 
     Args:
         start: `"drawn"`: weights start at random, as published. `"recall"`: an untrained layer already looks up and copies.
@@ -245,10 +233,8 @@ class DeltaFamily(Rule):
     def step_plan(self) -> DeltaPlan | None:
         maps = {name: map_plan(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}
         missing = any(plan is None and getattr(self, name) is not None for name, plan in maps.items())
-        if missing or not is_plain_conv(self.conv) or type(self.norm) is not HeadNorm:
-            return None
-        norm = self.norm.norm
-        if type(norm) is not nn.RMSNorm or norm.weight is None or norm.eps is None:
+        norm = self.norm.step_plan() if isinstance(self.norm, HeadNorm) else None
+        if missing or not is_plain_conv(self.conv) or norm is None:
             return None
         decay = self.decay.step_plan() if isinstance(self.decay, SoftplusDecay) else None
         if (decay is None) != (self.decay is None):
@@ -261,7 +247,7 @@ class DeltaFamily(Rule):
             taps=self.conv.weight,
             beta_scale=self.beta_scale,
             decay=decay,
-            norm=Norm(norm.weight, norm.eps),
+            norm=norm,
             gate_by=self.gate_by,
             **maps,  # type: ignore[arg-type]  # what must exist does
         )
@@ -359,16 +345,14 @@ class GatedDelta(DeltaFamily):
             norm_eps=norm_eps,
         )
         if forget == "channel":
-            self.decay_in = LowRank(width, heads * self.key_dim, rank=self.value_dim)
-            self.decay = channel_decay(heads, self.key_dim, timescales)
+            self.decay_in, self.decay = channel_decay(width, heads, self.key_dim, self.value_dim, timescales)
 
 
 class DeltaProduct(DeltaFamily):
     """DeltaProduct: several delta steps for every token.
 
     A product of n_h Householder-like factors can rotate, which a single one cannot: the transition of a token differs from
-    the decay by a matrix of rank up to n_h. β = 2σ by default, so that every factor can reflect. Other defaults are
-    DeltaNet's, with two steps per token.
+    the decay by a matrix of rank up to n_h. β = 2σ by default, so that every factor can reflect; else as DeltaNet.
 
     Args:
         householders: n_h, the number of delta steps of a token; 1 is DeltaNet (with `forget_gate`: Gated DeltaNet).

@@ -88,11 +88,10 @@ class Kda(DeltaFamily):
         )
         K, V = self.key_dim, self.value_dim
         self.gate = LowRank(width, heads * V, rank=V, bias=True)
-        self.decay_in = LowRank(width, heads * K, rank=V)
         if lower_bound is None:
-            self.decay = channel_decay(heads, K, timescales)
+            self.decay_in, self.decay = channel_decay(width, heads, K, V, timescales)
         else:
-            self.decay = BoundedDecay(heads, K, lower_bound)
+            self.decay_in, self.decay = LowRank(width, heads * K, V), BoundedDecay(heads, K, lower_bound)
 
 
 class Gdn2(Kda):

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from prism.device import pick_device, skip_subnormals
+from prism.device import pick_device, without_subnormals
 from prism.engine.context import Context
 from prism.train.settings import ParallelSettings
 
@@ -145,19 +145,19 @@ def joined(settings: ParallelSettings, device: str) -> Iterator[World]:
             f"parallel is {parallel}: start the run with torchrun, for example torchrun --nproc-per-node 2 -m prism …"
         )
     here = pick_device(device)
-    skip_subnormals()
     if here.type == "cuda":
         torch.cuda.set_device(here)
-    if parallel == "none":
-        yield World(device=here)
-        return
-    backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    try:
-        context = None if parts == 1 else Context(dist.new_subgroups(parts)[0])
-        yield World(here, dist.get_rank(), dist.get_world_size(), parallel, context)
-    finally:
-        dist.destroy_process_group()
+    with without_subnormals():
+        if parallel == "none":
+            yield World(device=here)
+            return
+        backend = "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        try:
+            context = None if parts == 1 else Context(dist.new_subgroups(parts)[0])
+            yield World(here, dist.get_rank(), dist.get_world_size(), parallel, context)
+        finally:
+            dist.destroy_process_group()
 
 
 def spread(build: Callable[[], nn.Module], initialize: Callable[[nn.Module], None], world: World) -> nn.Module:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.step_plan import DecayPlan
-from prism.rules.parts import at_least_float32, split_heads
+from prism.rules.parts import LowRank, at_least_float32, split_heads
 from prism.rules.rule import set_initial_weights
 
 DRAWN = "drawn"
@@ -118,9 +118,12 @@ class SoftplusDecay(nn.Module):
         return DecayPlan(self.A_log, self.dt_bias) if same else None
 
 
-def channel_decay(heads: int, key_dim: int, timescales: str | Sequence[float] = DRAWN) -> SoftplusDecay:
-    """The gate of a decay for every key channel, as in KDA."""
-    return SoftplusDecay(heads, key_dim, a_range=(1.0, 16.0), timescales=timescales)
+def channel_decay(
+    width: int, heads: int, key_dim: int, rank: int, timescales: str | Sequence[float] = DRAWN
+) -> tuple[LowRank, SoftplusDecay]:
+    """The map and the gate of a decay for every key channel, as in KDA."""
+    mapped = LowRank(width, heads * key_dim, rank)
+    return mapped, SoftplusDecay(heads, key_dim, a_range=(1.0, 16.0), timescales=timescales)
 
 
 def head_numbers(x: Tensor, heads: int) -> Tensor:

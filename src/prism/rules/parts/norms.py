@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from prism.engine import pieces
 from prism.engine.compat import is_unmodified
+from prism.engine.step_plan import Norm
 
 
 def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -26,6 +27,12 @@ class HeadNorm(nn.Module):
     def forward(self, o: Tensor, gate: Tensor | None = None) -> Tensor:
         o = rms_norm(self.norm, o).flatten(-2)
         return o if gate is None else o * gate
+
+    def step_plan(self) -> Norm | None:
+        """The norm's parameters; None for one that computes something else."""
+        norm = self.norm
+        same = type(self) is HeadNorm and type(norm) is nn.RMSNorm
+        return Norm(norm.weight, norm.eps) if same and norm.weight is not None and norm.eps is not None else None
 
 
 def gated_output(norm: HeadNorm, o: Tensor, gate: Tensor, out: nn.Module, by: str = "silu") -> Tensor:
