@@ -12,9 +12,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _UNIT = (
-    r"ms|[µμ]s|ns|s|(?:milli|micro)?seconds?|minutes?|hours?|%|per cent|times|fold|×(?! ?[\dA-Z])"
-    r"|(?:thousand |million )?(?:tokens|events|requests|users)(?:/s| a second| per second)"
-    r"|[KMGT]i?B(?:/s)?|[GTP]FLOP/s|nats"
+    r"ms|[µμ]s|ns|s|(?:milli|micro)?seconds?|min|minutes?|hours?|%|per ?cent|times|fold|x|×(?! ?[\dA-Z])"
+    r"|(?:k |thousand |million )?(?:tokens|events|requests|users)(?:/s| a second| per second)"
+    r"|[KMGT]i?B(?:/s)?|[GTP]FLOPs?(?:/s)?|nats"
 )
 _MEASURED = re.compile(
     rf"(?<![\w.,])(?:\d[\d,]*)?\.?\d+[ -]?(?:{_UNIT})(?!\w)"  # 2.16 ms, 110 times, 3.9-fold
