@@ -107,9 +107,11 @@ def gate_and_slope(g, BY_SIGMOID: tl.constexpr):
     """σ(g) or silu(g), and its derivative."""
     s = sigmoid(g)
     if BY_SIGMOID:
-        activated, slope = s, s * (1.0 - s)
+        activated = s
+        slope = s * (1.0 - s)
     else:
-        activated, slope = g * s, s * (1.0 + g * (1.0 - s))
+        activated = g * s
+        slope = s * (1.0 + g * (1.0 - s))
     return activated, slope
 
 
