@@ -87,7 +87,7 @@ def highlights(evidence: Evidence) -> str:
         first = by_budget(next(iter(better.values()))).values()
         said = ", and ".join(budget(pairs, lambda gain: number(gain.mean, 2)) for pairs in first)
         assert {pair.first.rule for pairs in better.values() for pair in pairs} <= {"kda", "gdn2"}, (
-            "see the next sentence"
+            "the item below describes KDA and Gated DeltaNet-2 only"
         )
         items.append(
             f"- **Rivals**: with the same start {names} {'are' if len(better) > 1 else 'is'} better than the default `prism`,"

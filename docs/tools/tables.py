@@ -4,7 +4,7 @@
 
 For figures whose raw results were not kept. The block of a table is `<!-- claims:table-NAME -->`; its name is the page, the
 heading above it and a number. `claims.py` writes and checks the blocks: change a figure in the JSON, not on the page. Give a
-new table the `command` and the `machine` that made it, in the JSON: a test refuses a table that nobody can measure again.
+new table the `command` and the `machine` that made it, in the JSON: a test refuses a table that cannot be measured again.
 """
 
 from __future__ import annotations
