@@ -98,3 +98,10 @@ def test_a_model_starts_with_them_and_its_configuration_keeps_them(tmp_path: obj
     again = PrismForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(again.model.layers[0].mixer.rule.decay.dt_bias, decay.dt_bias, rtol=0, atol=0)
     assert list(again.config.rule_options["prism"]["timescales"]) == [2, 16]
+
+
+@pytest.mark.parametrize(("name", "options"), [("kda", {}), ("gdn2", {}), ("gated_delta", {"forget": "channel"})])
+def test_rates_of_channels_are_drawn_from_1_to_16(name: str, options: dict[str, Any]) -> None:
+    """As Kimi Delta Attention is published; a decay per head is drawn from 0 to 16."""
+    rates = Mixer(name, 64, 64, key_dim=1, value_dim=1, **options).rule.decay.A_log.exp()
+    assert 1 <= rates.min() < 4 and 13 < rates.max() <= 16
