@@ -27,7 +27,7 @@ import headlines
 import recommending
 import serving
 from criteria import NOT_RUN, Finding, judge
-from evidence import ROOT, Evidence, Pair, default_start, equal_starts, is_prism, largest
+from evidence import GATES, ROOT, Evidence, Pair, default_start, equal_starts, is_prism, largest, ranks_with
 from evidence import ranks as ranks_of
 from verdicts import CLAIMS, networks
 from wording import number, paragraph, shown, table
@@ -109,9 +109,14 @@ def on_text(evidence: Evidence) -> str:
     if not pairs:
         return ""
     said = ", and ".join(budget(some, lambda gain: shown(gain, 3, sign=True)) for some in by_budget(pairs).values())
-    return (
-        f" On text rank 2 gains over rank 1 with the same start {said} ([claims](docs/claims.md#beats-gated-deltanet))."
-    )
+    found = f" On text rank 2 gains over rank 1 with the same start {said}."
+    for what, options in GATES.items():
+        if some := ranks_with(evidence, **options):
+            said = ", and ".join(
+                budget(each, lambda gain: shown(gain, 3, sign=True)) for each in by_budget(some).values()
+            )
+            found += f" Where both have {what}, it gains {said}."
+    return f"{found} [Claims](docs/claims.md#beats-gated-deltanet)."
 
 
 def as_rivals(evidence: Evidence) -> str:

@@ -30,6 +30,11 @@ LAMBADA = "LAMBADA"
 RECALL = ("mqar", "mqar_mix", "multi_pair", "needle")
 RATES = "rates"
 """The kind of runs on text at other learning rates (text_rates.toml): the same corpora again, which decide no claim."""
+GATES = {
+    "a sigmoid as output gate": {"gate_by": "sigmoid"},
+    "that gate and decays per channel": {"forget": "channel", "gate_by": "sigmoid"},
+}
+"""Options of Gated DeltaNet that PRISM shares, in which KDA differs from both."""
 RECOMMENDERS = {
     "sasrec": ("softmax", {}),
     "gated_delta": ("gated_delta", {}),
@@ -265,6 +270,12 @@ def ranks(evidence: Evidence, *kinds: str) -> list[Pair]:
         for ours, theirs in equal_starts(kind)[number : number + 1]
         for pair in evidence.pairs(is_prism(**ours), is_rule("gated_delta", **theirs), kind)
     ]
+
+
+def ranks_with(evidence: Evidence, **options: Any) -> list[Pair]:
+    """PRISM of rank 2 and its rank 1 on text, that start as the default does and both have these options."""
+    ours, theirs = equal_starts("text")[0]
+    return evidence.pairs(is_prism(**ours, **options), is_rule("gated_delta", **theirs, **options), "text")
 
 
 def default_start(pair: Pair) -> bool:

@@ -28,6 +28,7 @@ from criteria import (
 )
 from evidence import (
     ELSEWHERE,
+    GATES,
     RARE,
     Evidence,
     Pair,
@@ -38,6 +39,7 @@ from evidence import (
     is_rule,
     largest,
     ranks,
+    ranks_with,
 )
 from scripted import anchor, forgetting, parameters, rank
 from wording import brief, joined, paragraph, shown, table
@@ -134,8 +136,30 @@ def gated_delta(evidence: Evidence) -> Finding:
         "The default `prism` also starts otherwise than Gated DeltaNet is published, which is worth far more than the rank",
         "([an untrained layer that recalls](#an-untrained-layer-that-recalls)):",
     )
-    tables = [against(pairs), *([why, against(whole)] if whole else []), paragraph(*said), on_probes(evidence)]
+    tables = [against(pairs), with_gates(evidence), *([why, against(whole)] if whole else [])]
+    tables += [paragraph(*said), on_probes(evidence)]
     return Finding(verdict, both_ways(parts), joined(*tables))
+
+
+def with_gates(evidence: Evidence) -> str:
+    """Rank 2 and rank 1 on text where both have the output gate of KDA, and its decays too; empty without results."""
+    parts = []
+    for what, options in GATES.items():
+        pairs = ranks_with(evidence, **options)
+        better = sum(pair.gain.significant and pair.gain.mean > 0 for pair in pairs)
+        rows = [
+            [
+                f"{pair.first.task}, {pair.first.tokens / 1e6:.0f} M tokens, nats",
+                *(shown(group.score(seeds=pair.seeds), 4) for group in (pair.first, pair.second)),
+                shown(pair.gain, 4, sign=True),
+                str(pair.gain.count),
+            ]
+            for pair in pairs
+        ]
+        if rows:
+            said = f"Where both have {what}, rank 2 is better beyond two standard errors on {better} of {len(pairs)}:"
+            parts += [paragraph(said), table(["task", "rank 2", "rank 1", "better by", "seeds"], rows)]
+    return joined(*parts)
 
 
 def on_probes(evidence: Evidence) -> str:

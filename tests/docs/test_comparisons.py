@@ -12,7 +12,8 @@ from tests.docs.test_claims import CLAIMS, Evidence, as_built, claims, line, wri
 from tests.docs.test_pages import tool
 
 import comparisons  # isort: skip  # after test_claims, which makes docs/tools importable
-from evidence import is_prism, is_rule, largest, ranks  # isort: skip
+import verdicts  # isort: skip
+from evidence import is_prism, is_rule, largest, ranks, ranks_with  # isort: skip
 from verdicts import shows_no_difference  # isort: skip
 
 
@@ -165,6 +166,27 @@ def test_a_rival_leads_if_it_is_better_on_every_corpus(tmp_path: Path) -> None:
     evidence = write(tmp_path, *ours, *both, *worse, *kda[1:])
     assert claims.as_rivals(evidence).startswith("gains +.050 ± .000 nats a token on novels (30 M parameters")
     assert comparisons.ahead(evidence) == {} and "no rule is better than PRISM" in comparisons.rivals(evidence)
+
+
+def test_ranks_are_compared_with_equal_gates(tmp_path: Path) -> None:
+    """Rank 1 with another gate, or another start, is no rank 1 of a PRISM with a sigmoid gate."""
+    gate, drawn = {"gate_by": "sigmoid"}, {"timescales": "drawn", "start": "drawn"}
+
+    def runs(label: str, rule: str, nats: list[float], **options: Any) -> list[dict[str, Any]]:
+        settings = as_built(rule, **options)
+        return [line(label, seed, value, key=f"{label} {seed}", settings=settings) for seed, value in enumerate(nats)]
+
+    ours = runs("prism 2, sigmoid", "prism", [3.00, 3.02, 3.01], **gate)
+    others = [
+        *runs("gated_delta, recall", "gated_delta", [3.5] * 3),
+        *runs("gated_delta, sigmoid", "gated_delta", [3.6] * 3, **drawn, **gate),
+    ]
+    assert verdicts.with_gates(write(tmp_path, *ours, *others)) == ""
+    evidence = write(tmp_path, *ours, *others, *runs("alike", "gated_delta", [3.05, 3.06, 3.07], **gate))
+    assert [pair.second.label for pair in ranks_with(evidence, **gate)] == ["alike"]
+    said = " ".join(verdicts.with_gates(evidence).split())
+    assert "a sigmoid as output gate, rank 2 is better beyond two standard errors on 1 of 1" in said
+    assert "3.0100 ± .0058 | 3.0600 ± .0058 | +.0500 ± .0058 | 3 |" in said
 
 
 def probe(rule: str, score: float, task: str, seed: int = 0, **more: Any) -> dict[str, Any]:
