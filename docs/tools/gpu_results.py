@@ -101,6 +101,18 @@ def models() -> str:
     return joined(table(["model", "thousand tokens/s at 2K", "rank 2 makes", "peak memory"], cells), said)
 
 
+def channel_model() -> str:
+    """What decays per channel cost a whole model in training."""
+    rows = {row["model"]: row for row in read("gpu_models_channel")["training"]}
+    head, channel = rows["prism-2"], rows["prism-2-channel"]
+    speed, memory = (channel[what] / head[what] for what in ("tokens_per_second", "peak_bytes"))
+    return paragraph(
+        f"Decays per channel cost speed and memory: a model of {channel['parameters'] / 1e6:.0f} M parameters trains at",
+        f"{speed:.2f} of the speed of the default, with {memory:.1f} times its peak memory (H200,",
+        f"`{command('gpu_models_channel')}`).",
+    )
+
+
 def long_context() -> str:
     """How much of its speed rank 2 keeps from 2K to 128K tokens."""
     short, long = (row["tokens_per_second"] for row in read("gpu_models_128k")["training"])
@@ -180,6 +192,7 @@ def blocks() -> dict[str, Any]:
         "gpu-ranks": ranks,
         "gpu-channels": channels,
         "gpu-models": models,
+        "gpu-channel-model": channel_model,
         "gpu-long-context": long_context,
         "gpu-first-call": first_call,
         "gpu-accuracy": accuracy,
