@@ -95,7 +95,7 @@ def test_an_adapted_rule_is_prism_with_more_steps(negative_eigenvalues: bool) ->
     """With the same weights, up to rounding, padding and documents included."""
     torch.manual_seed(0)
     options = {"negative_eigenvalues": negative_eigenvalues}
-    prism = Mixer("prism", 16, 2, steps=3, rank=4, **options).double()
+    prism = Mixer("prism", 16, 2, steps=3, rank=4, gate_by="silu", **options).double()
     mixer = Mixer("gated_delta", 16, 2, **options).double()
     torch.nn.init.normal_(prism.rule.writes.scale)  # type: ignore[union-attr,arg-type]
     weights = prism.rule.state_dict()

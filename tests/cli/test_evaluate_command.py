@@ -109,7 +109,7 @@ class TestRuns:
     """A run folder stands for its newest model."""
 
     def text(self, run: Path, capsys: Captured) -> tuple[str, str]:
-        assert main(["generate", str(run), "--prompt", "9 bottles", "--max-new-tokens", "20"]) == 0
+        assert main(["generate", str(run), "--prompt", "9 bottles", "--max-new-tokens", "60"]) == 0
         captured = capsys.readouterr()
         return captured.out, captured.err
 

@@ -48,8 +48,8 @@ def test_rows_that_end_make_room(folder: Path) -> None:
     """With an end token of high probability rows end at different times, and no more than `batch` run at once."""
     lm = open_model(folder, "cpu")
     with torch.no_grad():
-        lm.model.lm_head.weight[lm.tokenizer.end] *= 12
-    sampling, together = Sampling(1.5), list[int]()
+        lm.model.lm_head.weight[lm.tokenizer.end] *= 20
+    sampling, together = Sampling(0.7), list[int]()
     prompts = [Prompt(index, text) for index, text in enumerate(TEXTS * 2)]
     found = list(continue_all(lm, prompts, 60, sampling, 1, 4, stepped=lambda rows: together.append(rows) or False))
     assert len(found) == len(prompts) and max(together) == 4

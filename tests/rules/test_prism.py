@@ -123,7 +123,8 @@ def test_lm_is_its_equations(steps: int, solver: str, residual: str) -> None:
         scale = p["writes.scale"]  # [L - 1, H, V]
         writes = [beta1[:, None] * v] + [scale[l, h] * beta[:, l : l + 1] * deltas[l] for l in range(n)]
         o, S = remember(T, alpha, beta1, [k1, *(keys[:, l] for l in range(n))], writes, q)
-        gate = F.silu(x @ p["gate.weight"][values].T)
+        opened = x @ p["gate.weight"][values].T
+        gate = opened.sigmoid() if steps > 1 else F.silu(opened)
         heads.append(rms(o, p["norm.norm.weight"]) * gate)
         memories.append(S)
     y, state = mixer(x.unsqueeze(0))

@@ -68,7 +68,7 @@ def loops(p: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Tensor:
                 S = S + torch.outer(gamma[l] * beta[t, l] * deltas[l][t], key)
             outputs.append(S @ q[t])
         gate = x @ p["gate.weight"][values].T
-        gate = gate.sigmoid() if options.get("gate_by") == "sigmoid" else F.silu(gate)
+        gate = F.silu(gate) if options.get("gate_by") == "silu" else gate.sigmoid()
         heads.append(rms(torch.stack(outputs), p["norm.norm.weight"]) * gate)
     return torch.cat(heads, -1) @ p["out.weight"].T
 
@@ -83,7 +83,7 @@ def loops(p: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Tensor:
         ("convolved", {"key_rank": 0}),
         ("rotated", {"scaling": "fixed", "step_scale": 0.5}),
         ("previous", {"erase": "channel"}),
-        ("own", {"forget": "channel", "gate_by": "sigmoid"}),
+        ("own", {"forget": "channel", "gate_by": "silu"}),
         ("orthogonal", {"forget": "channel", "erase": "channel"}),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_layer_subtracts_what_the_layer_below_has_read() -> None:
 def test_new_options_take_the_ordinary_way_in_decoding() -> None:
     """The kernel of a whole layer's token knows own and shared keys, one strength and maps of the anchor."""
     served = [{}, {"keys": "shared"}, {"scaling": "head"}, {"scaling": "fixed"}, {"up_std": 0.1}]
-    served += [{"qkv_conv": False}, {"forget": "channel"}, {"forget": "channel", "steps": 1}, {"gate_by": "sigmoid"}]
+    served += [{"qkv_conv": False}, {"forget": "channel"}, {"forget": "channel", "steps": 1}, {"gate_by": "silu"}]
     others = [
         *({"keys": keys} for keys in ("orthogonal", "convolved", "rotated", "previous")),
         *({"erase": erase} for erase in ("head", "channel")),
@@ -229,6 +229,24 @@ def test_the_second_halves_of_maps_start_as_asked() -> None:
     for name in ("key", "gain"):
         std = Mixer("prism", 256, 2, up_std=0.5).state_dict()[f"rule.writes.{name}.up.weight"].std()
         assert abs(std - 0.5) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "gate_by"),
+    [
+        ({}, "sigmoid"),
+        ({"steps": 4, "forget": "channel"}, "sigmoid"),
+        ({"step_scale": (1.0, 0.1)}, "sigmoid"),
+        ({"steps": 1}, "silu"),
+        ({"step_scale": 0}, "silu"),
+        ({"step_scale": 0.0, "gate_by": "sigmoid"}, "sigmoid"),
+        ({"steps": 1, "gate_by": "sigmoid"}, "sigmoid"),
+        ({"gate_by": "silu"}, "silu"),
+        ({"gate": False}, "silu"),
+    ],
+)
+def test_the_gate_is_gated_deltanet_s_where_the_layer_begins_as_it(options: dict[str, Any], gate_by: str) -> None:
+    assert Mixer("prism", 16, 2, **options).rule.gate_by == gate_by
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prism.cli.flags import given_settings, parse_settings
 from prism.language.model import started_from
-from prism.language.settings import Settings, preset
+from prism.language.settings import BLANK_RUN, Settings, preset
 from prism.language.task import train_lm
 from prism.messages import INTERRUPTED
 
@@ -22,4 +22,4 @@ def train(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> Settings:
     """Settings from the words after `prism train lm`."""
-    return parse_settings(arguments, "lm", Settings(), lambda name: preset(name or "tiny"))
+    return parse_settings(arguments, "lm", BLANK_RUN, lambda name: preset(name or "tiny"))

@@ -48,6 +48,7 @@ def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module
         eos_token_id=end,
         pad_token_id=end,
         norm_eps=1e-6 if settings.norm_eps is None else settings.norm_eps,
+        rule_defaults=settings.rule_defaults,
     )
     model = PrismForCausalLM(config)
     if settings.gradient_checkpointing:
@@ -83,6 +84,7 @@ def started_from(settings: Settings, given: Collection[str] = ()) -> Settings:
         intermediate_size=config.intermediate_size,
         tie_word_embeddings=config.tie_word_embeddings,
         norm_eps=config.norm_eps,
+        rule_defaults=config.rule_defaults,
         weights=folder,
     )
     return replace(settings, init=None, model=model, data=_with_tokenizer(settings.data, folder))

@@ -8,6 +8,7 @@ from pathlib import Path
 from prism.language.corpus import Recipe
 from prism.messages import did_you_mean
 from prism.overrides import train_command
+from prism.rules.options import RULE_DEFAULTS
 from prism.train.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -30,7 +31,9 @@ class ModelSettings(StackSettings):
     tie_word_embeddings: bool = True
     """Share one matrix between input and output embeddings."""
     norm_eps: float | None = None
-    """Epsilon of the norms between mixers and SwiGLUs. None: 1e-6."""
+    """Epsilon of the norms outside the mixers. None: 1e-6."""
+    rule_defaults: int = field(default=RULE_DEFAULTS, metadata={"min": 0})
+    """Defaults of rule options; 0: of version 0.1.0."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,10 @@ class Settings(RunSettings):
     def check(self) -> None:
         super().check()
         self.data.check()
+
+
+BLANK_RUN = Settings(model=ModelSettings(rule_defaults=0))
+"""What the stored settings of a run are applied to: those that it lacks came later, and are as they were before."""
 
 
 # Presets. Heads are 64 or 128 wide: the sizes at which the kernels are fastest.

@@ -188,6 +188,8 @@ class LanguageTask(TextTask):
         model = {f"model.{name}": value for name, value in to_plain(settings.model).items()}
         for name in ("weights", "gradient_checkpointing"):  # these may change
             del model[f"model.{name}"]
+        if not settings.model.rule_defaults:  # runs of version 0.1.0 have no such entry
+            del model["model.rule_defaults"]
         return {
             **model,
             "model.vocab_size": self.vocab_size,

@@ -11,6 +11,7 @@ from prism import rules
 from prism.engine.defaults import check_choice
 from prism.models.compat import warn_of_missing
 from prism.nn.pattern import LayerSpec, parse_layers
+from prism.rules.options import RULE_DEFAULTS
 
 
 class PrismConfig(PreTrainedConfig):
@@ -30,6 +31,8 @@ class PrismConfig(PreTrainedConfig):
         initializer_range: initial standard deviation of embeddings and linear maps; rules initialise their gates.
         tie_word_embeddings: whether input and output embeddings are one matrix.
         use_cache: whether a forward pass outside training returns its state.
+        rule_defaults: number of the defaults of rule options (`prism.rules.options.RULE_DEFAULTS`). A config.json without one
+            is of version 0.1.0, number 0: what it leaves open keeps the meaning that it had.
         form, backend: how every layer computes its memory, as in `prism.memory`; `"auto"` leaves the choice to
             `prism.engine.using` around the call, or to the engine.
     """
@@ -55,6 +58,7 @@ class PrismConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = True,
         use_cache: bool = True,
+        rule_defaults: int = RULE_DEFAULTS,
         form: str = "auto",
         backend: str = "auto",
         pad_token_id: int | None = None,
@@ -67,6 +71,10 @@ class PrismConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+        if rule_defaults not in range(RULE_DEFAULTS + 1):
+            raise ValueError(
+                f"rule_defaults must be 0 to {RULE_DEFAULTS}, got {rule_defaults!r}: a later version may have saved this model"
+            )
         check_choice(form, backend)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -80,6 +88,7 @@ class PrismConfig(PreTrainedConfig):
         self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
         self.use_cache = use_cache
+        self.rule_defaults = rule_defaults
         self.form = form
         self.backend = backend
         self.pad_token_id = pad_token_id
@@ -94,7 +103,15 @@ class PrismConfig(PreTrainedConfig):
     def layer_plan(self) -> list[LayerSpec]:
         """Every layer's rule and all of its options."""
         plan = parse_layers(self.layers, self.num_hidden_layers)
-        return [LayerSpec(rule, {**self.rule_options.get(rule, {}), **options}) for rule, options in plan]
+        chosen = [(rule, {**self.rule_options.get(rule, {}), **options}) for rule, options in plan]
+        if self.rule_defaults == RULE_DEFAULTS:
+            return [LayerSpec(rule, options) for rule, options in chosen]
+        return [LayerSpec(rule, rules.get(rule).with_defaults(self.rule_defaults, options)) for rule, options in chosen]
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """A configuration from the contents of a config.json; see `rule_defaults` for one of an earlier version."""
+        return super().from_dict({"rule_defaults": 0, **config_dict}, **kwargs)
 
     @property
     def constant_state(self) -> bool:
@@ -145,6 +162,8 @@ class PrismRecConfig(PrismConfig):
         grown_from: hash of the configuration before items were added; see grow.py.
         max_length: number of events per history in training. Not a limit; evaluation uses it as a default.
         embedding_scale: factor of the items' vectors in the input (not the output); √hidden_size in SASRec.
+        rule_defaults: as in `PrismConfig`; 0, so that PRISM's output gate is SiLU: a sigmoid is better on text, and was not
+            measured on events.
         kwargs: further arguments of `PrismConfig`: `rule_options`, `intermediate_size`, `dropout` (here also of the input),
             `initializer_range` …
     """
@@ -168,6 +187,7 @@ class PrismRecConfig(PrismConfig):
         grown_from: str | None = None,
         max_length: int = 200,
         embedding_scale: float = 1.0,
+        rule_defaults: int = 0,
         **kwargs: Any,
     ) -> None:
         sizes: dict[str, Any] = {"num_items": num_items, "max_length": max_length}
@@ -198,7 +218,9 @@ class PrismRecConfig(PrismConfig):
         self.max_length = max_length
         self.embedding_scale = embedding_scale
         kwargs.setdefault("pad_token_id", 0)
-        super().__init__(num_items + 1, hidden_size, num_heads, layers, num_hidden_layers, **kwargs)
+        super().__init__(
+            num_items + 1, hidden_size, num_heads, layers, num_hidden_layers, rule_defaults=rule_defaults, **kwargs
+        )
 
     def _get_generation_parameters(self) -> dict[str, Any]:
         """No generation parameters: transformers would take `max_length` for one and refuse to save it."""

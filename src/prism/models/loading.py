@@ -45,7 +45,7 @@ _IRRELEVANT = (
 """Entries of a configuration that do not affect what a model computes."""
 _SAMPLE = 1024
 """About how many numbers of a matrix are hashed."""
-_LATER = ("item_lists", "item_vectors", "user_features", "grown_from")
+_LATER = ("item_lists", "item_vectors", "user_features", "grown_from", "rule_defaults")
 """Entries that came later: without a value they are not hashed, so that states of earlier versions stay valid."""
 
 

@@ -14,6 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from prism.rules.rule import Rule
 
+RULE_DEFAULTS = 1
+"""Number of the defaults of rule options today. A saved model has the number of those that it was built with.
+
+    0   of version 0.1.0: the output gate of `prism` (preset `lm`) is SiLU
+    1   it is a sigmoid
+"""
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 

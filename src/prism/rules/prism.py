@@ -10,9 +10,9 @@ the input (the *anchor*) stands in for Sᵀk, and a linear map p_l of u for σ'.
 
 Presets. `paper` (`PaperPrism`) is the paper's layer: every map is a full linear map of u, r₁ = v - u, and all L writes come
 from the solver. `lm` (`Prism`, the default) is Gated DeltaNet plus L - 1 solver writes through low-rank maps. It has the
-same modules and state-dict names, so that L = 1 *is* Gated DeltaNet. rules/parts/writes.py has its writes 2 … L, with several
-choices of their keys. In the preset `lm` the erase can also have a strength of its own, and the decay can differ between
-the channels of a key, α_t then a diagonal matrix that acts first:
+same modules and state-dict names, so that L = 1 *is* Gated DeltaNet; with more writes its output gate is a sigmoid.
+rules/parts/writes.py has its writes 2 … L, with several choices of their keys. In the preset `lm` the erase can also have a
+strength of its own, and the decay can differ between the channels of a key, α_t then a diagonal matrix that acts first:
 
     tied      β₁ k₁ k₁ᵀ                head      ε k₁ k₁ᵀ, ε = σ(·)                channel      k₁ (ε ⊙ k₁)ᵀ
 
@@ -25,7 +25,7 @@ H·V = width (`paper`), or mapped to them by a low-rank W_u (`lm`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,7 +91,9 @@ class Prism(GatedDelta):
         qkv_conv: whether q, k and v have the short convolution; the anchor has it in any case.
         forget: what has a decay of its own: every `"head"`, or every `"channel"` of a head's keys, by a low-rank map of
             rank V, as in Kimi Delta Attention.
-        gate_by: `"silu"` as in Gated DeltaNet, or `"sigmoid"`, which never changes the sign of what was read.
+        gate_by: `"sigmoid"`, which never changes the sign of what was read, or `"silu"` as in Gated DeltaNet. None: a
+            sigmoid, but SiLU with steps=1 or step_scale=0, where the layer is Gated DeltaNet or begins as it. To compare
+            numbers of writes, give all of them one gate.
         timescales: tokens in which untrained heads forget by a factor e: two numbers, between which heads are spread evenly
             in log, or `"drawn"`: at random, mostly from 1 to 100, as Gated DeltaNet is published.
         norm_eps: epsilon of the norm of every head's output.
@@ -128,7 +130,7 @@ class Prism(GatedDelta):
         gate: bool = True,
         negative_eigenvalues: bool = False,
         forget: str = "head",
-        gate_by: str = "silu",
+        gate_by: str | None = None,
         timescales: str | Sequence[float] = (1.0, 1024.0),
         start: str = RECALL,
         norm_eps: float = 1e-5,
@@ -140,6 +142,8 @@ class Prism(GatedDelta):
         )
         if shared_key and keys not in ("own", "shared"):
             raise ValueError(f"shared_key=True is keys='shared', but keys is {keys!r}: give one of them")
+        if gate_by is None:
+            gate_by = "silu" if steps == 1 or step_scale == 0 or not gate else "sigmoid"
         super().__init__(
             width,
             heads,
@@ -201,6 +205,11 @@ class Prism(GatedDelta):
         """`preset` and the options of `lm`, which include all of `paper`."""
         preset = inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, default="lm", annotation="str")
         return {"preset": preset, **super().option_parameters()}
+
+    @classmethod
+    def with_defaults(cls, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        earlier = {"gate_by": "silu"} if number < 1 and options.get("preset", "lm") == "lm" else {}
+        return {**earlier, **options}
 
     def anchor(
         self, x: Tensor, carry: Carry, span: Span, u: Tensor | None = None

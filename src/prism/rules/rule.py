@@ -106,8 +106,7 @@ class Span:
     Args:
         mask: `[B, T]` bool, False is padding; real tokens first. None: all tokens are real.
         reset: `[B, T]` bool, True where a document starts. None: nowhere.
-        shared: a dict that is passed from layer to layer within one forward pass (RWKV-7's first value); None outside a
-            stack.
+        shared: a dict that layers of a stack pass on within one forward pass (RWKV-7's first value); None outside one.
         context: the processes over which the sequence is cut; this span is then one part of it. What a rule carries must
             come from the part before: through `previous`, `positions`, or an exchange that `exchanged` records.
     """
@@ -130,10 +129,8 @@ class Span:
         return None if self.reset is None else self.reset.long().cumsum(1)
 
     def previous(self, own: Tensor, first: Tensor | None) -> Tensor | None:
-        """What was carried to this span: `first`, but in a later part of a sequence, what the part before it ends with.
-
-        `own` is what this span ends with. It must follow from the span's own tokens.
-        """
+        """What was carried to this span: `first`, but in a later part of a sequence, what the part before it ends with. `own`
+        is what this span ends with; it must follow from the span's own tokens."""
         if self.context is None:
             return first
         self.exchanged.append(own)
@@ -284,6 +281,11 @@ class Rule(nn.Module):
             if name not in ("self", "width", "heads")
             and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
+
+    @classmethod
+    def with_defaults(cls, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options that mean today what `options` meant with the defaults `number` (see `prism.rules.options`)."""
+        return dict(options)
 
     @classmethod
     def with_sizes(cls, sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -294,8 +294,9 @@ def _to_prism_rule(source: Path, rule: str | None, extra: dict[str, Any], weight
     for index, (layer, built) in enumerate(zip(config.layer_plan, rules_of(on_meta(config)), strict=True)):
         chosen, options = layer.rule, dict(layer.options)
         if can_become_prism(built):
-            sizes = {"key_dim": built.key_dim, "value_dim": built.value_dim}  # the rules' defaults may differ
-            chosen, options = "prism", delta_options("prism", {**options, **sizes, "steps": 2}, extra)
+            # The rules' defaults may differ.
+            same = {"key_dim": built.key_dim, "value_dim": built.value_dim, "gate_by": built.gate_by}
+            chosen, options = "prism", delta_options("prism", {**options, **same, "steps": 2}, extra)
         elif layer.rule == "prism":
             raise ValueError(f"layer {index} of {source} is PRISM with {built.write_rank} writes already")
         layers.append({"rule": chosen, **options})

@@ -35,7 +35,7 @@ def refuse(field: str, value: Any, why: str) -> ValueError:
 def delta_options(rule: str, options: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     """The options of a Gated DeltaNet layer as those of `rule`, with `extra` options of PRISM.
 
-    PRISM starts with γ = 0, so that its further writes add nothing until they are trained.
+    PRISM starts with γ = 0, so that its further writes add nothing until they are trained, and with the layer's output gate.
     """
     if rule != "prism":
         return options
@@ -43,7 +43,7 @@ def delta_options(rule: str, options: dict[str, Any], extra: dict[str, Any]) -> 
     if options.get("conv_size") == 1:  # the anchor keeps its convolution
         del options["conv_size"]
         options["qkv_conv"] = False
-    return {**options, "step_scale": 0.0, **extra}
+    return {"gate_by": "silu", **options, "step_scale": 0.0, **extra}
 
 
 def our_config(
