@@ -27,7 +27,7 @@ import headlines
 import recommending
 import serving
 from criteria import NOT_RUN, Finding, judge
-from evidence import GATES, ROOT, Evidence, Pair, default_start, equal_starts, is_prism, largest, ranks_with
+from evidence import ROOT, SHARED, Evidence, Pair, default_start, equal_starts, is_prism, largest, ranks_with
 from evidence import ranks as ranks_of
 from verdicts import CLAIMS, networks
 from wording import number, paragraph, shown, table
@@ -89,10 +89,12 @@ def highlights(evidence: Evidence) -> str:
         assert {pair.first.rule for pairs in better.values() for pair in pairs} <= {"kda", "gdn2"}, (
             "the item below describes KDA and Gated DeltaNet-2 only"
         )
+        several = len(better) > 1
         items.append(
-            f"- **Rivals**: with the same start {names} {'are' if len(better) > 1 else 'is'} better than the default `prism`,"
-            f" the first of them by {said}. They forget per channel and have a sigmoid as output gate; `prism` can have both"
-            f" (`forget`, `gate_by`), which {as_rivals(evidence)} ([claims](docs/claims.md#rivals-with-the-same-start))."
+            f"- **Rivals**: with the same start {names} {'are' if several else 'is'} better than the default `prism`,"
+            f" {'the first of them ' * several}by {said}. {'They forget' if several else 'It forgets'} per channel, which"
+            f' `prism` can too (`forget="channel"`): that {as_rivals(evidence)}'
+            " ([claims](docs/claims.md#rivals-with-the-same-start))."
         )
     if gain := comparisons.learning_gain(evidence):
         items.append(
@@ -110,7 +112,7 @@ def on_text(evidence: Evidence) -> str:
         return ""
     said = ", and ".join(budget(some, lambda gain: shown(gain, 3, sign=True)) for some in by_budget(pairs).values())
     found = f" On text rank 2 gains over rank 1 with the same start {said}."
-    for what, options in GATES.items():
+    for what, options in SHARED.items():
         if some := ranks_with(evidence, **options):
             said = ", and ".join(
                 budget(each, lambda gain: shown(gain, 3, sign=True)) for each in by_budget(some).values()
@@ -120,9 +122,9 @@ def on_text(evidence: Evidence) -> str:
 
 
 def as_rivals(evidence: Evidence) -> str:
-    """What PRISM gains that forgets per channel and has a sigmoid as gate: the end of a sentence."""
+    """What PRISM gains that forgets per channel: the end of a sentence."""
     default, _ = equal_starts("text")[0]
-    pairs = evidence.pairs(is_prism(**default, forget="channel", gate_by="sigmoid"), is_prism(**default), "text")
+    pairs = evidence.pairs(is_prism(**default, forget="channel"), is_prism(**default), "text")
     said = ", and ".join(budget(some, lambda gain: shown(gain, 3, sign=True)) for some in by_budget(pairs).values())
     return f"gains {said}" if said else "is not measured on text yet"
 

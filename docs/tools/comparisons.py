@@ -114,8 +114,9 @@ def lead(pairs: list[Pair]) -> str:
 
 
 def start_pairs(evidence: Evidence) -> list[Pair]:
-    """Gated DeltaNet with PRISM's start, and as published."""
-    return evidence.pairs(is_rule("gated_delta", **equal_starts("text")[0][1]), is_rule("gated_delta"), "text")
+    """Gated DeltaNet with PRISM's start, and as published; both with SiLU as output gate."""
+    _, (_, recalls), *_ = equal_starts("text")
+    return evidence.pairs(is_rule("gated_delta", **recalls), is_rule("gated_delta"), "text")
 
 
 def rival_pairs(evidence: Evidence) -> list[Pair]:
@@ -201,14 +202,18 @@ def choices(evidence: Evidence) -> str:
 
 
 def default_of(group: Group) -> dict[str, Any]:
-    """The start of the PRISM that a choice is compared with: the choice's own. A choice that *is* another start, or other
-    timescales, is compared with what it replaces."""
-    default, spread, drawn = (ours for ours, _ in equal_starts("text"))
-    if is_prism(**spread)(group) or is_prism(**drawn)(group):
-        return default
-    if group.options.get("timescales") == "drawn" or group.options.get("preset") == "paper":  # that has no other start
+    """The start and gate of the PRISM that a choice is compared with: the choice's own. A choice that *is* another start,
+    other timescales or another gate is compared with what it replaces."""
+    default, silu, spread, drawn = (ours for ours, _ in equal_starts("text"))
+    if group.options.get("preset") == "paper":  # that has no other start
         return drawn
-    return spread if group.options.get("start") == "drawn" else default
+    if group.options.get("gate_by") != "silu" or is_prism(**silu)(group):
+        return default
+    if is_prism(**spread)(group) or is_prism(**drawn)(group):
+        return silu
+    if group.options.get("timescales") == "drawn":
+        return drawn
+    return spread if group.options.get("start") == "drawn" else silu
 
 
 def rates(evidence: Evidence) -> str:

@@ -30,17 +30,16 @@ LAMBADA = "LAMBADA"
 RECALL = ("mqar", "mqar_mix", "multi_pair", "needle")
 RATES = "rates"
 """The kind of runs on text at other learning rates (text_rates.toml): the same corpora again, which decide no claim."""
-GATES = {
-    "a sigmoid as output gate": {"gate_by": "sigmoid"},
-    "that gate and decays per channel": {"forget": "channel", "gate_by": "sigmoid"},
-}
-"""Options of Gated DeltaNet that PRISM shares, in which KDA differs from both."""
+SILU = {"gate_by": "silu"}
+"""The output gate of Gated DeltaNet as published, and of PRISM before its default became a sigmoid."""
+SHARED = {"SiLU as output gate": SILU, "decays per channel": {"forget": "channel"}}
+"""Options that PRISM shares with Gated DeltaNet, and with which both were compared."""
 RECOMMENDERS = {
     "sasrec": ("softmax", {}),
     "gated_delta": ("gated_delta", {}),
     "prism-1": ("gated_delta", {"timescales": [1, 1024]}),
-    "prism-2": ("prism", {"steps": 2}),
-    "prism-3": ("prism", {"steps": 3}),
+    "prism-2": ("prism", {"steps": 2, **SILU}),  # the default of recommenders
+    "prism-3": ("prism", {"steps": 3, **SILU}),
 }
 
 
@@ -143,19 +142,25 @@ Test = Callable[[Group], bool]
 
 
 def equal_starts(kind: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Options of PRISM and of Gated DeltaNet with which both start alike: the default first, then those of older runs.
+    """Options of PRISM and of Gated DeltaNet with which both start alike, with the same output gate: the default first, then
+    those of older runs: with SiLU, with drawn weights too, and with drawn decays too.
 
     The models of synthetic tasks have the convolution in front of the mixer, where the option `start` does nothing.
     """
-    spread, drawn = {"timescales": [1, 1024]}, {"timescales": "drawn"}
+    spread, drawn, sigmoid = {"timescales": [1, 1024]}, {"timescales": "drawn"}, {"gate_by": "sigmoid"}
     if kind != "text":
-        return [({}, spread), (drawn, {})]
-    weights = {"start": "drawn"}
-    return [({}, {**spread, "start": "recall"}), (weights, spread), ({**drawn, **weights}, {})]
+        return [({}, {**spread, **sigmoid}), (SILU, spread), ({**SILU, **drawn}, {})]
+    recall, weights = {"start": "recall"}, {"start": "drawn"}
+    return [
+        ({}, {**spread, **recall, **sigmoid}),
+        (SILU, {**spread, **recall}),
+        ({**SILU, **weights}, spread),
+        ({**SILU, **drawn, **weights}, {}),
+    ]
 
 
 def is_default(group: Group) -> bool:
-    """PRISM as `prism` builds it, or with L = 2 spelled out; with an older start where that was not run."""
+    """PRISM as `prism` builds it, or with L = 2 spelled out; with an older start or gate where that was not run."""
     options = {name: value for name, value in group.options.items() if (name, value) != ("steps", 2)}
     return group.rule == "prism" and options in [ours for ours, _ in equal_starts(group.kind)]
 
@@ -265,7 +270,7 @@ def ranks(evidence: Evidence, *kinds: str) -> list[Pair]:
     """PRISM of rank 2 and Gated DeltaNet, its rank 1, that start alike: only the rank differs. The default start first."""
     return [
         pair
-        for number in range(3)
+        for number in range(4)
         for kind in kinds
         for ours, theirs in equal_starts(kind)[number : number + 1]
         for pair in evidence.pairs(is_prism(**ours), is_rule("gated_delta", **theirs), kind)
@@ -274,13 +279,15 @@ def ranks(evidence: Evidence, *kinds: str) -> list[Pair]:
 
 def ranks_with(evidence: Evidence, **options: Any) -> list[Pair]:
     """PRISM of rank 2 and its rank 1 on text, that start as the default does and both have these options."""
-    ours, theirs = equal_starts("text")[0]
-    return evidence.pairs(is_prism(**ours, **options), is_rule("gated_delta", **theirs, **options), "text")
+    ours, theirs = ({**start, **options} for start in equal_starts("text")[0])
+    if theirs.get("gate_by") == "silu":  # as published: plans do not write it
+        del theirs["gate_by"]
+    return evidence.pairs(is_prism(**ours), is_rule("gated_delta", **theirs), "text")
 
 
 def default_start(pair: Pair) -> bool:
-    """Whether PRISM has no option that says how it starts."""
-    return not {"timescales", "start"} & pair.first.options.keys()
+    """Whether PRISM has no option that says how it starts, nor another output gate."""
+    return not {"timescales", "start", "gate_by"} & pair.first.options.keys()
 
 
 def _words(result: dict[str, Any]) -> dict[str, float]:

@@ -28,8 +28,8 @@ from criteria import (
 )
 from evidence import (
     ELSEWHERE,
-    GATES,
     RARE,
+    SHARED,
     Evidence,
     Pair,
     default_start,
@@ -142,9 +142,9 @@ def gated_delta(evidence: Evidence) -> Finding:
 
 
 def with_gates(evidence: Evidence) -> str:
-    """Rank 2 and rank 1 on text where both have the output gate of KDA, and its decays too; empty without results."""
+    """Rank 2 and rank 1 on text where both have another output gate, or decays per channel; empty without results."""
     parts = []
-    for what, options in GATES.items():
+    for what, options in SHARED.items():
         pairs = ranks_with(evidence, **options)
         better = sum(pair.gain.significant and pair.gain.mean > 0 for pair in pairs)
         rows = [

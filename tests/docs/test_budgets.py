@@ -63,14 +63,16 @@ def test_scores_of_seed_0_alone_are_shown(tmp_path: Path) -> None:
 
 
 def test_the_lead_of_a_start_is_told_for_each_budget(tmp_path: Path) -> None:
-    def published(seed: int, score: float, tokens: int) -> dict[str, Any]:
-        given = trained("gated_delta", seed, score, tokens) | {"rule": "published", "key": f"{seed} {tokens}"}
-        given["settings"] = {**given["settings"], "model": {"layers": "gated_delta", "rule_options": {}}}
+    def run(name: str, seed: int, score: float, tokens: int) -> dict[str, Any]:
+        given = trained("gated_delta", seed, score, tokens) | {"rule": name, "key": f"{name} {seed} {tokens}"}
+        options = {"timescales": [1, 1024], "start": "recall"} if name == "recall" else {}
+        given["settings"] |= {"model": {"layers": "gated_delta", "rule_options": {"gated_delta": options}}}
         return given
 
-    short = [trained("gated_delta", 0, 3.0, 33_000_000), published(0, 3.5, 33_000_000)]
-    short += [trained("gated_delta", 1, 3.0, 33_000_000), published(1, 4.0, 33_000_000)]  # a seed that the other lacks
-    long = [trained("gated_delta", 0, 2.5, 66_000_000), published(0, 2.75, 66_000_000)]
+    short = [run("recall", 0, 3.0, 33_000_000), run("published", 0, 3.5, 33_000_000)]
+    short += [run("recall", 1, 3.0, 33_000_000), run("published", 1, 4.0, 33_000_000)]  # a seed that the other lacks
+    long = [run("recall", 0, 2.5, 66_000_000), run("published", 0, 2.75, 66_000_000)]
+    short += [trained("gated_delta", 0, 2.0, 33_000_000)]  # with another output gate: not the start alone
     found = comparisons.recall_start(stored(tmp_path, short=short, long=long)).replace("\n", " ")
     assert "it is .50 after 33 M tokens and .25 after 66 M on novels (1 seed)." in found
     assert "| novels, 66 M tokens | 2.500 | 2.750 | +.250 | 1 |" in found

@@ -290,27 +290,36 @@ def test_the_largest_comparison_decides(tmp_path: Path) -> None:
 
 
 def as_built(rule: str, **options: Any) -> dict[str, Any]:
-    """Settings of a model that starts as PRISM does, unless options say otherwise."""
-    spread = {"timescales": [1, 1024], "start": "recall"} if rule == "gated_delta" else {}
-    return {"model": {"layers": rule, "rule_options": {rule: {**spread, **options}}}}
+    """Settings of a model that starts as PRISM does, with its output gate, unless options say otherwise."""
+    alike = {"timescales": [1, 1024], "start": "recall", "gate_by": "sigmoid"} if rule == "gated_delta" else {}
+    return {"model": {"layers": rule, "rule_options": {rule: {**alike, **options}}}}
 
 
 def test_ranks_are_compared_with_equal_starts(tmp_path: Path) -> None:
-    drawn = {"timescales": "drawn", "start": "drawn"}
-    published = {"model": {"layers": "gated_delta", "rule_options": {"gated_delta": {}}}}
+    silu = {"gate_by": "silu"}
+
+    def rank_1(**options: Any) -> dict[str, Any]:
+        return {"model": {"layers": "gated_delta", "rule_options": {"gated_delta": options}}}
+
     runs = {
         "prism": as_built("prism"),
-        "drawn": as_built("prism", steps=2, **drawn),
-        "weights": as_built("prism", start="drawn"),
-        "recall": as_built("gated_delta"),
-        "spread": {"model": {"layers": "gated_delta", "rule_options": {"gated_delta": {"timescales": [1, 1024]}}}},
-        "published": published,
+        "silu": as_built("prism", **silu),
+        "weights": as_built("prism", start="drawn", **silu),
+        "drawn": as_built("prism", steps=2, timescales="drawn", start="drawn", **silu),
+        "drawn, sigmoid": as_built("prism", timescales="drawn", start="drawn"),  # no rank 1 starts so
+        "alike": as_built("gated_delta"),
+        "recall": rank_1(timescales=[1, 1024], start="recall"),
+        "spread": rank_1(timescales=[1, 1024]),
+        "published": rank_1(),
     }
     evidence = write(tmp_path, *(line(label, 0, 3.0, settings=settings) for label, settings in runs.items()))
     found = [(pair.first.label, pair.second.label) for pair in ranks(evidence, "text")]
-    assert found == [("prism", "recall"), ("weights", "spread"), ("drawn", "published")]
+    assert found == [("prism", "alike"), ("silu", "recall"), ("weights", "spread"), ("drawn", "published")]
     (pair,) = evidence.pairs(is_default, is_rule("gated_delta"), "text")
     assert pair.first.label == "prism"  # an older start only where the default was not run
+    evidence = write(tmp_path, *(line(label, 0, 3.0, settings=runs[label]) for label in ("drawn", "silu", "published")))
+    (pair,) = evidence.pairs(is_default, is_rule("gated_delta"), "text")
+    assert pair.first.label == "silu"
 
 
 def test_layers_and_optimizer_tell_rules_apart(tmp_path: Path) -> None:

@@ -105,15 +105,18 @@ def test_enough_seeds_come_before_size(tmp_path: Path) -> None:
 
 
 def test_a_choice_is_compared_with_the_prism_that_starts_alike(tmp_path: Path) -> None:
+    silu = {"gate_by": "silu"}
     drawn = {"timescales": "drawn", "start": "drawn"}
     runs = {
         "default": (as_built("prism", steps=2), 3.0),
         "three": (as_built("prism", steps=3), 3.02),
-        "long": (as_built("prism", timescales=[1, 4096]), 2.99),
-        "weights": (as_built("prism", start="drawn"), 3.2),
-        "short": (as_built("prism", start="drawn", timescales=[4, 256]), 3.21),
-        "old": (as_built("prism", steps=2, **drawn), 3.3),
-        "old three": (as_built("prism", steps=3, **drawn), 3.25),
+        "drawn, sigmoid": (as_built("prism", **drawn), 3.3),
+        "silu": (as_built("prism", **silu), 3.1),
+        "long": (as_built("prism", timescales=[1, 4096], **silu), 3.09),
+        "weights": (as_built("prism", start="drawn", **silu), 3.2),
+        "short": (as_built("prism", start="drawn", timescales=[4, 256], **silu), 3.21),
+        "old": (as_built("prism", steps=2, **drawn, **silu), 3.3),
+        "old three": (as_built("prism", steps=3, **drawn, **silu), 3.25),
         "paper": (as_built("prism", preset="paper"), 3.4),
     }
     lines = []
@@ -128,7 +131,8 @@ def test_a_choice_is_compared_with_the_prism_that_starts_alike(tmp_path: Path) -
         for part in tables
     ]
     assert found == [
-        ("default", [["| long", "+.010"], ["| three", "−.020"], ["| weights", "−.200"], ["| old", "−.300"]]),
+        ("default", [["| three", "−.020"], ["| silu", "−.100"], ["| drawn, sigmoid", "−.300"]]),
+        ("silu", [["| long", "+.010"], ["| weights", "−.100"], ["| old", "−.200"]]),
         ("weights", [["| short", "−.010"]]),
         ("old", [["| old three", "+.050"], ["| paper", "−.100"]]),
     ]
@@ -161,7 +165,7 @@ def test_a_rival_leads_if_it_is_better_on_every_corpus(tmp_path: Path) -> None:
     assert "**Better than PRISM on every corpus, with the same start: kda.**" in said
     assert "| novels, 33 M tokens, product, ours | 2.900 | 3.010 ± .010 | +.100 | 1 |" in said
     assert claims.as_rivals(evidence) == "is not measured on text yet"
-    both = runs("both", "prism", [2.95, 2.97], "novels", forget="channel", gate_by="sigmoid")
+    both = runs("both", "prism", [2.95, 2.97], "novels", forget="channel")
     worse = runs("kda, ours", "kda", [3.1], "novels", **start)
     evidence = write(tmp_path, *ours, *both, *worse, *kda[1:])
     assert claims.as_rivals(evidence).startswith("gains +.050 ± .000 nats a token on novels (30 M parameters")
@@ -169,33 +173,35 @@ def test_a_rival_leads_if_it_is_better_on_every_corpus(tmp_path: Path) -> None:
 
 
 def test_ranks_are_compared_with_equal_gates(tmp_path: Path) -> None:
-    """Rank 1 with another gate, or another start, is no rank 1 of a PRISM with a sigmoid gate."""
-    gate, drawn = {"gate_by": "sigmoid"}, {"timescales": "drawn", "start": "drawn"}
+    """Rank 1 with another gate, or another start, is no rank 1 of a PRISM with SiLU as its gate."""
+    gate, drawn = {"gate_by": "silu"}, {"timescales": "drawn", "start": "drawn"}
+    recalls = {"timescales": [1, 1024], "start": "recall"}
 
     def runs(label: str, rule: str, nats: list[float], **options: Any) -> list[dict[str, Any]]:
-        settings = as_built(rule, **options)
+        settings = {"model": {"layers": rule, "rule_options": {rule: options}}}
         return [line(label, seed, value, key=f"{label} {seed}", settings=settings) for seed, value in enumerate(nats)]
 
-    ours = runs("prism 2, sigmoid", "prism", [3.00, 3.02, 3.01], **gate)
+    ours = runs("prism 2, SiLU", "prism", [3.00, 3.02, 3.01], **gate)
     others = [
-        *runs("gated_delta, recall", "gated_delta", [3.5] * 3),
-        *runs("gated_delta, sigmoid", "gated_delta", [3.6] * 3, **drawn, **gate),
+        *runs("gated_delta, sigmoid", "gated_delta", [3.5] * 3, gate_by="sigmoid", **recalls),
+        *runs("gated_delta", "gated_delta", [3.6] * 3),
+        *runs("gated_delta, drawn", "gated_delta", [3.6] * 3, **drawn),
     ]
     assert verdicts.with_gates(write(tmp_path, *ours, *others)) == ""
-    evidence = write(tmp_path, *ours, *others, *runs("alike", "gated_delta", [3.05, 3.06, 3.07], **gate))
+    evidence = write(tmp_path, *ours, *others, *runs("alike", "gated_delta", [3.05, 3.06, 3.07], **recalls))
     assert [pair.second.label for pair in ranks_with(evidence, **gate)] == ["alike"]
     said = " ".join(verdicts.with_gates(evidence).split())
-    assert "a sigmoid as output gate, rank 2 is better beyond two standard errors on 1 of 1" in said
+    assert "SiLU as output gate, rank 2 is better beyond two standard errors on 1 of 1" in said
     assert "3.0100 ± .0058 | 3.0600 ± .0058 | +.0500 ± .0058 | 3 |" in said
 
 
 def probe(rule: str, score: float, task: str, seed: int = 0, **more: Any) -> dict[str, Any]:
     """A line of a synthetic task with two pairs a token, in which one of 16 values is right."""
-    spread = {"timescales": [1, 1024]} if rule == "gated_delta" else {}
+    alike = {"timescales": [1, 1024], "gate_by": "sigmoid"} if rule == "gated_delta" else {}
     settings = {
         "task": "multi_pair",
         "task_options": {"pairs_per_token": 2},
-        "model": {"rule": rule, "options": spread},
+        "model": {"rule": rule, "options": alike},
     }
     result = {
         "scores": {"": score},
@@ -223,7 +229,9 @@ def test_guessing_among_the_pairs_of_a_token_is_not_learning(
     tmp_path: Path, ours: float, theirs: float, counts: bool
 ) -> None:
     evidence = write(tmp_path, probe("prism", ours, "two"), probe("gated_delta", theirs, "two"))
-    (pair,) = evidence.pairs(is_rule("prism"), is_rule("gated_delta", timescales=[1, 1024]), "recall")
+    (pair,) = evidence.pairs(
+        is_rule("prism"), is_rule("gated_delta", timescales=[1, 1024], gate_by="sigmoid"), "recall"
+    )
     assert shows_no_difference(pair) is not counts
 
 
