@@ -33,7 +33,7 @@ from verdicts import CLAIMS, networks
 from wording import number, paragraph, shown, table
 
 import tables as stored_tables
-from prism.compare.statistics import Estimate
+from prism.compare.statistics import FEWEST, Estimate
 
 _BLOCK = re.compile(r"(<!-- claims:([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -77,24 +77,9 @@ def highlights(evidence: Evidence) -> str:
         " CUDA-graph decoding is built in.",
     ]
     if starts := comparisons.start_pairs(evidence):
-        said = ", and ".join(budget(pairs, lambda gain: number(gain.mean, 2)) for pairs in by_budget(starts).values())
         items.append(
             "- **Recall from the first step**: with the start of `prism`, a Gated DeltaNet saves, over its published start and"
-            f" at equal cost, {said} ([claims](docs/claims.md#an-untrained-layer-that-recalls))."
-        )
-    if better := comparisons.ahead(evidence):
-        names = " and ".join(f"`{label.partition(',')[0]}`" for label in better)
-        first = by_budget(next(iter(better.values()))).values()
-        said = ", and ".join(budget(pairs, lambda gain: number(gain.mean, 2)) for pairs in first)
-        assert {pair.first.rule for pairs in better.values() for pair in pairs} <= {"kda", "gdn2"}, (
-            "the item below describes KDA and Gated DeltaNet-2 only"
-        )
-        several = len(better) > 1
-        items.append(
-            f"- **Rivals**: with the same start {names} {'are' if several else 'is'} better than the default `prism`,"
-            f" {'the first of them ' * several}by {said}. {'They forget' if several else 'It forgets'} per channel, which"
-            f' `prism` can too (`forget="channel"`): that {as_rivals(evidence)}'
-            " ([claims](docs/claims.md#rivals-with-the-same-start))."
+            f" at equal cost, {at_most_tokens(starts, 2)} ([claims](docs/claims.md#an-untrained-layer-that-recalls))."
         )
     if gain := comparisons.learning_gain(evidence):
         items.append(
@@ -102,31 +87,46 @@ def highlights(evidence: Evidence) -> str:
             f" steps of rank 1 ({gain[1]} seeds, [claims](docs/claims.md#how-fast-a-rank-2-task-is-learned))."
             f"{on_text(evidence)}"
         )
+    if per_channel := channels(evidence):
+        items.append(per_channel)
     return "\n".join(paragraph(item, indent="  ") for item in items)
 
 
 def on_text(evidence: Evidence) -> str:
     """A sentence on what rank 2 saves on text over rank 1 that starts alike; empty without results."""
     pairs = [pair for pair in ranks_of(evidence, "text") if default_start(pair)]
-    if not pairs:
-        return ""
-    said = ", and ".join(budget(some, lambda gain: shown(gain, 3, sign=True)) for some in by_budget(pairs).values())
-    found = f" On text rank 2 gains over rank 1 with the same start {said}."
-    for what, options in SHARED.items():
-        if some := ranks_with(evidence, **options):
-            said = ", and ".join(
-                budget(each, lambda gain: shown(gain, 3, sign=True)) for each in by_budget(some).values()
-            )
-            found += f" Where both have {what}, it gains {said}."
-    return f"{found} [Claims](docs/claims.md#beats-gated-deltanet)."
+    said = f" On text it saves {at_most_tokens(pairs)}, over rank 1 with the same start and gate"
+    return f"{said} ([claims](docs/claims.md#beats-gated-deltanet))." if pairs else ""
 
 
-def as_rivals(evidence: Evidence) -> str:
-    """What PRISM gains that forgets per channel: the end of a sentence."""
+def channels(evidence: Evidence) -> str:
+    """README's item on decays per channel: what they gain, what rank 2 then adds, and the rivals that have them."""
     default, _ = equal_starts("text")[0]
     pairs = evidence.pairs(is_prism(**default, forget="channel"), is_prism(**default), "text")
-    said = ", and ".join(budget(some, lambda gain: shown(gain, 3, sign=True)) for some in by_budget(pairs).values())
-    return f"gains {said}" if said else "is not measured on text yet"
+    if not pairs:
+        return ""
+    said = (
+        f'- **Decays per channel**: `forget="channel"` saves {at_most_tokens(pairs)}, at a price in speed and memory.'
+    )
+    if ranks := ranks_with(evidence, **SHARED["decays per channel"]):
+        unclear = not any(pair.gain.significant for pair in ranks)
+        said += f" Rank 2 then adds {at_most_tokens(ranks)}{', within two standard errors of nothing' * unclear}."
+    if better := comparisons.ahead(evidence):
+        rules = {pair.first.rule for pairs in better.values() for pair in pairs}
+        assert rules <= {"kda", "gdn2"}, "the item describes rules that forget per channel"
+        names = " and ".join(f"`{rule}`" for rule in sorted(rules, reverse=True))
+        verb = "have them and are" if len(rules) > 1 else "has them and is"
+        said += f" {names} {verb} better than the default `prism` with the same start."
+    return f"{said} [Claims](docs/claims.md#rivals-with-the-same-start)."
+
+
+def at_most_tokens(pairs: list[Pair], digits: int = 3) -> str:
+    """The gains at the largest budget that has three seeds or more of every pair, else at the largest; three digits or more
+    have their spread."""
+    budgets = list(by_budget(pairs).values())
+    enough = [some for some in budgets if all(pair.gain.count >= FEWEST for pair in some)]
+    some = (enough or budgets)[-1]
+    return budget(some, lambda gain: shown(gain, digits) if digits > 2 else number(gain.mean, digits))
 
 
 def by_budget(pairs: list[Pair]) -> dict[tuple[int, int], list[Pair]]:
@@ -186,6 +186,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "networks": lambda: networks(evidence),
         "text": lambda: comparisons.text(evidence),
         "contexts": lambda: comparisons.contexts(evidence),
+        "overview": lambda: comparisons.overview(evidence),
         "rivals": lambda: comparisons.rivals(evidence),
         "recall-start": lambda: comparisons.recall_start(evidence),
         "text-choices": lambda: comparisons.choices(evidence),

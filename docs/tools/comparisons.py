@@ -32,6 +32,28 @@ def text(evidence: Evidence) -> str:
     return joined(*parts) or "No comparison on text is in the repository yet."
 
 
+def overview(evidence: Evidence) -> str:
+    """README's table: every model of the largest budget on text, the best first, with a column for each corpus."""
+    groups = [group for group in evidence.of("text") if group.tokens]
+    if not groups:
+        return "No comparison on text is in the repository yet."
+    most = max(group.tokens for group in groups)
+    of_label: dict[str, dict[str, Group]] = defaultdict(dict)
+    for group in groups:
+        if group.tokens == most:
+            of_label[group.label][group.task] = group
+    tasks = sorted({task for found in of_label.values() for task in found}, reverse=True)
+    whole = {label: found for label, found in of_label.items() if len(found) == len(tasks)}
+    ordered = sorted(whole.items(), key=lambda item: sum(group.score().mean for group in item[1].values()))
+    rows = []
+    for label, found in ordered:
+        name = f"`{label}`" if label == found[tasks[0]].rule else label
+        seeds = min(len(group.runs) for group in found.values())
+        rows.append([name, *(shown(found[task].score(), 3) for task in tasks), str(seeds)])
+    said = f"Nats a token on held-out text: {training([g for found in whole.values() for g in found.values()])}."
+    return joined(paragraph(said), table(["model", *tasks, "seeds"], rows))
+
+
 def contexts(evidence: Evidence) -> str:
     """Nats at contexts longer than those of training, and LAMBADA: a table per corpus that has them."""
     parts = []

@@ -47,6 +47,33 @@ def test_most_seeds_decide_and_then_most_tokens(tmp_path: Path) -> None:
         assert f"| novels, 30 M, {row}" in found.text  # both are shown
 
 
+def test_readme_quotes_the_largest_budget_with_enough_seeds(tmp_path: Path) -> None:
+    for seeds, said in (
+        (2, ".250 ± .000 nats a token on novels (30 M"),
+        (3, ".500 ± .000 nats a token on novels (30 M"),
+    ):
+        found = stored(tmp_path, short=both(0.25, 33_000_000, 5), long=both(0.5, 66_000_000, seeds))
+        assert said in claims.on_text(found)
+    (tmp_path / "short.jsonl").unlink()
+    assert "(30 M parameters, 66 M tokens, 2 seeds)" in claims.on_text(stored(tmp_path, long=both(0.5, 66_000_000, 2)))
+
+
+def test_readme_has_the_models_of_the_largest_budget_on_every_corpus(tmp_path: Path) -> None:
+    def on(task: str, *lines: dict[str, Any]) -> list[dict[str, Any]]:
+        return [one | {"task": task, "key": f"{one['key']} {task}"} for one in lines]
+
+    ours = both(0.25, 66_000_000, 2)
+    alone = trained("linear", 0, 1.0, 66_000_000)
+    found = stored(tmp_path, short=both(1.0, 33_000_000, 5), long=[*on("novels", *ours, alone), *on("code", *ours)])
+    rows = [row for row in comparisons.overview(found).splitlines() if row.startswith("| ")]
+    assert rows == [
+        "| model | novels | code | seeds |",
+        "| `prism` | 2.755 ± .005 | 2.755 ± .005 | 2 |",
+        "| `gated_delta` | 3.005 ± .005 | 3.005 ± .005 | 2 |",
+    ]
+    assert comparisons.overview(evidence.Evidence(tmp_path / "none")).startswith("No comparison")
+
+
 def test_longer_contexts_and_last_words_are_shown(tmp_path: Path) -> None:
     lines = [trained("prism", 0, 3.0, 1000, lambada=WORDS), trained("gated_delta", 0, 3.25, 1000)]
     found = comparisons.contexts(stored(tmp_path, text=lines))

@@ -164,11 +164,16 @@ def test_a_rival_leads_if_it_is_better_on_every_corpus(tmp_path: Path) -> None:
     said = " ".join(comparisons.rivals(evidence).split())
     assert "**Better than PRISM on every corpus, with the same start: kda.**" in said
     assert "| novels, 33 M tokens, product, ours | 2.900 | 3.010 ± .010 | +.100 | 1 |" in said
-    assert claims.as_rivals(evidence) == "is not measured on text yet"
+    assert claims.channels(evidence) == ""
     both = runs("both", "prism", [2.95, 2.97], "novels", forget="channel")
     worse = runs("kda, ours", "kda", [3.1], "novels", **start)
     evidence = write(tmp_path, *ours, *both, *worse, *kda[1:])
-    assert claims.as_rivals(evidence).startswith("gains +.050 ± .000 nats a token on novels (30 M parameters")
+    said = claims.channels(evidence)
+    assert '`forget="channel"` saves .050 ± .000 nats a token on novels (30 M parameters, 33 M tokens, 2 seeds)' in said
+    assert "kda" not in said
+    said = claims.channels(write(tmp_path, *ours, *both, *kda))
+    assert "`kda` has them and is better than the default `prism` with the same start." in said
+    evidence = write(tmp_path, *ours, *both, *worse, *kda[1:])
     assert comparisons.ahead(evidence) == {} and "no rule is better than PRISM" in comparisons.rivals(evidence)
 
 
