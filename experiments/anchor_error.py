@@ -62,7 +62,7 @@ def train(
         num_heads=2,
         layers="prism",
         num_hidden_layers=settings.layers,
-        rule_options={"prism": {"steps": rank, "key_dim": 32, "value_dim": settings.width // 2}},
+        rule_options={"prism": {"steps": rank, "key_dim": 32, "value_dim": settings.width // 2, "gate_by": "silu"}},
     )
     model = PrismForCausalLM(config)
     for layer in model.modules():

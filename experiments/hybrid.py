@@ -56,7 +56,11 @@ class Stack(nn.Module):
     def __init__(self, stack: str, settings: dict[str, Any]) -> None:
         super().__init__()
         width = settings["width"]
-        sizes = {name: settings[name] for name in ("key_dim", "timescales")} | {"value_dim": width, "conv_size": 1}
+        sizes = {name: settings[name] for name in ("key_dim", "timescales")} | {
+            "value_dim": width,
+            "conv_size": 1,
+            "gate_by": "silu",
+        }
         self.embedding = nn.Embedding(settings["vocabulary"], width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.norms, self.convolutions, self.mixers = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()

@@ -38,7 +38,7 @@ RUN = {
 SIZE = {"hidden_size": 256, "num_hidden_layers": 6, "num_heads": 2}
 HIDDEN = 512
 """Width of Gated DeltaNet's SwiGLU; other models get as many parameters."""
-HEAD = {"key_dim": 64, "value_dim": 128, "conv_size": 4, "start": "drawn"}
+HEAD = {"key_dim": 64, "value_dim": 128, "conv_size": 4, "start": "drawn", "gate_by": "silu"}
 NOISE = 0.3
 
 DELTA = ("gated_delta", {"timescales": [1, 1024]})

@@ -133,8 +133,9 @@ def gated_delta(evidence: Evidence) -> Finding:
         verdict = {FAILS: UNSEEN, HOLDS: PART}.get(verdict, verdict)  # half of the evidence decides nothing
     whole = [pair for pair in published if pair.first.kind == "text" and default_start(pair) and pair not in pairs]
     why = paragraph(
-        "The default `prism` also starts otherwise than Gated DeltaNet is published, which is worth far more than the rank",
-        "([an untrained layer that recalls](#an-untrained-layer-that-recalls)):",
+        "The default `prism` also starts otherwise than Gated DeltaNet is published, and has another output gate. Together",
+        "this is worth far more than the rank ([the start](#an-untrained-layer-that-recalls),",
+        "[the gate](#the-search-for-a-better-prism)):",
     )
     tables = [against(pairs), with_gates(evidence), *([why, against(whole)] if whole else [])]
     tables += [paragraph(*said), on_probes(evidence)]
@@ -178,8 +179,8 @@ def on_probes(evidence: Evidence) -> str:
     if not same:
         return joined(said, against(pairs))
     why = paragraph(
-        "How much of this is the start of the decays, which PRISM spreads over the heads and Gated DeltaNet draws? Where",
-        "Gated DeltaNet ran with the same start too, only the rank differs:",
+        "How much of this is the start of the decays, which PRISM spreads over the heads and Gated DeltaNet draws, and the",
+        "output gate? Where Gated DeltaNet ran with both too, only the rank differs:",
     )
     return joined(said, against(pairs), why, against(same))
 

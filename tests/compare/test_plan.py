@@ -318,3 +318,22 @@ def test_results_of_a_rule_with_other_defaults_are_not_taken_for_finished(tmp_pa
         plan.check_results(Records(records.path))
     given = make_plan(changed(rules=["gated_delta", "prism:steps=2,timescales=drawn"]), "file")
     given.check_results(Records(records.path))
+
+
+def test_a_default_that_depends_on_other_options_is_compared_too(tmp_path: Path) -> None:
+    """PRISM's output gate was SiLU; a mean must not mix both."""
+    rules = ["prism:steps=2", "prism:steps=1", "prism:steps=2,gate_by=silu", "mom:inner=prism"]
+    plan = make_plan(
+        changed(rules=rules, reference=rules[0], budget={**PLAN["budget"], "match": "none", "equal_state": False}),
+        "file",
+    )
+    gates = [entry.defaults.get("inner_options", entry.defaults).get("gate_by") for entry in plan.entries]
+    assert gates == ["sigmoid", "silu", None, "sigmoid"]
+    records = Records(tmp_path / "results.jsonl")
+    with records.writing():
+        records.add(plan.entries[0].final(1e-2)[0], "done", result={"scores": {"": 1.0}})
+    line = json.loads(records.path.read_text())
+    line["defaults"]["gate_by"] = "silu"
+    records.path.write_text(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match="the default of gate_by was 'silu', and now it is 'sigmoid'"):
+        plan.check_results(Records(records.path))

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -19,7 +20,9 @@ import torch
 
 from prism import Recommender
 from prism.cli import main
+from prism.language.settings import BLANK_RUN, command_line
 from prism.models import PrismForCausalLM
+from prism.train.run import stored_settings
 
 SAVED = Path(__file__).parent / "saved"
 EXPECTED = json.loads((SAVED / "expected.json").read_text())
@@ -58,6 +61,42 @@ def test_a_saved_run_resumes(saved: Path, run: str) -> None:
     assert main(["train", run, "--out", run, "--steps", "14", *report]) == 0
     assert last_step(saved / run) == 14
     assert (saved / run / "checkpoints" / "step-00000014").is_dir()
+
+
+def gates(folder: Path) -> list[str]:
+    """The output gates of a model's PRISM layers."""
+    model = PrismForCausalLM.from_pretrained(folder)
+    return [layer.mixer.rule.gate_by for layer in model.model.layers if layer.mixer.rule.name == "prism"]
+
+
+def test_a_run_goes_on_with_the_gate_that_it_has(saved: Path) -> None:
+    """However it is resumed: by its folder alone, or by the command that started it. PRISM's gate was SiLU then."""
+    stored = stored_settings(Path("lm"), "lm", BLANK_RUN)
+    assert stored is not None and stored.model.rule_defaults == 0
+    words = shlex.split(command_line(stored))[1:]  # without `prism`
+    at = words.index("--model.rule-defaults")
+    as_started = [*words[:at], *words[at + 2 :]]  # version 0.1.0 had no such flag
+    assert as_started[:4] == ["train", "lm", "--preset", "tiny"]
+    for steps, command in (("14", ["train", "lm", "--out", "lm"]), ("16", as_started)):
+        assert main([*command, "--steps", steps]) == 0
+        assert last_step(saved / "lm") == int(steps) and gates(saved / "lm" / "model") == ["silu"]
+    assert main(["export", "lm", "--out", "again"]) == 0
+    assert gates(saved / "again") == ["silu"]
+
+
+def test_a_run_cannot_change_its_gate(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, now in (("1", "1"), ("0", "None")):
+        run = f"run-{number}"
+        shutil.copytree(saved / "lm", saved / run)
+        if number == "0":  # a new run, with today's defaults
+            shutil.rmtree(saved / run)
+            words = shlex.split(command_line(stored_settings(Path("lm"), "lm", BLANK_RUN)))[1:]
+            at = words.index("--model.rule-defaults")
+            words[words.index("--out") + 1] = run
+            assert main([*words[:at], *words[at + 2 :]]) == 0
+            assert gates(saved / run / "model") == ["sigmoid"]
+        assert main(["train", "lm", "--out", run, "--steps", "14", "--model.rule-defaults", number]) == 2
+        assert f"now it is {now}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["rec/model", "rec"])

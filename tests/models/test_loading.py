@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_mo
 from prism import rules
 from prism.models import PrismConfig, PrismForCausalLM, PrismModel
 from prism.models.auto import name_classes
-from prism.models.loading import config_sha256, fingerprint, maps_sha256, mismatch, open_weights
+from prism.models.loading import config_sha256, fingerprint, maps_sha256, mismatch
 from prism.nn import no_weight_decay
 from prism.nn.parameters import gates
 from tests.children import finish, start_children
@@ -305,41 +304,3 @@ def test_how_weights_start_is_not_part_of_a_configuration_s_hash() -> None:
     long = {"prism": {"key_dim": 4}}
     assert digest(rule_options=long) == digest(rule_options={"prism": {"start": "drawn", "key_dim": 4}})
     assert digest(rule_options=long) != digest()
-
-
-EARLIER = ("prism+mom(inner=prism)+prism(preset=paper)+prism(gate_by=sigmoid)+prism(gate=False)", "prism*2+gated_delta")
-
-
-@pytest.mark.parametrize("layers", EARLIER)
-def test_a_model_of_an_earlier_version_keeps_its_defaults(layers: str, tmp_path: Path) -> None:
-    """Version 0.1.0 wrote no number of its defaults: then the output gate of PRISM is SiLU."""
-    sizes = {"vocab_size": 16, "hidden_size": 16, "num_heads": 2}
-    now = PrismForCausalLM(PrismConfig(**sizes, layers=layers)).eval()
-    now.save_pretrained(tmp_path / "now")
-    shutil.copytree(tmp_path / "now", tmp_path / "then")
-    config = json.loads((tmp_path / "then" / "config.json").read_text())
-    assert config.pop("rule_defaults") == 1
-    (tmp_path / "then" / "config.json").write_text(json.dumps(config))
-    then = open_weights(PrismForCausalLM, tmp_path / "then", "cpu")
-    rules = [layer.mixer.rule for layer in then.model.layers]
-    found = [getattr(getattr(rule, "inner", rule), "gate_by", None) for rule in rules]
-    wanted = {EARLIER[0]: ["silu", "silu", None, "sigmoid", "silu"], EARLIER[1]: ["silu", "silu", "silu"]}
-    assert found == wanted[layers]
-    tokens = torch.arange(8)[None]
-    assert torch.equal(open_weights(PrismForCausalLM, tmp_path / "now", "cpu")(tokens).logits, now(tokens).logits)
-    assert not torch.equal(then(tokens).logits, now(tokens).logits)
-    then.save_pretrained(tmp_path / "again")
-    again = open_weights(PrismForCausalLM, tmp_path / "again", "cpu")
-    assert again.config.rule_defaults == 0
-    assert torch.equal(again(tokens).logits, then(tokens).logits)
-    assert config_sha256(then) != config_sha256(now)
-    assert "rule_defaults" in str(config_error(tmp_path / "now", 2))
-
-
-def config_error(folder: Path, number: int) -> ValueError:
-    """The error for a model that a later version saved."""
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "rule_defaults": number}))
-    with pytest.raises(ValueError, match="a later version may have saved this model") as caught:
-        open_weights(PrismForCausalLM, folder, "cpu")
-    return caught.value

@@ -37,6 +37,7 @@ from prism.compare.grid import Records
 from prism.compare.kinds import Compared, Kind, kind_of
 from prism.messages import did_you_mean
 from prism.overrides import override, read_toml
+from prism.rules.options import RULE_DEFAULTS
 
 _TEXT_KEYS = ("model", "optimizer")
 _NOT_DEFAULTS = ("conv_size", "layer_index", "layer_count")
@@ -296,7 +297,9 @@ def _entry(
 
 def _defaults(rule: Compared) -> dict[str, Any]:
     """The rule's own values of options that the plan does not give. None stands for a value that depends on others."""
-    options = {name: parameter.default for name, parameter in registry.get(rule.name).option_parameters().items()}
+    kind = registry.get(rule.name)
+    options = {name: parameter.default for name, parameter in kind.option_parameters().items()}
+    options |= kind.with_defaults(RULE_DEFAULTS, rule.options)
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in options.items()

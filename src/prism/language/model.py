@@ -74,7 +74,7 @@ def started_from(settings: Settings, given: Collection[str] = ()) -> Settings:
     _check_model_settings(settings, given, config)
     model = replace(
         settings.model,
-        layers=format_layers(config.layer_plan),
+        layers=format_layers(config.given_plan),
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
         num_heads=config.num_heads,
@@ -98,7 +98,7 @@ def _check_model_settings(settings: Settings, given: Collection[str], config: Pr
         value = getattr(ours, name)
         if value is None or (value == getattr(start, name) and name not in given):
             continue
-        there: Any = format_layers(plan)
+        there: Any = format_layers(config.given_plan)
         if name == "layers":
             wanted = parse_layers(value, len(plan))
             same = [layer.rule for layer in wanted] == [layer.rule for layer in plan]

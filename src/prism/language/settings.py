@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from prism.language.corpus import Recipe
@@ -32,8 +32,8 @@ class ModelSettings(StackSettings):
     """Share one matrix between input and output embeddings."""
     norm_eps: float | None = None
     """Epsilon of the norms outside the mixers. None: 1e-6."""
-    rule_defaults: int = field(default=RULE_DEFAULTS, metadata={"min": 0})
-    """Defaults of rule options; 0: of version 0.1.0."""
+    rule_defaults: int | None = field(default=None, metadata={"min": 0})
+    """Defaults of rule options; 0: of version 0.1.0. None: the run's, or today's."""
 
 
 @dataclass(frozen=True)
@@ -180,4 +180,6 @@ def preset(name: str) -> Settings:
 
 def command_line(settings: Settings) -> str:
     """The `prism train lm …` command that gives these settings."""
+    if settings.model.rule_defaults == RULE_DEFAULTS:  # as without the flag
+        settings = replace(settings, model=replace(settings.model, rule_defaults=None))
     return train_command("lm", settings, preset(settings.preset or "tiny"))

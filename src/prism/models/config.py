@@ -31,8 +31,8 @@ class PrismConfig(PreTrainedConfig):
         initializer_range: initial standard deviation of embeddings and linear maps; rules initialise their gates.
         tie_word_embeddings: whether input and output embeddings are one matrix.
         use_cache: whether a forward pass outside training returns its state.
-        rule_defaults: number of the defaults of rule options (`prism.rules.options.RULE_DEFAULTS`). A config.json without one
-            is of version 0.1.0, number 0: what it leaves open keeps the meaning that it had.
+        rule_defaults: number of the defaults of rule options; None: today's (`prism.rules.options.RULE_DEFAULTS`). A saved
+            configuration without one is of version 0.1.0, number 0: what it leaves open keeps the meaning that it had.
         form, backend: how every layer computes its memory, as in `prism.memory`; `"auto"` leaves the choice to
             `prism.engine.using` around the call, or to the engine.
     """
@@ -58,7 +58,7 @@ class PrismConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = True,
         use_cache: bool = True,
-        rule_defaults: int = RULE_DEFAULTS,
+        rule_defaults: int | None = None,
         form: str = "auto",
         backend: str = "auto",
         pad_token_id: int | None = None,
@@ -71,6 +71,8 @@ class PrismConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+        if rule_defaults is None:
+            rule_defaults = 0 if "transformers_version" in kwargs else RULE_DEFAULTS  # a saved one has that entry
         if rule_defaults not in range(RULE_DEFAULTS + 1):
             raise ValueError(
                 f"rule_defaults must be 0 to {RULE_DEFAULTS}, got {rule_defaults!r}: a later version may have saved this model"
@@ -101,12 +103,17 @@ class PrismConfig(PreTrainedConfig):
 
     @property
     def layer_plan(self) -> list[LayerSpec]:
-        """Every layer's rule and all of its options."""
-        plan = parse_layers(self.layers, self.num_hidden_layers)
-        chosen = [(rule, {**self.rule_options.get(rule, {}), **options}) for rule, options in plan]
+        """Every layer's rule and its options, with those that had another default when the model was made."""
+        given = self.given_plan
         if self.rule_defaults == RULE_DEFAULTS:
-            return [LayerSpec(rule, options) for rule, options in chosen]
-        return [LayerSpec(rule, rules.get(rule).with_defaults(self.rule_defaults, options)) for rule, options in chosen]
+            return given
+        return [LayerSpec(rule, rules.get(rule).with_defaults(self.rule_defaults, options)) for rule, options in given]
+
+    @property
+    def given_plan(self) -> list[LayerSpec]:
+        """Every layer's rule and the options that `layers` and `rule_options` give."""
+        plan = parse_layers(self.layers, self.num_hidden_layers)
+        return [LayerSpec(rule, {**self.rule_options.get(rule, {}), **options}) for rule, options in plan]
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

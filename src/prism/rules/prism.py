@@ -63,6 +63,11 @@ _FORGETTING = "per head, and along k₁"
 _TRANSITION = "α · Householder"
 
 
+def default_gate(steps: int, step_scale: float | Sequence[float] | None, gate: bool) -> str:
+    """`gate_by` where it is not given: Gated DeltaNet's where the layer is that, or begins as it; else a sigmoid."""
+    return "silu" if steps == 1 or step_scale == 0 or not gate else "sigmoid"
+
+
 class Prism(GatedDelta):
     """PRISM's `lm` layer: Gated DeltaNet plus L - 1 solver writes.
 
@@ -142,8 +147,7 @@ class Prism(GatedDelta):
         )
         if shared_key and keys not in ("own", "shared"):
             raise ValueError(f"shared_key=True is keys='shared', but keys is {keys!r}: give one of them")
-        if gate_by is None:
-            gate_by = "silu" if steps == 1 or step_scale == 0 or not gate else "sigmoid"
+        gate_by = default_gate(steps, step_scale, gate) if gate_by is None else gate_by
         super().__init__(
             width,
             heads,
@@ -208,8 +212,10 @@ class Prism(GatedDelta):
 
     @classmethod
     def with_defaults(cls, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        earlier = {"gate_by": "silu"} if number < 1 and options.get("preset", "lm") == "lm" else {}
-        return {**earlier, **options}
+        if options.get("preset", "lm") != "lm" or "gate_by" not in cls.option_names():  # a subclass may not have it
+            return dict(options)
+        gate = default_gate(options.get("steps", 2), options.get("step_scale"), options.get("gate", True))
+        return {"gate_by": "silu" if number < 1 else gate, **options}
 
     def anchor(
         self, x: Tensor, carry: Carry, span: Span, u: Tensor | None = None

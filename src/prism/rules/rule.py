@@ -284,7 +284,7 @@ class Rule(nn.Module):
 
     @classmethod
     def with_defaults(cls, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options that mean today what `options` meant with the defaults `number` (see `prism.rules.options`)."""
+        """`options`, and the defaults `number` (`RULE_DEFAULTS`) of those that changed or depend on others, where not given."""
         return dict(options)
 
     @classmethod
