@@ -55,7 +55,8 @@ def override(settings: T, values: dict[str, Any], where: str, prefix: str = "") 
         name = prefix + key
         if key not in known:
             hint = did_you_mean(key, known, lambda meant: prefix + meant)
-            raise ValueError(f"{where} has a setting {name} that does not exist{hint}")
+            choices = "" if hint else f": choose from {', '.join(known)}"
+            raise ValueError(f"{where} has a setting {name} that does not exist{hint}{choices}")
         current = getattr(settings, key)
         if is_dataclass(current):
             short = short_field(current)

@@ -62,7 +62,7 @@ def test_a_probe_is_a_plan_of_one_task(
     words = ["probe", "recall", *SMALL, "--set", "pairs=2", "length=8", "vocabulary=16", *SETS]
     assert main([*words, "--learning-rates", "1e-2", "--output", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert "difference to gated_delta" in printed and "2 seeds are too few for a verdict" in printed
+    assert "difference to" in printed and "2 seeds are too few for a verdict" in printed
     lines = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     done = [line for line in lines if line["status"] == "done"]
     assert len(done) == 4 and {line["settings"]["task_options"]["pairs"] for line in done} == {2}
@@ -113,7 +113,8 @@ def test_a_wrong_set_is_named(
     for item, sentence in (
         ("pairs", "--set 'pairs' must look like name=value"),
         ("model.width=3", "--set 'model.width=3' must look like"),
-        ("budget.widht=3", "budget.widht that does not exist"),
+        ("budget.widht=3", "budget.widht that does not exist (did you mean budget.width?)"),
+        ("budget.foo=3", "budget.foo that does not exist: choose from steps, tokens, batch"),
         (
             "pars=3",
             "has a setting pars that does not exist (did you mean pairs?): choose from pairs, length, vocabulary",

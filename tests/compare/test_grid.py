@@ -193,6 +193,18 @@ def test_of_rates_that_reach_the_goal_the_fastest_is_best(
     assert best_rate(entry, records) == best
 
 
+def test_of_rates_with_equal_scores_the_lower_loss_is_best_until_one_is_used(tmp_path: Path) -> None:
+    """A task that every rate solves: the score does not tell which is safer."""
+    entry, records = Toy("log", values=(1.0, 2.0, 3.0)), Records(tmp_path / "results.jsonl")
+    with records.writing():
+        for training, (score, loss) in zip(entry.search(), [(1.0, 0.3), (1.0, 0.1), (0.9, 0.0)], strict=True):
+            records.add(training, "done", result={"validation": score, "loss": loss, "better": "higher"})
+        assert best_rate(entry, records) == 2.0
+        for training in entry.final(1.0):  # results of an earlier version, which took the first
+            records.add(training, "done", result={"validation": 1.0, "better": "higher"})
+    assert best_rate(entry, records) == 1.0
+
+
 def test_a_log_says_how_long_the_rest_takes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All but the last line of a run: then nothing is left."""
     run_grid([Toy(str(tmp_path / "log"))], Records(tmp_path / "results.jsonl"), 1)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from prism.cli.compare import _fitting
 from prism.compare import report as module
 from prism.compare.curves import CHARTS, by_label, by_position, by_state, number
 from prism.compare.entries import Entry, Rates
 from prism.compare.findings import LAMBADA, Findings, findings, verdict
 from prism.compare.grid import Records
 from prism.compare.plan import Plan
-from prism.compare.report import write_report
+from prism.compare.report import shared_settings, write_report
 from prism.compare.statistics import Estimate
 
 RATES = Rates((1e-3, 1e-2, 1e-1), (100,))
@@ -113,6 +117,12 @@ def test_scores_at_the_baseline_are_said_to_be_at_chance(found: Findings, baseli
     assert (
         "both are at chance: the better score, 0.850 ± 0.029, is not better than the baseline of" in said
     ) == at_chance
+    assert said.startswith(
+        "recall, better, state 64: "
+        + ("+0.250 ± 0.029 against base; both" if at_chance else "better than base by 0.250")
+    )
+    better, base = found.found[1], found.found[0]
+    assert better.difference_text(base, "length=16") == f"+0.250 ± 0.029{'' if at_chance else ' *'}"
 
 
 def of_scores(path: Path, scores: dict[str, list[float | None]], **more: Any) -> Findings:
@@ -296,6 +306,42 @@ def test_curves_are_by_length_and_by_state(found: Findings) -> None:
     assert [(x, round(y, 3)) for x, y, _ in curve] == [(64, 0.85), (128, 0.9)]
     tokens = CHARTS["loss-by-tokens"][2](found, "recall")["base"]
     assert [(x, y) for x, y, _ in tokens] == [(10, 1.0), (20, 0.5), (30, pytest.approx(1 / 3))]
+
+
+def test_charts_of_scores_show_what_an_oracle_and_a_guess_score(found: Findings) -> None:
+    curves = by_label(found, "recall")
+    assert curves["ceiling"] == [(16.0, 1.0, 0.0), (64.0, 1.0, 0.0)]
+    assert by_state(found, "recall")["baseline"] == [(64, 0.1, 0.0), (128, 0.1, 0.0)]
+    for finding in found.found:
+        for run in finding.runs.values():
+            del run["ceiling"], run["baseline"]
+    assert not {"ceiling", "baseline"} & (by_label(found, "recall") | by_state(found, "recall")).keys()
+
+
+@pytest.mark.parametrize(("width", "gone"), [(160, 0), (100, 1), (80, 3), (60, 4)])
+def test_a_narrow_terminal_gets_fewer_columns(found: Findings, width: int, gone: int) -> None:
+    """Names, main scores, differences, and sizes where there are several, stay whole; the report has the rest."""
+    optional = ["parameters", "learning rate", "seeds", "length=64"]
+    console = Console(width=width, file=StringIO(), record=True)
+    console.print(_fitting(found, "recall", console))
+    text = console.export_text()
+    assert [name for name in optional if name in text] == optional[gone:] and "state size" in text
+    assert "+0.250 ± 0.029 *" in text and "better" in text and "…" not in text
+
+
+def test_a_report_says_what_was_run(found: Findings, tmp_path: Path) -> None:
+    settings = {
+        "task": "mqar",
+        "task_options": {"pairs": 6, "noise": None},
+        "model": {"layers": 2, "rule": "base", "options": {"gate": False}, "value_dim": 64},
+        "tests": {"long": {"length": 99}},
+        "device": "cpu",
+    }
+    entry = replace(found.found[0].entry, settings=settings)
+    said = shared_settings(entry)
+    assert said == "steps 10, task mqar, pairs 6, layers 2, value dim 64, device cpu, learning rates 0.001 0.01 0.1"
+    changed = Findings(replace(found.plan, entries=(entry, *found.plan.entries[1:])), found.found, [])
+    assert said in write_report(changed, tmp_path).read_text()
 
 
 def test_collected_results_have_no_curves_of_the_loss(found: Findings, tmp_path: Path) -> None:

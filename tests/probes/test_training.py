@@ -142,6 +142,12 @@ def test_a_run_stops_when_it_is_solved_and_fails_when_it_diverges() -> None:
         train_probe(replace(RUN, learning_rate=1e30, clip=1e30, model=replace(SMALL, rule="linear", hidden=8)))
 
 
+def test_a_value_that_the_engine_refuses_is_a_training_that_diverged() -> None:
+    wild = replace(RUN, learning_rate=1e30, clip=1e30, model=replace(SMALL, rule="gated_delta", hidden=0))
+    with pytest.raises(FloatingPointError, match=r"the training diverged at step \d+ of 60: log_decay holds"):
+        train_probe(wild)
+
+
 def test_without_the_test_split_nothing_is_tested() -> None:
     assert train_probe(replace(RUN, steps=3, test=False))["scores"] == {}
 

@@ -69,6 +69,16 @@ def test_a_mixer_takes_a_class_or_a_registered_name() -> None:
     assert "'mine' has no option 'sise'" in refusal(lambda: Mixer("mine", 8, 2, sise=3))
 
 
+def test_options_in_the_name_and_words_for_switches_are_refused() -> None:
+    assert "give options as arguments, 'prism', steps=3, gate=False" in refusal(
+        lambda: Mixer("prism:steps=3,gate=False", 8, 2)
+    )
+    for value in ("no", 0, None):
+        assert refusal(lambda value=value: Mixer("delta", 8, 2, negative_eigenvalues=value)) == (
+            f"negative_eigenvalues must be true or false, got {value!r}"
+        )
+
+
 def test_a_model_with_it_is_saved_and_loaded_once_it_is_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

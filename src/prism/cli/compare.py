@@ -88,7 +88,7 @@ def run_plan(
         if any(finding.runs for finding in found.found):
             report = write_report(found, out)
             for task in plan.tasks:
-                console.print(_task_table(found, task))
+                console.print(_fitting(found, task, console))
             for sentence in found.sentences():
                 print(sentence)
             for finding in (one for task in plan.tasks for one in found.without_score(task)):
@@ -131,23 +131,42 @@ def _plan_table(plan: Plan, records: Records) -> Table:
     return table
 
 
-def _task_table(found: Findings, task: str) -> Table:
+def _fitting(found: Findings, task: str, console: Console) -> Table:
+    """The table of a task with as many columns as fit: the report has all of them."""
+    rows = found.task(task)
+    others = list(dict.fromkeys(label for finding in rows for label in finding.labels))[1:]
+    one_size = len({finding.entry.size for finding in rows}) == 1
+    optional = ["parameters", "learning rate", "seeds", *["state size"] * one_size, *reversed(others)]
+    unbounded = console.options.update(width=10**4)
+    tables = (_task_table(found, task, optional[:number]) for number in range(len(optional) + 1))
+    fitting = (one for one in tables if console.measure(one, options=unbounded).maximum <= console.width)
+    return next(fitting, _task_table(found, task, optional))
+
+
+def _task_table(found: Findings, task: str, leave_out: Sequence[str] = ()) -> Table:
     rows = found.task(task)
     metric = next((finding.first("metric", "score") for finding in rows), "score")
     labels = list(dict.fromkeys(label for finding in rows for label in finding.labels))
     table = Table(title=f"{task}: {metric}, mean ± standard error", header_style="bold")
-    table.add_column("rule")
+    table.add_column("rule", overflow="fold")
     columns = ["parameters", "state size", "learning rate", *(label or metric for label in labels)]
-    for column in (*columns, f"difference to {found.plan.reference}", "seeds"):
-        table.add_column(column, justify="right")
+    columns += [f"difference to\n{found.plan.reference}", "seeds"]
+    kept = [place for place, column in enumerate(columns) if column not in leave_out]
+    for place in kept:
+        table.add_column(columns[place], justify="right", overflow="fold")
+
+    def add(name: str, cells: Sequence[str], style: str | None = None) -> None:
+        table.add_row(name, *(cells[place] for place in kept), style=style)
+
     for finding in rows:
-        table.add_row(*_task_row(found, finding, labels))
+        name, *cells = _task_row(found, finding, labels)
+        add(name, cells)
     ceiling = {label: finding.first("ceiling", {}).get(label) for finding in rows for label in labels}
     baseline = {label: finding.first("baseline", {}).get(label) for finding in rows for label in labels}
     for name, values in (("ceiling", ceiling), ("baseline", baseline)):
         if any(value is not None for value in values.values()):
             shown = ["" if values[label] is None else f"{values[label]:.3f}" for label in labels]
-            table.add_row(name, "", "", "", *shown, "", "", style="dim")
+            add(name, ["", "", "", *shown, "", ""], "dim")
     return table
 
 

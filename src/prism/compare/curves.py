@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from prism.compare.findings import Finding, Findings
@@ -26,6 +26,10 @@ class Chart(NamedTuple):
     """Whether x doubles from place to place."""
 
 
+LEVELS = ("ceiling", "baseline")
+"""Curves that are no rule's: what an oracle scores, and a guess."""
+
+
 def by_label(found: Findings, task: str) -> Curves:
     """Score against the number in the test's label (length, pairs); {} if fewer than two labels have one."""
     rows = found.task(task)
@@ -42,7 +46,7 @@ def by_label(found: Findings, task: str) -> Curves:
         )
         curve = sorted((x, score.mean, _error(score)) for x, score in points if score.count)
         curves |= {name: curve} if curve else {}
-    return curves
+    return {**curves, **_levels(rows, sorted((place, label) for label, place in places.items()))}
 
 
 def by_state(found: Findings, task: str) -> Curves:
@@ -52,7 +56,24 @@ def by_state(found: Findings, task: str) -> Curves:
         if not finding.entry.grows:
             score = finding.score(finding.labels[0])
             curves.setdefault(finding.entry.rule, []).append((finding.entry.state_size, score.mean, _error(score)))
-    return {rule: sorted(points) for rule, points in curves.items()} if any(len(p) > 1 for p in curves.values()) else {}
+    if not any(len(points) > 1 for points in curves.values()):
+        return {}
+    rows = found.task(task)
+    sizes = sorted({size for points in curves.values() for size, _, _ in points})
+    return {
+        **{rule: sorted(points) for rule, points in curves.items()},
+        **_levels(rows, [(size, rows[0].labels[0]) for size in sizes]),
+    }
+
+
+def _levels(rows: Sequence[Finding], places: Sequence[tuple[float, str]]) -> Curves:
+    """Ceiling and baseline of the test at each place, as far as the task has them."""
+    curves: Curves = {}
+    for name in LEVELS:
+        values: dict[str, float | None] = rows[0].first(name, {})
+        points = [(place, value, 0.0) for place, label in places if (value := values.get(label)) is not None]
+        curves |= {name: points} if points else {}
+    return curves
 
 
 def loss_by(key: str) -> Callable[[Findings, str], Curves]:

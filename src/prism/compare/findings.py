@@ -86,9 +86,11 @@ class Finding:
         return paired(self.values(label), reference.values(label))
 
     def difference_text(self, reference: Finding, label: str) -> str:
-        """The difference with its error; * if it is significant and no seed of either side is without a score."""
+        """The difference with its error; * if it is significant, no seed of either side is without a score, and one of them is
+        better than a guess."""
         difference, whole = self.difference(reference, label), not (self.unscored(label) or reference.unscored(label))
-        return f"{difference.text(sign=True)}{' *' if difference.significant and whole else ''}"
+        star = difference.significant and whole and not at_chance(self, reference, label)
+        return f"{difference.text(sign=True)}{' *' if star else ''}"
 
     def first(self, key: str, default: Any = None) -> Any:
         """An item of the results that is the same for every seed."""
@@ -132,8 +134,12 @@ class Findings:
                 for side in (finding, reference)
                 if (seeds := side.unscored(label))
             ]
-            words = verdict(difference, self.plan.reference, lower, missing)
-            said.append(f"{finding.entry.name}: {words}{_at_chance(finding, reference, label, lower)}")
+            chance = at_chance(finding, reference, label)
+            if chance and difference.significant and not missing:  # who guesses better is no verdict
+                words = f"{difference.text(sign=True)} against {self.plan.reference}"
+            else:
+                words = verdict(difference, self.plan.reference, lower, missing)
+            said.append(f"{finding.entry.name}: {words}{f'; {chance}' if chance else ''}")
         return said
 
     def without_score(self, task: str) -> list[Finding]:
@@ -181,19 +187,19 @@ def verdict(difference: Estimate, reference: str, lower: bool, missing: Sequence
     return f"{'better' if better else 'worse'} than {reference} by {size}, beyond two standard errors ({seeds})"
 
 
-def _at_chance(finding: Finding, reference: Finding, label: str, lower: bool) -> str:
-    """What to add to a verdict if not even the better score is better than a guess; empty if it is, or there is none."""
+def at_chance(finding: Finding, reference: Finding, label: str) -> str:
+    """In words, that not even the better score is better than a guess; empty if it is, or there is no baseline."""
     baseline = finding.first("baseline", {}).get(label)
     if baseline is None:
         return ""
-    sign = -1.0 if lower else 1.0
+    sign = -1.0 if finding.lower(label) else 1.0
     best = max((finding.score(label), reference.score(label)), key=lambda score: sign * score.mean)
     error = 0.0 if math.isnan(best.error) else best.error
     if sign * (best.mean - baseline) > max(
         ERRORS * error, CHANCE * abs(finding.first("ceiling", {}).get(label, 0.0) - baseline)
     ):
         return ""
-    return f"; both are at chance: the better score, {best.text()}, is not better than the baseline of {baseline:.3f}"
+    return f"both are at chance: the better score, {best.text()}, is not better than the baseline of {baseline:.3f}"
 
 
 def findings(plan: Plan, records: Records) -> Findings:

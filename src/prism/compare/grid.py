@@ -181,6 +181,7 @@ def best_rate(entry: Searched, records: Records) -> float | None:
     """The learning rate with the best mean on validation; None if the search has not ended, or every run failed.
 
     Runs that `stop_at` ends all have about the same score: of rates at which every run reached it, the fastest is best.
+    Among equal scores, as where a task is solved, a rate with finished final runs stays; else the lowest training loss wins.
     """
     values: Sequence[float] = entry.rates.values
     search = entry.search()
@@ -188,12 +189,14 @@ def best_rate(entry: Searched, records: Records) -> float | None:
         return values[0]
     if any(records.status(training) not in ("done", "failed") for training in search):
         return None
-    ranks: dict[float, tuple[bool, float, float]] = {}
+    ranks: dict[float, tuple[float, ...]] = {}
     for rate in values:
         tried = [training for training in search if training.about["learning_rate"] == rate]
         found = [result for training in tried if (result := records.result(training)) and _is_number(result)]
         if len(found) == len(tried):  # a rate at which a run failed is not safe
-            ranks[rate] = _rank(found, tried[0].settings.get("stop_at"))
+            final = sum(records.status(training) == "done" for training in entry.final(rate))
+            loss = estimate(result.get("loss") or 0.0 for result in found).mean
+            ranks[rate] = (*_rank(found, tried[0].settings.get("stop_at")), final, -loss)
     return max(ranks, key=lambda rate: ranks[rate]) if ranks else None
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from prism import __version__
-from prism.compare.curves import CHARTS, Chart, Curves
+from prism.compare.curves import CHARTS, LEVELS, Chart, Curves
+from prism.compare.entries import Entry
 from prism.compare.findings import Finding, Findings, has_failed
 from prism.compare.statistics import FEWEST, estimate
 from prism.files import write_atomically
@@ -17,6 +18,8 @@ from prism.reports.charts import Series, line_chart, short
 from prism.reports.page import commands, facts, figure, header, heading, page, paragraph, table, tiles
 from prism.reports.results import COLORS, pyplot, save
 
+NOT_SHARED = ("rule", "options", "rule_options", "optimizer", "tests")
+"""Entries of a training's settings that a rule decides, at any depth, and the tests, which the tables name."""
 _MOST_TICKS = 9
 """Numbers that fit below a picture's axis."""
 
@@ -26,7 +29,8 @@ def write_report(found: Findings, out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     for name, chart in CHARTS.items():
         picture = {task: chart.curves_of(found, task) for task in found.plan.tasks}
-        _picture({task: curves for task, curves in picture.items() if curves}, chart, out / f"{name}.png")
+        metrics = {task: next((str(f.first("metric", "score")) for f in found.task(task)), "score") for task in picture}
+        _picture({task: curves for task, curves in picture.items() if curves}, chart, metrics, out / f"{name}.png")
     path = out / "report.html"
     write_atomically(path, page(found.plan.title, _body(found)))
     return path
@@ -75,9 +79,35 @@ def _body(found: Findings) -> list[str]:
         *body,
         heading("How it was measured"),
         *([paragraph("Two learning rates were tried: the best may lie outside of them.")] if two else []),
-        facts([*machines, ("prism", __version__)]),
+        facts([*machines, ("prism", __version__), *_settings(found)]),
         *_commands(found),
     ]
+
+
+def _settings(found: Findings) -> list[tuple[str, str]]:
+    """For each task its settings that all rules share."""
+    entries = {entry.task: entry for entry in reversed(found.plan.entries) if entry.rule == found.plan.reference}
+    return [(task, shared_settings(entries[task])) for task in found.plan.tasks if task in entries]
+
+
+def shared_settings(entry: Entry) -> str:
+    """`steps 600, batch 64, width 64 …`: the settings of a training, without its rule."""
+
+    def texts(values: dict[str, Any]) -> Iterator[str]:
+        for name, value in values.items():
+            left_out = name in NOT_SHARED or (
+                name == "layers" and isinstance(value, str)
+            )  # in synthetic tasks a number
+            if left_out or value is None or value in ("", {}, [], ()):
+                continue
+            if isinstance(value, dict):
+                yield from texts(value)
+            else:
+                several = isinstance(value, (list, tuple))
+                yield f"{name.replace('_', ' ')} {' '.join(map(str, value)) if several else value}"
+
+    rates = " ".join(f"{rate:g}" for rate in entry.rates.values)
+    return ", ".join([*texts({"steps": entry.steps, **entry.settings}), f"learning rates {rates}"])
 
 
 def _ended_early(failures: Sequence[dict[str, Any]]) -> str:
@@ -113,7 +143,9 @@ def _task_section(found: Findings, task: str) -> list[str]:
                 [_difference_row(found, f, labels) for f in differences],
             ),
         ]
+    sizes = len({finding.entry.size for finding in rows}) > 1
     caption = "Bands and bars are standard errors over seeds. Seconds depend on what else the machine did."
+    caption += " Losses are those of the largest state." * sizes
     parts += [figure(panels, caption)] if panels else []
     searched = [finding for finding in rows if finding.validations]
     if searched:
@@ -239,8 +271,9 @@ def _commands(found: Findings) -> list[str]:
     return [commands(*lines)] if lines else []
 
 
-def _picture(panels: dict[str, Curves], chart: Chart, path: Path) -> None:
-    """A panel for each task, a line for each rule, bands of one standard error. Nothing to show: no file."""
+def _picture(panels: dict[str, Curves], chart: Chart, metrics: dict[str, str], path: Path) -> None:
+    """A panel for each task, a line for each rule, bands of one standard error; ceiling and baseline are grey. Nothing to
+    show: no file."""
     path.unlink(missing_ok=True)
     if not panels:
         return
@@ -248,11 +281,14 @@ def _picture(panels: dict[str, Curves], chart: Chart, path: Path) -> None:
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     drawn, axes = plt.subplots(lines, columns, figsize=(5.2 * columns, 4.0 * lines), squeeze=False)
-    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    names = dict.fromkeys(name for curves in panels.values() for name in curves if name not in LEVELS)
     colors = dict(zip(names, COLORS * 9, strict=False))
     for axis, (task, curves) in zip(axes.flat, panels.items(), strict=False):
         for name, points in curves.items():
             at, mean, error = zip(*points, strict=True)
+            if name in LEVELS:
+                axis.plot(at, mean, color="0.6", linestyle="--" if name == LEVELS[0] else ":", label=name)
+                continue
             marker = "o" if len(points) < 20 else None
             axis.plot(at, mean, marker=marker, color=colors[name], label=name)
             low, high = (
@@ -260,7 +296,7 @@ def _picture(panels: dict[str, Curves], chart: Chart, path: Path) -> None:
                 [m + e for m, e in zip(mean, error, strict=True)],
             )
             axis.fill_between(at, low, high, color=colors[name], alpha=0.18, lw=0)
-        axis.set(title=task, xlabel=chart.x, ylabel=chart.y)
+        axis.set(title=task, xlabel=chart.x, ylabel=metrics[task] if chart.y == "score" else chart.y)
         places = sorted({point[0] for points in curves.values() for point in points})
         if chart.log and places[0] > 0:  # sizes or lengths, usually powers of two
             axis.set_xscale("log", base=2)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.device import pick_device, without_subnormals
+from prism.engine import InvalidValueError
 from prism.nn import no_weight_decay
 from prism.probes.batches import Curriculum, Questions, held_out, is_asked, questions, training_batches
 from prism.probes.catalogue import build_task
@@ -129,7 +130,10 @@ def train_probe(run: ProbeRun, report: Report = lambda step, loss: None) -> dict
     spent, total, score = 0.0, torch.zeros((), device=device), math.nan
     since = time.perf_counter()
     for batch in training_batches(run.stages(), run.batch, run.seed, device):
-        total += trainer.step(batch, run.learning_rate * schedule(step, run.steps, run.warmup))
+        try:
+            total += trainer.step(batch, run.learning_rate * schedule(step, run.steps, run.warmup))
+        except InvalidValueError as error:  # the engine's checks met a NaN before it could reach the loss
+            raise FloatingPointError(f"the training diverged at step {step + 1} of {run.steps}: {error}") from error
         step, tokens, counted = step + 1, tokens + batch.inputs.shape[0] * batch.inputs.shape[1], counted + 1
         if step not in noted:
             continue

@@ -95,6 +95,11 @@ def get(name: str | type[Rule]) -> type[Rule]:
     if isinstance(name, str) and name in _REGISTERED:
         return _REGISTERED[name]
     if not isinstance(name, str) or name not in _RULES:
+        base, _, options = str(name).partition(":")
+        if base in _RULES:
+            raise ValueError(
+                f"unknown rule {name!r}: give options as arguments, {base!r}, {options.replace(',', ', ')}"
+            )
         hint = did_you_mean(str(name), names())
         raise ValueError(
             f"unknown rule {name!r}{hint}: choose from {', '.join(names())}, "

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from prism.engine import FORMS
 from prism.engine.context import Context
 from prism.engine.step_plan import DeltaPlan
+from prism.rules.options import check_switches
 
 Carry = Mapping[str, Tensor]
 
@@ -139,8 +140,7 @@ class Span:
     def last(self, rows: Tensor, count: int) -> Tensor:
         """The `count` rows up to the last real token, `[B, count, …]`.
 
-        `rows` `[B, count + T, …]` starts with the `count` rows before the span.
-        """
+        `rows` `[B, count + T, …]` starts with the `count` rows before the span."""
         if self.lengths is None:
             return rows[:, rows.shape[1] - count :]
         index = self.lengths[:, None] + torch.arange(count, device=rows.device)
@@ -322,8 +322,7 @@ class Rule(nn.Module):
     def step_plan(self) -> DeltaPlan | None:
         """The weights by role, if engine/layer_step.py can compute a token of this rule; None: `update` and `output` do.
 
-        It describes the methods in `planned` of the class that defines it.
-        """
+        It describes the methods in `planned` of the class that defines it."""
         return None
 
     def current_step_plan(self) -> DeltaPlan | None:
@@ -360,8 +359,9 @@ def check_options(cls: type[Rule], options: Iterable[str]) -> None:
 
 
 def construct(cls: type[Rule], width: int, heads: int, options: dict[str, Any]) -> Rule:
-    """Build the rule after checking the names of its options, and width and heads."""
+    """Build the rule after checking the names of its options, its switches, width and heads."""
     check_options(cls, options)
+    check_switches(cls, options)
     check_integers(width=width, heads=heads)  # before a rule divides one by the other
     return cls(width, heads, **options)
 
