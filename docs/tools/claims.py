@@ -83,13 +83,21 @@ def highlights(evidence: Evidence) -> str:
         )
     if gain := comparisons.learning_gain(evidence):
         items.append(
-            f"- **Writes of rank L**: where a token carries two facts, rank 2 learns to recall them in {gain[0]:.2f} of the"
-            f" steps of rank 1 ({gain[1]} seeds, [claims](docs/claims.md#how-fast-a-rank-2-task-is-learned))."
-            f"{on_text(evidence)}"
+            f"- **Writes of rank L**: where a token carries two facts, {gain}.{four_pairs(evidence)}"
+            f" [Claims](docs/claims.md#how-fast-a-rank-2-task-is-learned).{on_text(evidence)}"
         )
     if per_channel := channels(evidence):
         items.append(per_channel)
     return "\n".join(paragraph(item, indent="  ") for item in items)
+
+
+def four_pairs(evidence: Evidence) -> str:
+    """A sentence on what either rank recalls where a token carries four facts; empty without results."""
+    pair = comparisons.unlearned(evidence)
+    if pair is None or not pair.gain.significant:
+        return ""
+    ours, theirs = (shown(group.score(seeds=pair.seeds), 2) for group in (pair.first, pair.second))
+    return f" Of four facts, it recalls {ours} and rank 1 {theirs}, a guess among them ({pair.gain.count} seeds)."
 
 
 def on_text(evidence: Evidence) -> str:

@@ -33,7 +33,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_toml_value(text: str) -> Any:
-    """Parse one TOML value; text that is not valid TOML, such as a bare word, is returned as a string."""
+    """Parse one TOML value; text that is not valid TOML, such as a bare word, is returned as a string.
+
+    True and False, as Python writes them, are no strings: a switch that is one would count as set.
+    """
+    if text in ("True", "False"):
+        return text == "True"
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -63,10 +63,11 @@ def test_a_saved_run_resumes(saved: Path, run: str) -> None:
     assert (saved / run / "checkpoints" / "step-00000014").is_dir()
 
 
-def gates(folder: Path) -> list[str]:
-    """The output gates of a model's PRISM layers."""
+def gates(folder: Path) -> tuple[int, list[str]]:
+    """The number of a model's defaults, and the output gates of its PRISM layers."""
     model = PrismForCausalLM.from_pretrained(folder)
-    return [layer.mixer.rule.gate_by for layer in model.model.layers if layer.mixer.rule.name == "prism"]
+    rules = [layer.mixer.rule for layer in model.model.layers]
+    return model.config.rule_defaults, [rule.gate_by for rule in rules if rule.name == "prism"]
 
 
 def test_a_run_goes_on_with_the_gate_that_it_has(saved: Path) -> None:
@@ -79,9 +80,9 @@ def test_a_run_goes_on_with_the_gate_that_it_has(saved: Path) -> None:
     assert as_started[:4] == ["train", "lm", "--preset", "tiny"]
     for steps, command in (("14", ["train", "lm", "--out", "lm"]), ("16", as_started)):
         assert main([*command, "--steps", steps]) == 0
-        assert last_step(saved / "lm") == int(steps) and gates(saved / "lm" / "model") == ["silu"]
+        assert last_step(saved / "lm") == int(steps) and gates(saved / "lm" / "model") == (0, ["silu"])
     assert main(["export", "lm", "--out", "again"]) == 0
-    assert gates(saved / "again") == ["silu"]
+    assert gates(saved / "again") == (0, ["silu"])
 
 
 def test_a_run_cannot_change_its_gate(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +95,7 @@ def test_a_run_cannot_change_its_gate(saved: Path, capsys: pytest.CaptureFixture
             at = words.index("--model.rule-defaults")
             words[words.index("--out") + 1] = run
             assert main([*words[:at], *words[at + 2 :]]) == 0
-            assert gates(saved / run / "model") == ["sigmoid"]
+            assert gates(saved / run / "model") == (1, ["silu"])  # of bytes
         assert main(["train", "lm", "--out", run, "--steps", "14", "--model.rule-defaults", number]) == 2
         assert f"now it is {now}" in capsys.readouterr().err
 

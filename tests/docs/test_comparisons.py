@@ -227,6 +227,45 @@ def probe(rule: str, score: float, task: str, seed: int = 0, **more: Any) -> dic
     )
 
 
+def steps_of(
+    rule: str, validations: list[float], steps: list[int], task: str = "2 pairs a token"
+) -> list[dict[str, Any]]:
+    """Runs of the plan `pairs`, which stop when validation reaches .99."""
+    lines = []
+    for seed, (validation, count) in enumerate(zip(validations, steps, strict=True)):
+        one = probe(rule, validation, task, seed)
+        one["settings"] |= {"stop_at": 0.99, "steps": 3000}
+        one["result"] |= {"validation": validation, "steps": count}
+        lines.append(one)
+    return lines
+
+
+def test_what_readme_says_of_two_and_four_facts_in_a_token(tmp_path: Path) -> None:
+    def of(*lines: list[dict[str, Any]]) -> Evidence:
+        (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(one) for some in lines for one in some))
+        return Evidence(tmp_path)
+
+    ours = steps_of("prism", [1.0, 0.99, 1.0], [300, 400, 500])
+    assert comparisons.learning_gain(of(ours)) == "" and claims.four_pairs(of(ours)) == ""
+    slow = steps_of("gated_delta", [1.0, 0.99, 0.995], [900, 1000, 1100])
+    assert comparisons.learning_gain(of(ours, slow)).endswith("in 0.40 of the steps of rank 1 (3 seeds)")
+    lost = steps_of("gated_delta", [1.0, 0.7, 0.6], [900, 3000, 3000])
+    assert comparisons.learning_gain(of(ours, lost)).endswith(
+        "in 400 ± 58 steps, and rank 1 with 1 of 3 seeds in 3,000"
+    )
+    assert comparisons.learning_gain(of(steps_of("prism", [1.0, 0.9, 1.0], [1, 2, 3]), lost)).endswith(
+        "with 2 of 3 seeds, rank 1 with 1 of 3"
+    )
+    four = "4 pairs a token"
+    both = of(
+        steps_of("prism", [0.6, 0.7, 0.8], [3000] * 3, four), steps_of("gated_delta", [0.25] * 3, [3000] * 3, four)
+    )
+    assert (
+        claims.four_pairs(both)
+        == " Of four facts, it recalls .70 ± .06 and rank 1 .25 ± .00, a guess among them (3 seeds)."
+    )
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "counts"), [(0.49, 0.50, False), (0.6, 0.5, True), (0.06, 0.07, False), (0.995, 1.0, False)]
 )

@@ -103,6 +103,15 @@ def test_settings_build_models_with_their_defaults() -> None:
         assert gates(model) == [gate_by]
 
 
+def test_models_of_bytes_keep_silu() -> None:
+    """They start with drawn weights, with which a sigmoid is no better."""
+    settings = ModelSettings(hidden_size=16, num_heads=2, num_hidden_layers=1)
+    assert gates(build_model(settings, 320, 0)) == ["silu"]
+    assert gates(build_model(ModelSettings(**{**vars(settings), "options": ("prism.gate_by=sigmoid",)}), 320, 0)) == [
+        "sigmoid"
+    ]
+
+
 def test_recommenders_keep_silu() -> None:
     """A sigmoid was found to be better on text only."""
     assert gates(PrismForRecommendation(PrismRecConfig(5, 16, 2, "prism"))) == ["silu"]

@@ -122,3 +122,9 @@ def test_a_block_adds_what_its_parts_say() -> None:
     middle = x + mixed
     assert torch.equal(y, middle + block.mlp(block.mlp_norm(middle)))
     assert state.nbytes == expected.nbytes
+
+
+def test_switches_are_read_as_python_writes_them_too() -> None:
+    """A word would count as set, so that gate=False would keep the gate."""
+    (layer,) = parse_layers("prism(gate=False, negative_eigenvalues=True, gain=false)")
+    assert layer.options == {"gate": False, "negative_eigenvalues": True, "gain": False}

@@ -29,12 +29,12 @@ use_cache=False).logits`."""
 def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module:
     """A `PrismForCausalLM`; `end` is its begin, end and padding token.
 
-    A new PRISM starts with drawn weights if tokens are bytes: one byte says too little about what follows for a start that
-    recalls (docs/claims.md).
+    A new PRISM starts with drawn weights, and has SiLU as output gate, if tokens are bytes: one byte says too little about
+    what follows for a start that recalls, and without that start a sigmoid is no better (docs/claims.md).
     """
     options = rule_options(settings)
     if vocab_size <= BYTES and settings.weights is None:
-        options = drawn_start(options, settings.layers)
+        options = drawn_start(options, settings.layers, gate_by="silu")
     config = PrismConfig(
         vocab_size=vocab_size,
         hidden_size=settings.hidden_size,

@@ -38,14 +38,14 @@ def rule_options(settings: StackSettings) -> dict[str, dict[str, Any]]:
     return chosen
 
 
-def drawn_start(options: dict[str, dict[str, Any]], layers: str) -> dict[str, dict[str, Any]]:
-    """Options by rule, with start="drawn" for PRISM where nothing else was chosen."""
+def drawn_start(options: dict[str, dict[str, Any]], layers: str, **more: Any) -> dict[str, dict[str, Any]]:
+    """Options by rule, with start="drawn" and those of `more` for PRISM where nothing else was chosen."""
     of_rule = options.get("prism", {})
     presets = [
         {**of_rule, **layer.options}.get("preset", "lm") for layer in parse_layers(layers) if layer.rule == "prism"
     ]
     if presets and set(presets) == {"lm"}:  # the preset `paper` has no such option
-        return {**options, "prism": {"start": "drawn", **of_rule}}
+        return {**options, "prism": {"start": "drawn", **more, **of_rule}}
     return options
 
 
