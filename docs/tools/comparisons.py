@@ -343,15 +343,15 @@ def learning(evidence: Evidence) -> str:
         solved = [group.steps[seed] for seed, score in group.validation.items() if score >= goal]
         # A mean of the seeds that made it would flatter a rule of which others did not.
         whole = len(solved) == len(group.validation)
-        some = f"{len(solved)} of {len(group.validation)} seeds ({shown(group.score(), 2)})"
+        some = f"{len(solved)} of {len(group.validation)} ({shown(group.score(), 2)})"
         cell = shown(estimate(solved), 0) if whole else some
         rows[group.label][tasks.index(group.task)] = cell
     header = ["rule", *tasks]
     seeds = max(len(group.runs) for group in groups)
     said = paragraph(
         f"Steps until {number(goal, 3)} of the answers on validation are right, at the learning rate that was best in the",
-        f"search, {seeds} seeds, one head, no convolution. Where a seed did not get there: how many did, and the accuracy of",
-        "all on test.",
+        f"search, {seeds} seeds, one head, no convolution. Where a seed did not get there: how many did, and the mean",
+        "accuracy of all on test.",
     )
     return joined(said, table(header, [[rule, *cells] for rule, cells in rows.items()]))
 

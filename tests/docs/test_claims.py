@@ -392,7 +392,7 @@ def test_steps_until_a_task_is_solved(tmp_path: Path) -> None:
     write(tmp_path, *lines, solved("delta", 1, 800, 1.0))
     (tmp_path / "text.jsonl").rename(tmp_path / "pairs.jsonl")
     found = comparisons.learning(Evidence(tmp_path))
-    assert "| prism | 500 ± 100 |" in found and "| delta | 1 of 2 seeds |" in found
+    assert "| prism | 500 ± 100 |" in found and "| delta | 1 of 2 (.75 ± .25) |" in found
     assert "Steps until .990 of the answers" in found
     (pair,) = Evidence(tmp_path).pairs(is_rule("prism"), is_rule("delta"), "recall")
     assert not pair.solved
