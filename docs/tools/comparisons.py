@@ -115,6 +115,17 @@ def recall_start(evidence: Evidence) -> str:
             f"{shown(gain, 4, sign=True)}.",
         )
         parts.append(said)
+    if rows := evidence.single("bytes_gate"):
+        nats = {
+            gate: {row["seed"]: row["nats"] for row in rows if row["gate_by"] == gate} for gate in ("silu", "sigmoid")
+        }
+        loss = paired(nats["sigmoid"], nats["silu"])
+        said = paragraph(
+            "Models of bytes keep drawn weights and SiLU. With drawn weights a sigmoid as output gate costs",
+            f"{shown(loss, 3)} nats a byte (`bytes_gate`, `prism train lm --preset tiny`, validation,",
+            f"{loss.count} seeds).",
+        )
+        parts.append(said)
     return joined(*parts) or "No run of this is in the repository yet."
 
 

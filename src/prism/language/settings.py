@@ -33,7 +33,7 @@ class ModelSettings(StackSettings):
     norm_eps: float | None = None
     """Epsilon of the norms outside the mixers. None: 1e-6."""
     rule_defaults: int | None = field(default=None, metadata={"min": 0})
-    """Defaults of rule options; 0: of version 0.1.0. None: the run's, or today's."""
+    """Version of rule defaults. None: the run's, or newest."""
 
 
 @dataclass(frozen=True)

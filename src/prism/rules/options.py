@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -63,14 +62,6 @@ def documented(docstring: str | None) -> dict[str, str]:
         else:
             meanings |= {name: f"{meanings[name]} {line.strip()}".strip() for name in names}
     return meanings
-
-
-def check_switches(rule: type[Rule], options: Mapping[str, Any]) -> None:
-    """Raise a ValueError for a value of a bool option that is none: any word, `"no"` too, would count as true."""
-    for name, parameter in rule.option_parameters().items():
-        value = options.get(name, True)
-        if _type_name(parameter.annotation) == "bool" and not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def _type_name(annotation: Any) -> str:

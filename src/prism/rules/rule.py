@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from prism.engine import FORMS
 from prism.engine.context import Context
 from prism.engine.step_plan import DeltaPlan
-from prism.rules.options import check_switches
 
 Carry = Mapping[str, Tensor]
 
@@ -339,10 +338,7 @@ _lookups: list[Callable[[str], type[Rule]]] = []
 
 
 def set_rule_lookup(lookup: Callable[[str], type[Rule]]) -> None:
-    """Set the function behind `rule_named`: the registry's `get`.
-
-    The registry calls this, because rules that contain other rules cannot import the registry that lists them.
-    """
+    """Set the function behind `rule_named`: the registry's `get`, which rules that contain others cannot import."""
     _lookups[:] = [lookup]
 
 
@@ -351,17 +347,19 @@ def rule_named(name: str) -> type[Rule]:
     return _lookups[0](name)
 
 
-def check_options(cls: type[Rule], options: Iterable[str]) -> None:
-    """Raise a ValueError for the first option that the rule does not have."""
-    for name in options:
-        if name not in cls.option_names():
-            raise ValueError(f"rule {cls.name!r} has no option {name!r}; it takes {', '.join(cls.option_names())}")
+def check_options(cls: type[Rule], options: Mapping[str, Any]) -> None:
+    """Raise a ValueError for an option that the rule does not have, and for a switch that is no bool: "no" counts as true."""
+    known = cls.option_parameters()
+    for name, value in options.items():
+        if name not in known:
+            raise ValueError(f"rule {cls.name!r} has no option {name!r}; it takes {', '.join(known)}")
+        if known[name].annotation in ("bool", bool) and not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def construct(cls: type[Rule], width: int, heads: int, options: dict[str, Any]) -> Rule:
-    """Build the rule after checking the names of its options, its switches, width and heads."""
+    """Build the rule after checking its options, width and heads."""
     check_options(cls, options)
-    check_switches(cls, options)
     check_integers(width=width, heads=heads)  # before a rule divides one by the other
     return cls(width, heads, **options)
 
