@@ -81,7 +81,7 @@ def cpu(figure: dict[str, Any], axes: Any) -> None:
 STARTS = {
     "transformer": ("Transformer", "#55a868"),
     "gated_delta": ("Gated DeltaNet, as published", PEERS[0]),
-    "gated_delta, recall start": ("Gated DeltaNet, PRISM's start", BLUES[0]),
+    "gated_delta, sigmoid, recall start": ("Gated DeltaNet, PRISM's start and gate", BLUES[0]),
     "prism 2": ("PRISM, rank 2 (default)", BLUES[2]),
 }
 """Rules of the picture of positions, by their label in the plans."""
