@@ -95,10 +95,8 @@ def shared_settings(entry: Entry) -> str:
 
     def texts(values: dict[str, Any]) -> Iterator[str]:
         for name, value in values.items():
-            left_out = name in NOT_SHARED or (
-                name == "layers" and isinstance(value, str)
-            )  # in synthetic tasks a number
-            if left_out or value is None or value in ("", {}, [], ()):
+            a_rule = name == "layers" and isinstance(value, str)  # in synthetic tasks it is a number
+            if a_rule or name in NOT_SHARED or value is None or value in ("", {}, [], ()):
                 continue
             if isinstance(value, dict):
                 yield from texts(value)
