@@ -24,7 +24,7 @@ _VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("prism", {"keys": "previous", "erase": "channel", "residual": "below", "layer_index": 1}),
     ("prism", {"forget": "channel", "steps": 3}),
     ("delta", {"negative_eigenvalues": True}),
-    ("delta_product", {"householders": 3, "forget_gate": True, "gate": True}),
+    ("delta_product", {"householders": 3, "forget_gate": True, "gate": True, "gate_by": "sigmoid"}),
     ("kda", {"lower_bound": -5.0}),
     ("gdn2", {"negative_eigenvalues": True}),
     ("rwkv7", _STACKED),

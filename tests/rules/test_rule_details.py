@@ -37,6 +37,8 @@ def test_an_unknown_option_is_named(name: str) -> None:
     ("name", "options", "message"),
     [
         ("delta_product", {"householders": 0}, "householders must be an integer ≥ 1"),
+        ("delta_product", {"gate_by": "sigmoid"}, "gate_by is that of the output gate: set gate=True, or omit it"),
+        ("delta_product", {"gate": True, "gate_by": "tanh"}, "gate_by must be one of silu, sigmoid, got 'tanh'"),
         ("mamba2", {"groups": 3}, "groups must be an integer that divides heads = 4"),
         ("mamba3", {"groups": 3}, "groups must be an integer that divides heads = 4"),
         ("mamba3", {"rotary_fraction": 1.5}, "rotary_fraction must be a number from 0 to 1"),
@@ -121,12 +123,17 @@ def test_published_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("simple", "options"),
-    [("delta", {"negative_eigenvalues": True}), ("gated_delta", {"gate": True, "negative_eigenvalues": True})],
+    [
+        ("delta", {"negative_eigenvalues": True}),
+        ("gated_delta", {"gate": True, "negative_eigenvalues": True}),
+        ("gated_delta", {"gate_by": "sigmoid", "negative_eigenvalues": True}),
+    ],
 )
 def test_one_householder_is_the_delta_rule(simple: str, options: dict[str, Any]) -> None:
     sizes = {"key_dim": 6, "value_dim": 5}
     mixer = perturbed_mixer(simple, torch.float64, **options, **sizes)
-    gated = {"forget_gate": True, "gate": True} if simple == "gated_delta" else {}
+    gate_by = {name: value for name, value in options.items() if name == "gate_by"}
+    gated = {"forget_gate": True, "gate": True, **gate_by} if simple == "gated_delta" else {}
     product = Mixer("delta_product", WIDTH, HEADS, householders=1, **gated, **sizes).double()
     product.load_state_dict(mixer.state_dict(), strict=True)
     x = tokens(2, 20)

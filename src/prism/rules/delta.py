@@ -253,6 +253,12 @@ class DeltaFamily(Rule):
         )
 
 
+def check_gate(gate: bool, gate_by: str) -> None:
+    """Refuse the kind of an output gate that a layer does not have."""
+    if not gate and gate_by != "silu":
+        raise ValueError("gate_by is that of the output gate: set gate=True, or omit it")
+
+
 class Delta(DeltaFamily):
     """DeltaNet: the delta rule without decay. No output gate by default."""
 
@@ -327,8 +333,7 @@ class GatedDelta(DeltaFamily):
         norm_eps: float = 1e-5,
     ) -> None:
         check_choices(forget=(forget, FORGETS))
-        if not gate and gate_by != "silu":
-            raise ValueError("gate_by is that of the output gate: set gate=True, or omit it")
+        check_gate(gate, gate_by)
         key_dim = per_head(width, heads, key_dim, ratio=0.75)
         super().__init__(
             width,
@@ -357,6 +362,7 @@ class DeltaProduct(DeltaFamily):
     Args:
         householders: n_h, the number of delta steps of a token; 1 is DeltaNet (with `forget_gate`: Gated DeltaNet).
         forget_gate: whether there is a decay α per head before the first step (Gated DeltaProduct).
+        gate_by: of the output gate: `"silu"` as published, or `"sigmoid"`, which never changes the sign of what was read.
         timescales: with `forget_gate`, tokens in which untrained heads forget by a factor e: two numbers, between which
             heads are spread evenly in log, or `"drawn"`: at random, mostly from 1 to 100, as published.
     """
@@ -378,11 +384,13 @@ class DeltaProduct(DeltaFamily):
         forget_gate: bool = False,
         conv_size: int = 4,
         gate: bool = False,
+        gate_by: str = "silu",
         negative_eigenvalues: bool = True,
         timescales: str | Sequence[float] = DRAWN,
         start: str = DRAWN,
     ) -> None:
         check_integers(householders=householders)
+        check_gate(gate, gate_by)
         if timescales != DRAWN and not forget_gate:
             raise ValueError("timescales are those of the decay: set forget_gate=True, or omit them")
         super().__init__(
@@ -391,6 +399,7 @@ class DeltaProduct(DeltaFamily):
             per_head(width, heads, key_dim),
             per_head(width, heads, value_dim),
             gate=gate,
+            gate_by=gate_by,
             conv_size=conv_size,
             negative_eigenvalues=negative_eigenvalues,
             forget_gate=forget_gate,
