@@ -17,7 +17,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
 
-import comparisons
 import drop_ins
 import fine_tuning
 import generating
@@ -26,6 +25,8 @@ import hand_written
 import headlines
 import recommending
 import serving
+import task_comparisons
+import text_comparisons
 from criteria import NOT_RUN, Finding, judge
 from evidence import ROOT, SHARED, Evidence, Pair, default_start, equal_starts, is_prism, largest, ranks_with
 from evidence import ranks as ranks_of
@@ -76,12 +77,12 @@ def highlights(evidence: Evidence) -> str:
         f"- **Constant memory**: {step:.2f} ms per token for 32 rows (118 M parameters, H200) after any context."
         " CUDA-graph decoding is built in.",
     ]
-    if starts := comparisons.start_pairs(evidence):
+    if starts := text_comparisons.start_pairs(evidence):
         items.append(
             "- **Recall from the first step**: with the start of `prism`, a Gated DeltaNet saves, over its published start and"
             f" at equal cost, {at_most_tokens(starts, 2)} ([claims](docs/claims.md#an-untrained-layer-that-recalls))."
         )
-    if gain := comparisons.learning_gain(evidence):
+    if gain := task_comparisons.learning_gain(evidence):
         items.append(
             f"- **Writes of rank L**: where a token carries two facts, {gain}.{four_pairs(evidence)}"
             f" [Claims](docs/claims.md#how-fast-a-rank-2-task-is-learned).{on_text(evidence)}"
@@ -93,7 +94,7 @@ def highlights(evidence: Evidence) -> str:
 
 def four_pairs(evidence: Evidence) -> str:
     """A sentence on what either rank recalls where a token carries four facts; empty without results."""
-    pair = comparisons.unlearned(evidence)
+    pair = task_comparisons.unlearned(evidence)
     if pair is None or not pair.gain.significant:
         return ""
     ours, theirs = (shown(group.score(seeds=pair.seeds), 2) for group in (pair.first, pair.second))
@@ -119,7 +120,7 @@ def channels(evidence: Evidence) -> str:
     if ranks := ranks_with(evidence, **SHARED["decays per channel"]):
         unclear = not any(pair.gain.significant for pair in ranks)
         said += f" Rank 2 then adds {at_most_tokens(ranks)}{', within two standard errors of nothing' * unclear}."
-    if better := comparisons.ahead(evidence):
+    if better := text_comparisons.ahead(evidence):
         rules = {pair.first.rule for pairs in better.values() for pair in pairs}
         assert rules <= {"kda", "gdn2"}, "the item describes rules that forget per channel"
         names = " and ".join(f"`{rule}`" for rule in sorted(rules, reverse=True))
@@ -169,7 +170,7 @@ def library(evidence: Evidence) -> str:
             f"{ours[0]} → {ours[-1]}; Transformer {attention[0]} → {attention[-1]} ²",
         ],
     ]
-    starts = largest(comparisons.start_pairs(evidence))
+    starts = largest(text_comparisons.start_pairs(evidence))
     if starts:
         gains = "; ".join(f"{pair.first.task} {shown(pair.gain, 3, sign=True)}" for pair in starts)
         rows.append(["a start that recalls is better", f"**{judge([pair.gain for pair in starts])}**", f"{gains} ³"])
@@ -192,17 +193,17 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "library": lambda: library(evidence),
         "known": lambda: known(findings),
         "networks": lambda: networks(evidence),
-        "text": lambda: comparisons.text(evidence),
-        "contexts": lambda: comparisons.contexts(evidence),
-        "overview": lambda: comparisons.overview(evidence),
-        "rivals": lambda: comparisons.rivals(evidence),
-        "recall-start": lambda: comparisons.recall_start(evidence),
-        "text-choices": lambda: comparisons.choices(evidence),
-        "text-rates": lambda: comparisons.rates(evidence),
-        "learning": lambda: comparisons.learning(evidence),
-        "probes": lambda: comparisons.probes(evidence),
-        "searches": lambda: comparisons.searches(evidence),
-        "unfinished": lambda: comparisons.unfinished(evidence),
+        "text": lambda: text_comparisons.text(evidence),
+        "contexts": lambda: text_comparisons.contexts(evidence),
+        "overview": lambda: text_comparisons.overview(evidence),
+        "rivals": lambda: text_comparisons.rivals(evidence),
+        "recall-start": lambda: text_comparisons.recall_start(evidence),
+        "text-choices": lambda: text_comparisons.choices(evidence),
+        "text-rates": lambda: text_comparisons.rates(evidence),
+        "learning": lambda: task_comparisons.learning(evidence),
+        "probes": lambda: task_comparisons.probes(evidence),
+        "searches": lambda: task_comparisons.searches(evidence),
+        "unfinished": lambda: task_comparisons.unfinished(evidence),
         "adapters": lambda: fine_tuning.adapters(evidence),
         "dropin-cpu": lambda: drop_ins.cpu(evidence),
         "dropin-gpu": lambda: drop_ins.gpu(evidence),

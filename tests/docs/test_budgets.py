@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.docs.test_claims import CLAIMS, as_built, claims, comparisons, line
+from tests.docs.test_claims import CLAIMS, as_built, claims, line
 from tests.docs.test_pages import tool
 
 evidence = tool("evidence")
+text_comparisons = tool("text_comparisons")
 
 WORDS = {"accuracy": 0.125}
 
@@ -65,23 +66,23 @@ def test_readme_has_the_models_of_the_largest_budget_on_every_corpus(tmp_path: P
     ours = both(0.25, 66_000_000, 2)
     alone = trained("linear", 0, 1.0, 66_000_000)
     found = stored(tmp_path, short=both(1.0, 33_000_000, 5), long=[*on("novels", *ours, alone), *on("code", *ours)])
-    rows = [row for row in comparisons.overview(found).splitlines() if row.startswith("| ")]
+    rows = [row for row in text_comparisons.overview(found).splitlines() if row.startswith("| ")]
     assert rows == [
         "| model | novels | code | seeds |",
         "| `prism` | 2.755 ± .005 | 2.755 ± .005 | 2 |",
         "| `gated_delta` | 3.005 ± .005 | 3.005 ± .005 | 2 |",
     ]
-    assert comparisons.overview(evidence.Evidence(tmp_path / "none")).startswith("No comparison")
+    assert text_comparisons.overview(evidence.Evidence(tmp_path / "none")).startswith("No comparison")
 
 
 def test_longer_contexts_and_last_words_are_shown(tmp_path: Path) -> None:
     lines = [trained("prism", 0, 3.0, 1000, lambada=WORDS), trained("gated_delta", 0, 3.25, 1000)]
-    found = comparisons.contexts(stored(tmp_path, text=lines))
+    found = text_comparisons.contexts(stored(tmp_path, text=lines))
     assert "| rule | 1,024 | 4,096 | LAMBADA |" in found
     assert "| prism | 3.000 | 2.500 | .125 |" in found and "| gated_delta | 3.250 | 2.750 | |" in found
-    found = comparisons.contexts(stored(tmp_path, text=lines[1:]))
+    found = text_comparisons.contexts(stored(tmp_path, text=lines[1:]))
     assert "LAMBADA" not in found and "| gated_delta | 3.250 | 2.750 |" in found
-    assert comparisons.contexts(stored(tmp_path, text=[line("prism", 0, 3.0)])).startswith("No run")
+    assert text_comparisons.contexts(stored(tmp_path, text=[line("prism", 0, 3.0)])).startswith("No run")
 
 
 def test_scores_of_seed_0_alone_are_shown(tmp_path: Path) -> None:
@@ -100,11 +101,11 @@ def test_the_lead_of_a_start_is_told_for_each_budget(tmp_path: Path) -> None:
     short += [run("recall", 1, 3.0, 33_000_000), run("published", 1, 4.0, 33_000_000)]  # a seed that the other lacks
     long = [run("recall", 0, 2.5, 66_000_000), run("published", 0, 2.75, 66_000_000)]
     short += [trained("gated_delta", 0, 2.0, 33_000_000)]  # with another output gate: not the start alone
-    found = comparisons.recall_start(stored(tmp_path, short=short, long=long)).replace("\n", " ")
+    found = text_comparisons.recall_start(stored(tmp_path, short=short, long=long)).replace("\n", " ")
     assert "it is .50 after 33 M tokens and .25 after 66 M on novels (1 seed)." in found
     assert "| novels, 66 M tokens | 2.500 | 2.750 | +.250 | 1 |" in found
     (tmp_path / "long.jsonl").unlink()
-    assert "lead" not in comparisons.recall_start(evidence.Evidence(tmp_path))
+    assert "lead" not in text_comparisons.recall_start(evidence.Evidence(tmp_path))
 
 
 def test_recommenders_that_start_alike_come_before_published_ones(tmp_path: Path) -> None:

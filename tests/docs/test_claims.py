@@ -13,7 +13,6 @@ from prism.compare.statistics import Estimate
 from tests.docs.test_pages import ROOT, tool
 
 claims = tool("claims")
-import comparisons  # noqa: E402
 import hand_written  # noqa: E402
 from criteria import both_ways, judge, judge_equal  # noqa: E402
 from evidence import Evidence, is_default, is_prism, is_rule, ranks  # noqa: E402
@@ -380,25 +379,3 @@ def test_speeds_of_drop_ins_are_shown_by_family(tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps({**about, "results": rows}))
     text = " ".join(drop_ins.cpu(evidence).split())
     assert "| `mamba2` | 0.50 | 0.25 | 0.90 |" in text and "at 64 tokens: `mamba2` 0.50 and 0.25." in text
-
-
-def test_steps_until_a_task_is_solved(tmp_path: Path) -> None:
-    def solved(rule: str, seed: int, steps: int, score: float) -> dict[str, Any]:
-        result = {"scores": {"": score}, "validation": score, "better": "higher", "metric": "accuracy", "steps": steps}
-        settings = {"task": "multi_pair", "stop_at": 0.99, "model": {"rule": rule, "options": {}}}
-        return line(rule, seed, None, task="2 pairs", function="probe", result=result, settings=settings)
-
-    lines = [solved("prism", 0, 400, 1.0), solved("prism", 1, 600, 0.99), solved("delta", 0, 900, 0.5)]
-    write(tmp_path, *lines, solved("delta", 1, 800, 1.0))
-    (tmp_path / "text.jsonl").rename(tmp_path / "pairs.jsonl")
-    found = comparisons.learning(Evidence(tmp_path))
-    assert "| prism | 500 ± 100 |" in found and "| delta | 1 of 2 (.75 ± .25) |" in found
-    assert "Steps until .990 of the answers" in found
-    (pair,) = Evidence(tmp_path).pairs(is_rule("prism"), is_rule("delta"), "recall")
-    assert not pair.solved
-    (tmp_path / "pairs.jsonl").unlink()
-    (pair,) = write(tmp_path, *lines[:2], solved("delta", 1, 800, 1.0)).pairs(
-        is_rule("prism"), is_rule("delta"), "recall"
-    )
-    assert pair.solved
-    assert comparisons.learning(Evidence(tmp_path / "empty")) == "No run of this is in the repository yet."

@@ -11,7 +11,8 @@ import pytest
 from tests.docs.test_claims import CLAIMS, Evidence, as_built, claims, line, write
 from tests.docs.test_pages import tool
 
-import comparisons  # isort: skip  # after test_claims, which makes docs/tools importable
+import task_comparisons  # isort: skip  # after test_claims, which makes docs/tools importable
+import text_comparisons  # isort: skip
 import verdicts  # isort: skip
 from evidence import is_prism, is_rule, largest, ranks, ranks_with  # isort: skip
 from verdicts import shows_no_difference  # isort: skip
@@ -65,7 +66,7 @@ def test_other_learning_rates_decide_no_claim(tmp_path: Path) -> None:
     )
     assert [(pair.first.file, pair.gain.count) for pair in ranks(evidence, "text")] == [("text", 2)]
     assert "rate" not in claims.on_text(evidence) and "rate 0.003" not in claims.blocks(evidence)["text"]()
-    said = comparisons.rates(evidence)
+    said = text_comparisons.rates(evidence)
     assert "| corpus and rule | 0.0015 | 0.003 |" in said
     assert "| novels, gated_delta | 3.100 | 2.000 |" in said and "1 seed each. They are lowest at 0.003." in " ".join(
         said.split()
@@ -125,7 +126,7 @@ def test_a_choice_is_compared_with_the_prism_that_starts_alike(tmp_path: Path) -
         lines[-1]["result"]["validation"] = nats
     evidence = write(tmp_path, *lines)
     assert [group.label for group in evidence.groups if is_prism()(group)] == ["default"]  # not with three writes
-    tables = comparisons.choices(evidence).split("**novels**")[1:]
+    tables = text_comparisons.choices(evidence).split("**novels**")[1:]
     found = [
         (part.split("*")[1], [row.split(" | ")[:2] for row in part.splitlines() if row.startswith("| ")][1:])
         for part in tables
@@ -158,10 +159,10 @@ def test_a_rival_leads_if_it_is_better_on_every_corpus(tmp_path: Path) -> None:
     gdn2 = [*runs("gdn2, ours", "gdn2", [3.01], "novels", **start), *runs("gdn2, ours", "gdn2", [1.9], "code", **start)]
     delta = runs("product, ours", "delta_product", [2.9], "novels", **start)
     published = [*runs("kda", "kda", [2.0], "novels"), *runs("kda", "kda", [1.0], "code")]
-    assert comparisons.rivals(write(tmp_path, *ours, *published)) == "No run of this is in the repository yet."
+    assert text_comparisons.rivals(write(tmp_path, *ours, *published)) == "No run of this is in the repository yet."
     evidence = write(tmp_path, *ours, *kda, *gdn2, *delta, *published)
-    assert [*comparisons.ahead(evidence)] == ["kda, ours"]
-    said = " ".join(comparisons.rivals(evidence).split())
+    assert [*text_comparisons.ahead(evidence)] == ["kda, ours"]
+    said = " ".join(text_comparisons.rivals(evidence).split())
     assert "**Better than PRISM on every corpus, with the same start: kda.**" in said
     assert "| novels, 33 M tokens, product, ours | 2.900 | 3.010 ± .010 | +.100 | 1 |" in said
     assert claims.channels(evidence) == ""
@@ -174,7 +175,9 @@ def test_a_rival_leads_if_it_is_better_on_every_corpus(tmp_path: Path) -> None:
     said = claims.channels(write(tmp_path, *ours, *both, *kda))
     assert "`kda` has them and is better than the default `prism` with the same start." in said
     evidence = write(tmp_path, *ours, *both, *worse, *kda[1:])
-    assert comparisons.ahead(evidence) == {} and "no rule is better than PRISM" in comparisons.rivals(evidence)
+    assert text_comparisons.ahead(evidence) == {} and "no rule is better than PRISM" in text_comparisons.rivals(
+        evidence
+    )
 
 
 def test_ranks_are_compared_with_equal_gates(tmp_path: Path) -> None:
@@ -240,20 +243,42 @@ def steps_of(
     return lines
 
 
+def test_steps_until_a_task_is_solved(tmp_path: Path) -> None:
+    def solved(rule: str, seed: int, steps: int, score: float) -> dict[str, Any]:
+        result = {"scores": {"": score}, "validation": score, "better": "higher", "metric": "accuracy", "steps": steps}
+        settings = {"task": "multi_pair", "stop_at": 0.99, "model": {"rule": rule, "options": {}}}
+        return line(rule, seed, None, task="2 pairs", function="probe", result=result, settings=settings)
+
+    lines = [solved("prism", 0, 400, 1.0), solved("prism", 1, 600, 0.99), solved("delta", 0, 900, 0.5)]
+    write(tmp_path, *lines, solved("delta", 1, 800, 1.0))
+    (tmp_path / "text.jsonl").rename(tmp_path / "pairs.jsonl")
+    found = task_comparisons.learning(Evidence(tmp_path))
+    assert "| prism | 500 ± 100 |" in found and "| delta | 1 of 2 (.75 ± .25) |" in found
+    assert "Steps until .990 of the answers" in found
+    (pair,) = Evidence(tmp_path).pairs(is_rule("prism"), is_rule("delta"), "recall")
+    assert not pair.solved
+    (tmp_path / "pairs.jsonl").unlink()
+    (pair,) = write(tmp_path, *lines[:2], solved("delta", 1, 800, 1.0)).pairs(
+        is_rule("prism"), is_rule("delta"), "recall"
+    )
+    assert pair.solved
+    assert task_comparisons.learning(Evidence(tmp_path / "empty")) == "No run of this is in the repository yet."
+
+
 def test_what_readme_says_of_two_and_four_facts_in_a_token(tmp_path: Path) -> None:
     def of(*lines: list[dict[str, Any]]) -> Evidence:
         (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(one) for some in lines for one in some))
         return Evidence(tmp_path)
 
     ours = steps_of("prism", [1.0, 0.99, 1.0], [300, 400, 500])
-    assert comparisons.learning_gain(of(ours)) == "" and claims.four_pairs(of(ours)) == ""
+    assert task_comparisons.learning_gain(of(ours)) == "" and claims.four_pairs(of(ours)) == ""
     slow = steps_of("gated_delta", [1.0, 0.99, 0.995], [900, 1000, 1100])
-    assert comparisons.learning_gain(of(ours, slow)).endswith("in 0.40 of the steps of rank 1 (3 seeds)")
+    assert task_comparisons.learning_gain(of(ours, slow)).endswith("in 0.40 of the steps of rank 1 (3 seeds)")
     lost = steps_of("gated_delta", [1.0, 0.7, 0.6], [900, 3000, 3000])
-    assert comparisons.learning_gain(of(ours, lost)).endswith(
+    assert task_comparisons.learning_gain(of(ours, lost)).endswith(
         "in 400 ± 58 steps, and rank 1 with 1 of 3 seeds in 3,000"
     )
-    assert comparisons.learning_gain(of(steps_of("prism", [1.0, 0.9, 1.0], [1, 2, 3]), lost)).endswith(
+    assert task_comparisons.learning_gain(of(steps_of("prism", [1.0, 0.9, 1.0], [1, 2, 3]), lost)).endswith(
         "with 2 of 3 seeds, rank 1 with 1 of 3"
     )
     four = "4 pairs a token"
@@ -294,6 +319,6 @@ def test_tasks_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 def test_scores_stand_next_to_oracle_and_guess(tmp_path: Path) -> None:
     evidence = write(tmp_path, probe("prism", 0.5, "two"), probe("prism", 0.25, "four", metric="sequence accuracy"))
-    said = comparisons.probes(evidence)
+    said = task_comparisons.probes(evidence)
     assert "`text`, accuracy (two), sequence accuracy (four), up to 1 seeds:" in said
     assert "| prism | .500 | .250 |\n| *ceiling* | 1.000 | 1.000 |\n| *baseline* | .062 | .062 |" in said
