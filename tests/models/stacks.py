@@ -39,7 +39,8 @@ def model(layers: Any, dtype: torch.dtype = torch.float64, seed: int = 0, **sett
 
 
 def tokens(batch: int, count: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCABULARY, (batch, count), generator=generator, device="cpu")
 
 
 def left_padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -108,6 +108,7 @@ def use_reference_code(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_kernels_on_a_gpu(kind: str) -> None:
     """Errors are a few roundings of bfloat16 (4e-3). The kernels are autotuned first, which takes a minute or two."""
+    pytest.importorskip("fla")
     for strong in (False, True):
         x = leaves(KINDS[kind].get("erase", ""), 130, 64, 64, strong, torch.bfloat16)
         x = {name: z.to(DEVICE) for name, z in x.items()}

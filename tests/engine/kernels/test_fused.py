@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from prism.nn.block import Block
 from prism.rules.parts import UNIT_EPS, ShortConv
 from prism.rules.rule import Span
 from tests.engine.kernels.where import CAN_START, needs_kernels
-from tests.helpers import assert_close, unwritten_memory_is_nan
+from tests.helpers import assert_close, relative_error, unwritten_memory_is_nan
 
 pytestmark = needs_kernels
 
@@ -208,21 +209,22 @@ def test_a_convolution_state_has_a_gradient_by_the_kernel_too(monkeypatch: pytes
 def test_a_layer_on_these_kernels_equals_the_layer_in_torch(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also under gradient checkpointing."""
+    """Also under gradient checkpointing. Gradients of a few gates are small sums of many terms: float64 judges both."""
     mixer = prism.Mixer("prism", 32, 2, **options)
     x = torch.randn(2, 9, 32)
 
-    def gradients(again: bool) -> list[Tensor]:
+    def gradients(again: bool, mixer: prism.Mixer = mixer, x: Tensor = x) -> list[Tensor]:
         leaf = x.clone().requires_grad_()
         y = checkpoint(lambda z: mixer(z)[0], leaf, use_reentrant=False) if again else mixer(leaf)[0]
         return [y, *torch.autograd.grad(y.square().sum(), [leaf, *mixer.parameters()])]
 
     monkeypatch.setattr(fused, "use_kernel", lambda x: False)
     expected = gradients(False)
+    exact = gradients(False, copy.deepcopy(mixer).double(), x.double())
     monkeypatch.setattr(fused, "use_kernel", lambda x: True)
     for again in (False, True):
-        for got, wanted in zip(gradients(again), expected, strict=True):
-            assert_close("layer", got, wanted, 1e-5)
+        for got, ours, wanted in zip(gradients(again), expected, exact, strict=True):
+            assert_close("layer", got, wanted, max(2 * relative_error(ours, wanted), 1e-5))
 
 
 @pytest.mark.parametrize("rule", ["prism", "gated_delta", "delta_product"])

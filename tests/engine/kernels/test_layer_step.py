@@ -107,7 +107,7 @@ def assert_at_most_twice_torch(name: str, dtype: torch.dtype, rows: int = 2, **o
     with unwritten_memory_is_nan():
         got = run(layer, later, start, "triton")
     for key, error in errors(got, reference).items():
-        least = 2 * torch.finfo(dtype).eps  # torch is lucky at times
+        least = 4 * torch.finfo(dtype).eps  # torch is lucky at times; a GPU's quick exponential is right to 2
         assert error <= max(2 * torch_errors[key], least), f"{name} {key}: {error:.2e}, torch {torch_errors[key]:.2e}"
 
 
