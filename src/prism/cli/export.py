@@ -69,7 +69,7 @@ def export(
 
 
 def _export_onnx(path: Path, out: Path) -> None:
-    from prism.language.onnx_folder import write_onnx_folder
+    from prism.language.export import write_onnx_folder
     from prism.models.loading import is_run
 
     stored = stored_config(path) if is_run(path) else None

@@ -1,19 +1,25 @@
-"""Export a language model for transformers: config.json, model.safetensors, tokenizer.json and a model card."""
+"""Export a language model: for transformers, with its tokenizer and a model card, or as an ONNX folder.
+
+The ONNX folder has the decode step, its description and the tokenizer, and is checked before it is there.
+"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+from prism.files import whole_folder
 from prism.language.cards import metadata, validation_text
 from prism.language.model import Builder, build_model
 from prism.language.settings import BLANK_RUN, Settings, command_line
 from prism.language.tokenizer import load_tokenizer
 from prism.language.tune_export import write_tuned
 from prism.language.tune_settings import BLANK
+from prism.messages import say
 from prism.train import export
 from prism.train.checkpoint import Checkpoint
-from prism.train.export import TrainedRun
+from prism.train.export import TrainedRun, resolve_model_folder
 from prism.train.run import stored_config
 
 _USE = """\
@@ -27,6 +33,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))"""
 _LIMITS = """\
 The model continues text in the style of its training data. It knows nothing else, is not aligned or instruction-tuned,
 and its output needs checking."""
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def write_model(run: Path, checkpoint: Checkpoint, folder: Path, build: Builder = build_model) -> None:
@@ -50,6 +57,26 @@ def write_model(run: Path, checkpoint: Checkpoint, folder: Path, build: Builder 
     data = trained.config["training_data"]
     card = model_card(trained.name, trained.settings, data, checkpoint.state, trained.records, parameters)
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def write_onnx_folder(path: Path, out: Path) -> float:
+    """Write the step of a run's newest checkpoint, or of a saved model, to `out`, completely or not at all.
+
+    Returns:
+        The largest difference between onnxruntime's and torch's logits, relative to the largest logit.
+    """
+    from prism.models import PrismForCausalLM
+    from prism.models.loading import open_weights
+    from prism.models.onnx_step import check_onnx, write_onnx
+
+    with resolve_model_folder(path, write_model, say) as folder:
+        model = open_weights(PrismForCausalLM, folder, "cpu").float()
+        files = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
+        with whole_folder(out, "the ONNX model") as partial:
+            step = write_onnx(model, partial, tokenizer=_TOKENIZER[0] if files else None)
+            for file in files:
+                shutil.copyfile(file, partial / file.name)
+            return check_onnx(partial, step)
 
 
 def model_card(

@@ -18,7 +18,7 @@ _RULES = {
     "gated_delta": "prism.rules.delta:GatedDelta",
     "delta": "prism.rules.delta:Delta",
     "efla": "prism.rules.efla:Efla",
-    "delta_product": "prism.rules.delta:DeltaProduct",
+    "delta_product": "prism.rules.delta_product:DeltaProduct",
     "comba": "prism.rules.comba:Comba",
     "kda": "prism.rules.kda:Kda",
     "gdn2": "prism.rules.kda:Gdn2",

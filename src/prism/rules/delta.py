@@ -1,11 +1,10 @@
-"""DeltaNet, Gated DeltaNet and DeltaProduct: erase the value stored under a key, then write the new one.
+"""DeltaNet and Gated DeltaNet: erase the value stored under a key, then write the new one.
 
-    DeltaNet         S_t = (I - β k kᵀ) S_{t-1} + β k vᵀ                                 (Schlag 2021, Yang 2024)
+    DeltaNet         S_t = (I - β k kᵀ) S_{t-1} + β k vᵀ                      (Schlag 2021, Yang 2024)
     Gated DeltaNet   S_t = α_t (I - β k kᵀ) S_{t-1} + β k vᵀ                  (Yang, Kautz, Hatamizadeh 2024)
-    DeltaProduct     S ← α_t S_{t-1};   S ← (I - β_j k_j k_jᵀ) S + β_j k_j v_jᵀ  for j = 1 … n_h   (Siems et al., 2025)
 
 DeltaNet is one gradient step of size β on ½‖Sᵀk - v‖². Gated DeltaNet first lets the memory decay by α, one per head, chosen
-by the input. DeltaProduct takes n_h steps per token, each with its own key, value and β, and reads after the last.
+by the input. `DeltaFamily` also serves rules with several steps or writes a token (DeltaProduct, PRISM).
 
 Queries and keys go through a short convolution, SiLU and L2 normalisation, so the eigenvalue along k is 1 - β: in [0, 1],
 or with `negative_eigenvalues` (β = 2σ) in [-1, 1].
@@ -31,12 +30,10 @@ from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.rule import (
     DECAYED_REGRESSION,
     REGRESSION,
-    REPEATED_REGRESSION,
     Paper,
     Rule,
     Span,
     check_choices,
-    check_integers,
     check_nonnegative,
     per_head,
 )
@@ -351,59 +348,3 @@ class GatedDelta(DeltaFamily):
         )
         if forget == "channel":
             self.decay_in, self.decay = channel_decay(width, heads, self.key_dim, self.value_dim, timescales)
-
-
-class DeltaProduct(DeltaFamily):
-    """DeltaProduct: several delta steps for every token.
-
-    A product of n_h Householder-like factors can rotate, which a single one cannot: the transition of a token differs from
-    the decay by a matrix of rank up to n_h. β = 2σ by default, so that every factor can reflect; else as DeltaNet.
-
-    Args:
-        householders: n_h, the number of delta steps of a token; 1 is DeltaNet (with `forget_gate`: Gated DeltaNet).
-        forget_gate: whether there is a decay α per head before the first step (Gated DeltaProduct).
-        gate_by: of the output gate: `"silu"` as published, or `"sigmoid"`, which never changes the sign of what was read.
-        timescales: with `forget_gate`, tokens in which untrained heads forget by a factor e: two numbers, between which
-            heads are spread evenly in log, or `"drawn"`: at random, mostly from 1 to 100, as published.
-    """
-
-    name = "delta_product"
-    paper = Paper("DeltaProduct", "Siems et al. 2025", "https://arxiv.org/abs/2502.10297")
-    objective = REPEATED_REGRESSION
-    forgetting = "along n keys, per head if gated"
-    transition = "product of Householders"
-
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-        householders: int = 2,
-        forget_gate: bool = False,
-        conv_size: int = 4,
-        gate: bool = False,
-        gate_by: str = "silu",
-        negative_eigenvalues: bool = True,
-        timescales: str | Sequence[float] = DRAWN,
-        start: str = DRAWN,
-    ) -> None:
-        check_integers(householders=householders)
-        check_gate(gate, gate_by)
-        if timescales != DRAWN and not forget_gate:
-            raise ValueError("timescales are those of the decay: set forget_gate=True, or omit them")
-        super().__init__(
-            width,
-            heads,
-            per_head(width, heads, key_dim),
-            per_head(width, heads, value_dim),
-            gate=gate,
-            gate_by=gate_by,
-            conv_size=conv_size,
-            negative_eigenvalues=negative_eigenvalues,
-            forget_gate=forget_gate,
-            timescales=timescales,
-            start=start,
-            substeps=householders,
-        )
