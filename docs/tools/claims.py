@@ -119,7 +119,7 @@ def channels(evidence: Evidence) -> str:
     )
     if ranks := ranks_with(evidence, **SHARED["decays per channel"]):
         unclear = not any(pair.gain.significant for pair in ranks)
-        said += f" Rank 2 then adds {at_most_tokens(ranks)}{', within two standard errors of nothing' * unclear}."
+        said += f" Rank 2 then adds {at_most_tokens(ranks)}{', which is not significant' * unclear}."
     if better := text_comparisons.ahead(evidence):
         rules = {pair.first.rule for pairs in better.values() for pair in pairs}
         assert rules <= {"kda", "gdn2"}, "the item describes rules that forget per channel"

@@ -1,6 +1,6 @@
 """The criteria of verdicts, and the tables of two rules that they rest on.
 
-A difference counts if it exceeds two standard errors of the differences paired by seed.
+A difference, paired by seed, counts if it is significant at 5 % by Student's t.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from evidence import RARE, Group, Pair, largest
 from wording import brief, joined, shown, table
 
-from prism.compare.statistics import ERRORS, FEWEST, Estimate
+from prism.compare.statistics import FEWEST, Estimate
 
 NOTHING = "No run of this is in the repository yet."
 HOLDS, PART, UNSEEN, FAILS, NOT_RUN = "holds", "holds in part", "not seen", "does not hold", "not run yet"
@@ -53,12 +53,12 @@ def judge(gains: Sequence[Estimate]) -> str:
 def judge_equal(gains: Sequence[tuple[Estimate, float]]) -> str:
     """The verdict on "is as good" from gains, each with the score it is over. Few seeds decide nothing.
 
-    As good: at most `MARGIN` of the score worse, also by two standard errors less than the mean. So noise proves nothing.
+    As good: at most `MARGIN` of the score worse, also at the lower end of its 95 % interval. So noise proves nothing.
     """
     known = [(gain, MARGIN * abs(score)) for gain, score in gains if gain.count >= FEWEST]
     if not gains:
         return NOT_RUN
-    good = [gain.mean - ERRORS * gain.error >= -margin for gain, margin in known]
+    good = [gain.mean - gain.half_width >= -margin for gain, margin in known]
     worse = [gain.significant and gain.mean < 0 for gain, _ in known]
     if good and all(good):
         return HOLDS

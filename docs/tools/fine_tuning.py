@@ -38,7 +38,7 @@ def name_of(task: str) -> str:
 
 
 def verdict(what: str, groups: dict[str, Group]) -> str:
-    """How the adapter and both together differ from LoRA alone: beyond two standard errors, or not."""
+    """How the adapter and both together differ from LoRA alone: significantly, or not."""
     said = []
     for rule, subject in (("prism", "the PRISM adapter"), ("both", "the combination of both")):
         if rule in groups:

@@ -82,7 +82,7 @@ def same() -> str:
             apart = Estimate(
                 ours.mean - theirs.mean, math.hypot(ours.error, theirs.error), min(ours.count, theirs.count)
             )
-            agree = "–" if apart.count < FEWEST else "no" if apart.significant else "yes"
+            agree = "–" if apart.count < FEWEST else "yes" if abs(apart.mean) <= 2 * apart.error else "no"
             seeds.append(apart.count)
             cells = [f"{settings['epochs']}", shown(ours), shown(theirs), shown(apart, sign=True), agree]
             rows.append([label, metric, *cells])

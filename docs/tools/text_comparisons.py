@@ -174,7 +174,7 @@ def ahead(evidence: Evidence) -> dict[str, list[Pair]]:
 
 
 def beats(pair: Pair) -> bool:
-    """Whether the first rule is better than the second beyond the spread: two standard errors; or, with few seeds, with
+    """Whether the first rule is better than the second beyond the spread: significantly; or, with few seeds, with
     every one of its seeds better than every one of the second's."""
     if pair.gain.count >= FEWEST:
         return pair.gain.significant and pair.gain.mean > 0
@@ -223,7 +223,7 @@ def choices(evidence: Evidence) -> str:
             better = [label for label, gain in gains.items() if gain.significant and gain.mean > 0]
             said = paragraph(
                 f"**{task}** (`{file}`), nats a token by which a choice is better than *{default.label}* on validation.",
-                f"Beyond two standard errors, with three seeds or more: {', '.join(better) if better else 'none'}.",
+                f"Significantly better, with three seeds or more: {', '.join(better) if better else 'none'}.",
             )
             parts.append(joined(said, table(["choice", "better by", "seeds"], rows)))
     return joined(*parts) or "No choice was searched yet."

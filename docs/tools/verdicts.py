@@ -1,7 +1,7 @@
 """What the results say of each claim of the paper: a verdict, a figure for the table, and text with a table.
 
-The criteria are code, so that results cannot choose them: a difference counts if it exceeds two standard errors of the
-differences paired by seed. Without results a verdict is "not run yet". claims.py writes the findings into the pages.
+The criteria are code, so that results cannot choose them: a difference, paired by seed, counts if it is significant at 5 %
+by Student's t. Without results a verdict is "not run yet". claims.py writes the findings into the pages.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def with_gates(evidence: Evidence) -> str:
             for pair in pairs
         ]
         if rows:
-            said = f"Where both have {what}, rank 2 is better beyond two standard errors on {better} of {len(pairs)}:"
+            said = f"Where both have {what}, rank 2 is significantly better on {better} of {len(pairs)}:"
             parts += [paragraph(said), table(["task", "rank 2", "rank 1", "better by", "seeds"], rows)]
     return joined(*parts)
 
@@ -172,7 +172,7 @@ def on_probes(evidence: Evidence) -> str:
     open_tasks = [pair.gain for pair in pairs if not shows_no_difference(pair)]
     better, worse = (sum(gain.significant and (gain.mean > 0) == up for gain in open_tasks) for up in (True, False))
     said = paragraph(
-        f"Synthetic tasks: better on {better} of {len(open_tasks)}, worse on {worse}, beyond two standard errors. What both",
+        f"Synthetic tasks: better on {better} of {len(open_tasks)}, worse on {worse} (significant at 5 %). What both",
         "solve, or neither learns, is in the table, but not counted.",
     )
     same = [pair for pair in ranks(evidence, *kinds) if default_start(pair)]

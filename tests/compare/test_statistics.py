@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.compare.statistics import Estimate, estimate, paired
+from prism.compare.statistics import FEWEST, Estimate, errors, estimate, paired
 
 VALUES = st.lists(st.floats(-100, 100), min_size=2, max_size=8)
 
@@ -41,16 +42,33 @@ def test_differences_are_paired_by_seed() -> None:
 @pytest.mark.parametrize(
     ("mean", "error", "count", "expected"),
     [
-        (0.21, 0.1, 3, True),
-        (-0.21, 0.1, 3, True),
-        (0.19, 0.1, 3, False),
+        (0.44, 0.1, 3, True),
+        (-0.44, 0.1, 3, True),
+        (0.42, 0.1, 3, False),
+        (0.28, 0.1, 5, True),
+        (0.27, 0.1, 5, False),
         (5.0, math.nan, 1, False),
         (5.0, 0.1, 2, False),
         (0.0, 0.0, 3, False),
     ],
 )
-def test_significant_is_beyond_two_standard_errors(mean: float, error: float, count: int, expected: bool) -> None:
+def test_significant_is_outside_the_interval_of_students_t(
+    mean: float, error: float, count: int, expected: bool
+) -> None:
     assert Estimate(mean, error, count).significant is expected
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 10, 30])
+def test_equal_rules_differ_in_one_of_twenty_comparisons(count: int) -> None:
+    """The quantiles, by drawing: differences of normal noise are called significant in 5 % of cases."""
+    found = torch.randn(200_000, count, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    t = found.mean(1).abs() / (found.std(1) / math.sqrt(count))
+    assert (t > errors(count)).double().mean().item() == pytest.approx(0.05, abs=0.0025)
+
+
+def test_more_seeds_need_fewer_errors() -> None:
+    needed = [errors(count) for count in range(FEWEST, 40)]
+    assert needed == sorted(needed, reverse=True) and needed[-1] > 1.96
 
 
 def test_text_has_a_sign_only_where_asked() -> None:

@@ -199,7 +199,7 @@ def test_ranks_are_compared_with_equal_gates(tmp_path: Path) -> None:
     evidence = write(tmp_path, *ours, *others, *runs("alike", "gated_delta", [3.05, 3.06, 3.07], **recalls))
     assert [pair.second.label for pair in ranks_with(evidence, **gate)] == ["alike"]
     said = " ".join(verdicts.with_gates(evidence).split())
-    assert "SiLU as output gate, rank 2 is better beyond two standard errors on 1 of 1" in said
+    assert "SiLU as output gate, rank 2 is significantly better on 1 of 1" in said
     assert "3.0100 ± .0058 | 3.0600 ± .0058 | +.0500 ± .0058 | 3 |" in said
 
 

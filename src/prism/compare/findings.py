@@ -6,7 +6,6 @@ is called better or worse: those that are left may be the lucky ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 from prism.compare.entries import Entry
 from prism.compare.grid import Records, best_rate
 from prism.compare.plan import Plan
-from prism.compare.statistics import ERRORS, FEWEST, Estimate, estimate, paired
+from prism.compare.statistics import FEWEST, Estimate, estimate, paired
 
-CHANCE = 0.02
-"""Part of the way from the baseline to the ceiling that a guess may reach by luck: one seed has no error to tell."""
+CHANCE, LEARNED = 0.02, 0.1
+"""Parts of the way from the baseline to the ceiling: what a mean may reach by luck, and more than a single seed does."""
 LAMBADA = "LAMBADA accuracy"
 """Label of the share of last words that a language model predicts: higher is better, although of nats lower is."""
 
@@ -139,7 +138,8 @@ class Findings:
                 words = f"{difference.text(sign=True)} against {self.plan.reference}"
             else:
                 words = verdict(difference, self.plan.reference, lower, missing)
-            said.append(f"{finding.entry.name}: {words}{f'; {chance}' if chance else ''}")
+            more = chance or uneven(finding, reference, label)
+            said.append(f"{finding.entry.name}: {words}{f'; {more}' if more else ''}")
         return said
 
     def without_score(self, task: str) -> list[Finding]:
@@ -182,24 +182,44 @@ def verdict(difference: Estimate, reference: str, lower: bool, missing: Sequence
         return f"{difference.text(sign=True)} against {reference}; {seeds} {few} too few for a verdict"
     better = (difference.mean < 0) == lower and difference.mean != 0
     if not difference.significant:
-        return f"{difference.text(sign=True)} against {reference}, within two standard errors ({seeds})"
+        return f"{difference.text(sign=True)} against {reference}, not significant ({seeds})"
     size = Estimate(abs(difference.mean), difference.error, difference.count).text()
-    return f"{'better' if better else 'worse'} than {reference} by {size}, beyond two standard errors ({seeds})"
+    return f"{'better' if better else 'worse'} than {reference} by {size}, significant ({seeds})"
 
 
 def at_chance(finding: Finding, reference: Finding, label: str) -> str:
-    """In words, that not even the better score is better than a guess; empty if it is, or there is no baseline."""
+    """In words, that not even the better score is better than a guess; empty if it is, or there is no baseline.
+
+    Seeds often either solve a task or guess, so that their mean has a large error: one seed that has learned is enough.
+    """
     baseline = finding.first("baseline", {}).get(label)
-    if baseline is None:
+    if baseline is None or any(learned(side, label, LEARNED) for side in (finding, reference)):
         return ""
     sign = -1.0 if finding.lower(label) else 1.0
     best = max((finding.score(label), reference.score(label)), key=lambda score: sign * score.mean)
-    error = 0.0 if math.isnan(best.error) else best.error
-    if sign * (best.mean - baseline) > max(
-        ERRORS * error, CHANCE * abs(finding.first("ceiling", {}).get(label, 0.0) - baseline)
-    ):
+    luck = CHANCE * abs(finding.first("ceiling", {}).get(label, baseline) - baseline)
+    if sign * (best.mean - baseline) > max(luck, best.half_width if best.count >= FEWEST else 0.0):
         return ""
     return f"both are at chance: the better score, {best.text()}, is not better than the baseline of {baseline:.3f}"
+
+
+def uneven(finding: Finding, reference: Finding, label: str) -> str:
+    """In words, how many seeds of either rule guess while others learn the task: then a mean describes none of them."""
+    said = []
+    for side in (finding, reference):
+        seeds, better = len(side.values(label)), len(learned(side, label, LEARNED))
+        if better < seeds and learned(side, label, 0.5):
+            verb = "does" if seeds - better == 1 else "do"
+            said.append(f"{seeds - better} of {seeds} seeds of {side.entry.rule} {verb} not learn the task")
+    return ", ".join(said)
+
+
+def learned(finding: Finding, label: str, part: float) -> list[int]:
+    """The seeds whose score exceeds a part of the way from the baseline to the ceiling; none where these are not known."""
+    baseline, ceiling = (finding.first(level, {}).get(label) for level in ("baseline", "ceiling"))
+    if baseline is None or ceiling is None or baseline == ceiling:
+        return []
+    return [seed for seed, score in finding.values(label).items() if (score - baseline) / (ceiling - baseline) > part]
 
 
 def findings(plan: Plan, records: Records) -> Findings:

@@ -50,8 +50,8 @@ def _body(found: Findings) -> list[str]:
             if len(said) == 1
             else f"{len(plan.rules)} rules on {len(plan.tasks)} task{'s' * (len(plan.tasks) > 1)}, against {plan.reference}.",
             "Scores are means over seeds ± standard error. Differences are paired by seed: at one seed every rule sees the "
-            "same data. A difference over three seeds or more is marked if it exceeds two standard errors; with fewer than "
-            "five seeds that is weak evidence. In tables of scores the best mean of a column is blue.",
+            "same data. A difference over three seeds or more is marked if it is significant at 5 % (Student's t). In tables "
+            "of scores the best mean of a column is blue.",
         ),
         tiles(
             [
@@ -133,8 +133,8 @@ def _task_section(found: Findings, task: str) -> list[str]:
     if differences:
         parts += [
             paragraph(
-                f"Differences from {found.plan.reference}, paired by seed; * beyond two standard errors, with {FEWEST} seeds "
-                "or more, none of which failed."
+                f"Differences from {found.plan.reference}, paired by seed; * significant at 5 %, with {FEWEST} seeds or more, "
+                "none of which failed."
             ),
             table(
                 ["rule", "state size", *(label or metric for label in labels)],
