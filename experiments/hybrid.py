@@ -46,8 +46,10 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-3,
     "test_sequences": 512,
     "stretch": [1, 2, 4],
-    "timescales": "drawn",
+    "timescales": [1.0, 1024.0],
+    "gate_by": "sigmoid",
 }
+"""Decays and gate are those of the default `prism`, also for Gated DeltaNet."""
 
 
 class Stack(nn.Module):
@@ -56,10 +58,9 @@ class Stack(nn.Module):
     def __init__(self, stack: str, settings: dict[str, Any]) -> None:
         super().__init__()
         width = settings["width"]
-        sizes = {name: settings[name] for name in ("key_dim", "timescales")} | {
+        sizes = {name: settings[name] for name in ("key_dim", "timescales", "gate_by")} | {
             "value_dim": width,
             "conv_size": 1,
-            "gate_by": "silu",
         }
         self.embedding = nn.Embedding(settings["vocabulary"], width)
         nn.init.normal_(self.embedding.weight, std=0.02)

@@ -28,7 +28,7 @@ import serving
 import task_comparisons
 import text_comparisons
 from criteria import NOT_RUN, Finding, judge
-from evidence import ROOT, SHARED, Evidence, Pair, default_start, equal_starts, is_prism, largest, ranks_with
+from evidence import ROOT, SHARED, Evidence, Pair, default_start, equal_starts, is_prism, is_rule, ranks_with
 from evidence import ranks as ranks_of
 from verdicts import CLAIMS, networks
 from wording import number, paragraph, shown, table
@@ -80,25 +80,33 @@ def highlights(evidence: Evidence) -> str:
     if starts := text_comparisons.start_pairs(evidence):
         items.append(
             "- **Recall from the first step**: with the start of `prism`, a Gated DeltaNet saves, over its published start and"
-            f" at equal cost, {at_most_tokens(starts, 2)} ([claims](docs/claims.md#an-untrained-layer-that-recalls))."
+            f" at equal cost, {at_most_tokens(starts, 2)} ([claims](docs/evidence/text.md#an-untrained-layer-that-recalls))."
         )
-    if gain := task_comparisons.learning_gain(evidence):
+    if said := task_comparisons.facts_sentence(evidence):
         items.append(
-            f"- **Writes of rank L**: where a token carries two facts, {gain}.{four_pairs(evidence)}"
-            f" [Claims](docs/claims.md#how-fast-a-rank-2-task-is-learned).{on_text(evidence)}"
+            f"- **Writes of rank L**: {said[0].lower()}{said[1:]}"
+            f" [Evidence](docs/evidence/tasks.md#several-facts-in-one-token).{on_text(evidence)}"
         )
     if per_channel := channels(evidence):
         items.append(per_channel)
     return "\n".join(paragraph(item, indent="  ") for item in items)
 
 
-def four_pairs(evidence: Evidence) -> str:
-    """A sentence on what either rank recalls where a token carries four facts; empty without results."""
-    pair = task_comparisons.unlearned(evidence)
-    if pair is None or not pair.gain.significant:
+def short(evidence: Evidence) -> str:
+    """What follows from all comparisons of ranks, in a few sentences; empty without runs on text."""
+    alike = [pair for pair in ranks_of(evidence, "text") if default_start(pair)]
+    if not alike:
         return ""
-    ours, theirs = (shown(group.score(seeds=pair.seeds), 2) for group in (pair.first, pair.second))
-    return f" Of four facts, it recalls {ours} and rank 1 {theirs}, a guess among them ({pair.gain.count} seeds)."
+    said = [f"**In short.** With equal start and gate, rank 2 saves {at_most_tokens(alike)} over rank 1."]
+    if per_channel := ranks_with(evidence, **SHARED["decays per channel"]):
+        said.append(f"Where both have a decay per channel, it adds {at_most_tokens(per_channel)}.")
+    if facts := task_comparisons.facts_sentence(evidence):
+        said.append(facts)
+    if starts := text_comparisons.start_pairs(evidence):
+        said.append(
+            f"How weights and decays start is worth more than the rank: {at_most_tokens(starts)} for a Gated DeltaNet."
+        )
+    return paragraph(*said)
 
 
 def on_text(evidence: Evidence) -> str:
@@ -109,7 +117,7 @@ def on_text(evidence: Evidence) -> str:
 
 
 def channels(evidence: Evidence) -> str:
-    """README's item on decays per channel: what they gain, what rank 2 then adds, and the rivals that have them."""
+    """README's item on decays per channel: what they gain, what rank 2 then adds, and how rank 1 with them does."""
     default, _ = equal_starts("text")[0]
     pairs = evidence.pairs(is_prism(**default, forget="channel"), is_prism(**default), "text")
     if not pairs:
@@ -120,22 +128,22 @@ def channels(evidence: Evidence) -> str:
     if ranks := ranks_with(evidence, **SHARED["decays per channel"]):
         unclear = not any(pair.gain.significant for pair in ranks)
         said += f" Rank 2 then adds {at_most_tokens(ranks)}{', which is not significant' * unclear}."
-    if better := text_comparisons.ahead(evidence):
-        rules = {pair.first.rule for pairs in better.values() for pair in pairs}
-        assert rules <= {"kda", "gdn2"}, "the item describes rules that forget per channel"
-        names = " and ".join(f"`{rule}`" for rule in sorted(rules, reverse=True))
-        verb = "have them and are" if len(rules) > 1 else "has them and is"
-        said += f" {names} {verb} better than the default `prism` with the same start."
-    return f"{said} [Claims](docs/claims.md#rivals-with-the-same-start)."
+    _, alike = equal_starts("text")[0]
+    if simpler := evidence.pairs(is_rule("gated_delta", **alike, forget="channel"), is_prism(**default), "text"):
+        said += f" Rank 1 with them saves {at_most_tokens(simpler)} over the default rank 2."
+    return f"{said} [Rivals](docs/evidence/text.md#rivals-with-the-same-start)."
 
 
 def at_most_tokens(pairs: list[Pair], digits: int = 3) -> str:
-    """The gains at the largest budget that has three seeds or more of every pair, else at the largest; three digits or more
-    have their spread."""
+    """The gains at the largest budget that has three seeds or more; three digits or more have their spread."""
+    return budget(most_tokens(pairs), lambda gain: shown(gain, digits) if digits > 2 else number(gain.mean, digits))
+
+
+def most_tokens(pairs: list[Pair]) -> list[Pair]:
+    """The pairs of the largest budget that has three seeds or more of every pair, else of the largest."""
     budgets = list(by_budget(pairs).values())
     enough = [some for some in budgets if all(pair.gain.count >= FEWEST for pair in some)]
-    some = (enough or budgets)[-1]
-    return budget(some, lambda gain: shown(gain, digits) if digits > 2 else number(gain.mean, digits))
+    return (enough or budgets)[-1]
 
 
 def by_budget(pairs: list[Pair]) -> dict[tuple[int, int], list[Pair]]:
@@ -170,8 +178,8 @@ def library(evidence: Evidence) -> str:
             f"{ours[0]} → {ours[-1]}; Transformer {attention[0]} → {attention[-1]} ²",
         ],
     ]
-    starts = largest(text_comparisons.start_pairs(evidence))
-    if starts:
+    if pairs := text_comparisons.start_pairs(evidence):
+        starts = most_tokens(pairs)
         gains = "; ".join(f"{pair.first.task} {shown(pair.gain, 3, sign=True)}" for pair in starts)
         rows.append(["a start that recalls is better", f"**{judge([pair.gain for pair in starts])}**", f"{gains} ³"])
     return table(["claim of the library", "verdict", "figure"], rows, left=3)
@@ -191,6 +199,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "table": lambda: summary(findings),
         "highlights": lambda: highlights(evidence),
         "library": lambda: library(evidence),
+        "short": lambda: short(evidence),
         "known": lambda: known(findings),
         "networks": lambda: networks(evidence),
         "text": lambda: text_comparisons.text(evidence),
@@ -201,6 +210,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
         "text-choices": lambda: text_comparisons.choices(evidence),
         "text-rates": lambda: text_comparisons.rates(evidence),
         "learning": lambda: task_comparisons.learning(evidence),
+        "facts": lambda: task_comparisons.facts_table(evidence),
         "probes": lambda: task_comparisons.probes(evidence),
         "searches": lambda: task_comparisons.searches(evidence),
         "unfinished": lambda: task_comparisons.unfinished(evidence),
@@ -212,6 +222,7 @@ def blocks(evidence: Evidence) -> dict[str, Callable[[], str]]:
     found |= {"serving": serving.measured, "generation": generating.against_llama}
     found |= recommending.blocks()
     found |= {name: (lambda text=text: text) for name, text in stored_tables.blocks().items()}
+    found |= {f"{slug}-more": (lambda text=finding.more: text) for slug, finding in findings.items() if finding.more}
     return found | {slug: (lambda finding=finding: section(finding)) for slug, finding in findings.items()}
 
 

@@ -31,6 +31,8 @@ class Finding:
     """For the table; empty if nothing was run."""
     text: str
     """Markdown: a paragraph, and perhaps a table."""
+    more: str = ""
+    """Markdown for the page of evidence: comparisons that the verdict does not rest on, or not alone."""
 
 
 def digits_of(group: Group) -> int:
@@ -68,11 +70,12 @@ def judge_equal(gains: Sequence[tuple[Estimate, float]]) -> str:
 
 
 def where(group: Group, label: str | None = None) -> str:
-    """Task, parameters, tokens and metric of a group."""
+    """Task, parameters, tokens and metric of a group. Of several pairs in a token, also the comparison: two have them."""
     metric = "rare bigrams" if label == RARE else label or group.metric
     size = f", {group.parameters / 1e6:.0f} M" if group.kind == "text" and group.parameters else ""
     if group.kind != "text" or not group.tokens:
-        return f"{group.task}{size}, {metric}"
+        name = f"{group.task} (`{group.file}`)" if group.kind == "recall" else group.task
+        return f"{name}{size}, {metric}"
     return f"{group.task}{size}, {group.tokens / 1e6:.0f} M tokens, {metric.removesuffix(' a token')}"
 
 

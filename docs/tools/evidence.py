@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prism.compare.statistics import FEWEST, Estimate, estimate, paired
+from prism.probes.catalogue import build_task
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = ("text", "rates", "recommendation", "hybrid", "adapter")
@@ -85,7 +86,12 @@ class Group:
         return estimate(value for seed, value in self.values(label).items() if seeds is None or seed in seeds)
 
     def level(self, what: str) -> float | None:
-        """The `ceiling` or the `baseline` of the main score; None if lines do not have it."""
+        """The `ceiling` or the `baseline` of the main score; None if lines do not have it.
+
+        Lines of the nine probes have older baselines, which did not guess among the values shown.
+        """
+        if self.kind == "nine" and what == "baseline":
+            return build_task("nine", self.line["settings"].get("task_options", {})).baseline()
         found: float | None = self.line.get("result", {}).get(what, {}).get(self.main)
         return found
 

@@ -1,10 +1,10 @@
 """Draw pictures of published figures: `docs/figures.json` holds the numbers, with the command that measured them.
 
-    python docs/tools/figures.py            # docs/images/{ranks,kernels,state,cpu,positions,contexts}.png
+    python docs/tools/figures.py            # docs/images/{ranks,kernels,state,cpu,positions,contexts,facts}.png
 
-`positions` and `contexts` are drawn from experiments/results. docs/images/drawn.json has a hash of what each picture was
-drawn from, so that a test sees a picture that is out of date. Pictures that need the raw results of a benchmark are drawn by
-`benchmarks/tables.py` and `benchmarks/recommendation_page.py`.
+`positions`, `contexts` and `facts` are drawn from experiments/results. docs/images/drawn.json has a hash of what each picture
+was drawn from, so that a test sees a picture that is out of date. Pictures that need the raw results of a benchmark are drawn
+by `benchmarks/tables.py` and `benchmarks/recommendation_page.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parent))  # this folder is no package
 from evidence import Evidence
+from task_comparisons import RANK_1, RANK_2, SHARED_KEY, facts
 
 DOCS = Path(__file__).parents[1]
 BLUES, PEERS = ("#b3cde8", "#4c72b0", "#1f3a63"), ("#dd8452", "#c9b29b")
@@ -133,6 +134,13 @@ POSITIONS: dict[str, tuple[dict[str, str], int]] = {
     "contexts": ({"novels": "text_rivals", "code": "text_rivals"}, 16384),
 }
 """Pictures of `positions`: the corpora with the plans that have them, and the context."""
+FACT_LINES = {
+    RANK_1: ("rank 1", PEERS[0], "o-"),
+    SHARED_KEY: ("rank 1 with the maps of rank 2", PEERS[1], "s--"),
+    RANK_2: ("rank 2", BLUES[1], "o-"),
+    "rank 4, maps of rank 32": ("rank 4", BLUES[2], "^-"),
+}
+"""Rules in the picture of several facts in one token: label, colour and line."""
 DRAWN = DOCS / "images" / "drawn.json"
 
 
@@ -141,7 +149,32 @@ def inputs(evidence: Evidence) -> dict[str, Any]:
     found: dict[str, Any] = {name: evidence.figures[name] for name in DRAW}
     for name, (plans, context) in POSITIONS.items():
         found[name] = {task: curves(evidence, plan, task, context) for task, plan in plans.items()}
+    found["facts"] = {
+        name: {str(count): sorted(group.values().values()) for count, group in groups.items()}
+        for name, groups in facts(evidence).items()
+        if name in FACT_LINES
+    }
     return found
+
+
+def draw_facts(found: dict[str, dict[str, list[float]]], axes: Any) -> None:
+    """Every seed's accuracy against the facts in a token, the mean as a line, and what a guess among the facts gets."""
+    counts = sorted({int(count) for values in found.values() for count in values})
+    axes.plot(counts, [1 / count for count in counts], color="#555", lw=0.8, ls=":", label="a guess among the facts")
+    for place, (name, values) in enumerate(found.items()):
+        label, color, line = FACT_LINES[name]
+        shift = 1.03 ** (place - (len(found) - 1) / 2)
+        known = sorted(int(count) for count in values)
+        means = [sum(values[str(count)]) / len(values[str(count)]) for count in known]
+        axes.plot([count * shift for count in known], means, line, color=color, ms=5, label=label)
+        for count in known:
+            scores = values[str(count)]
+            axes.plot([count * shift] * len(scores), scores, ".", color=color, ms=4, alpha=0.6)
+    axes.set(xscale="log", xlabel="facts in one token", ylabel="accuracy", ylim=(0, 1.03))
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.set_title("Recall of 16 facts: how many come in one token")
+    axes.legend(fontsize=8, frameon=False, loc="lower left")
 
 
 def hashes(given: dict[str, Any]) -> dict[str, str]:
@@ -164,6 +197,10 @@ def main() -> None:
         both[0].set_ylabel("nats a token")
         both[1].legend(fontsize=8, frameon=False)
         save(picture, name)
+    picture, axes = plt.subplots(figsize=(7.2, 3.6), layout="constrained")
+    draw_facts(given["facts"], axes)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(picture, "facts")
     DRAWN.write_text(json.dumps(hashes(given), indent=2) + "\n", encoding="utf-8")
 
 

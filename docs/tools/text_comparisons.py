@@ -28,7 +28,10 @@ def text(evidence: Evidence) -> str:
 
 
 def overview(evidence: Evidence) -> str:
-    """README's table: every model of the largest budget on text, the best first, with a column for each corpus."""
+    """README's table: every model of the largest budget on text, the best first, with a column for each corpus.
+
+    Models with fewer seeds than a verdict needs stand below those with enough.
+    """
     groups = [group for group in evidence.of("text") if group.tokens]
     if not groups:
         return "No comparison on text is in the repository yet."
@@ -39,14 +42,17 @@ def overview(evidence: Evidence) -> str:
             of_label[group.label][group.task] = group
     tasks = sorted({task for found in of_label.values() for task in found}, reverse=True)
     whole = {label: found for label, found in of_label.items() if len(found) == len(tasks)}
-    ordered = sorted(whole.items(), key=lambda item: sum(group.score().mean for group in item[1].values()))
     rows = []
-    for label, found in ordered:
+    for label, found in whole.items():
         name = f"`{label}`" if label == found[tasks[0]].rule else label
         seeds = min(len(group.runs) for group in found.values())
-        rows.append([name, *(shown(found[task].score(), 3) for task in tasks), str(seeds)])
+        total = sum(group.score().mean for group in found.values())
+        row = [name, *(shown(found[task].score(), 3) for task in tasks), str(seeds)]
+        rows.append((seeds < FEWEST, total, row))
     said = f"Nats a token on held-out text: {training([g for found in whole.values() for g in found.values()])}."
-    return joined(paragraph(said), table(["model", *tasks, "seeds"], rows))
+    if any(few for few, *_ in rows):
+        said += " Models with one or two seeds stand last: they decide nothing."
+    return joined(paragraph(said), table(["model", *tasks, "seeds"], [row for *_, row in sorted(rows)]))
 
 
 def contexts(evidence: Evidence) -> str:

@@ -30,6 +30,7 @@ from evidence import (
     ELSEWHERE,
     RARE,
     SHARED,
+    SILU,
     Evidence,
     Pair,
     default_start,
@@ -134,20 +135,29 @@ def gated_delta(evidence: Evidence) -> Finding:
     whole = [pair for pair in published if pair.first.kind == "text" and default_start(pair) and pair not in pairs]
     why = paragraph(
         "The default `prism` also starts otherwise than Gated DeltaNet is published, and has another output gate. Together",
-        "this is worth far more than the rank ([the start](#an-untrained-layer-that-recalls),",
-        "[the gate](#the-search-for-a-better-prism)):",
+        "this is worth far more than the rank ([the start](text.md#an-untrained-layer-that-recalls), [the",
+        "gate](search.md)):",
     )
-    tables = [against(pairs), with_gates(evidence), *([why, against(whole)] if whole else [])]
-    tables += [paragraph(*said), on_probes(evidence)]
-    return Finding(verdict, both_ways(parts), joined(*tables))
+    matched = [pair for pair in pairs if default_start(pair) or pair.first.kind == "recommendation"] or pairs
+    others = [pair for pair in pairs if pair not in matched]
+    tables = [against(matched), with_gates(evidence), paragraph(*said), on_probes(evidence)]
+    older = "Rank 2 and rank 1 that both have an older start or gate:" if others else ""
+    more = [older, against(others), *([why, against(whole)] if whole else []), all_probes(evidence)]
+    return Finding(verdict, both_ways(parts), joined(*tables), joined(*more))
 
 
 def with_gates(evidence: Evidence) -> str:
-    """Rank 2 and rank 1 on text where both have another output gate, or decays per channel; empty without results."""
+    """Rank 2 and rank 1 on text where both have decays per channel, or the older output gate; empty without results."""
     parts = []
     for what, options in SHARED.items():
         pairs = ranks_with(evidence, **options)
+        if not pairs:
+            continue
         better = sum(pair.gain.significant and pair.gain.mean > 0 for pair in pairs)
+        said = f"Where both have {what}, rank 2 is significantly better on {better} of {len(pairs)}"
+        if options == SILU:  # the page of evidence has their table
+            parts.append(paragraph(f"{said} ([table](evidence/ranks.md))."))
+            continue
         rows = [
             [
                 f"{pair.first.task}, {pair.first.tokens / 1e6:.0f} M tokens, nats",
@@ -157,32 +167,51 @@ def with_gates(evidence: Evidence) -> str:
             ]
             for pair in pairs
         ]
-        if rows:
-            said = f"Where both have {what}, rank 2 is significantly better on {better} of {len(pairs)}:"
-            parts += [paragraph(said), table(["task", "rank 2", "rank 1", "better by", "seeds"], rows)]
+        parts += [paragraph(f"{said}:"), table(["task", "rank 2", "rank 1", "better by", "seeds"], rows)]
     return joined(*parts)
 
 
-def on_probes(evidence: Evidence) -> str:
-    """Where rank 2 is better or worse than rank 1 on synthetic tasks."""
+def probe_pairs(evidence: Evidence) -> tuple[list[Pair], list[Pair]]:
+    """On synthetic tasks: rank 2 and rank 1 that start alike, and the default PRISM and Gated DeltaNet as published."""
     kinds = sorted({group.kind for group in evidence.groups} - set(ELSEWHERE))
-    pairs = evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
-    if not pairs:
-        return "Synthetic tasks were not run yet."
-    open_tasks = [pair.gain for pair in pairs if not shows_no_difference(pair)]
-    better, worse = (sum(gain.significant and (gain.mean > 0) == up for gain in open_tasks) for up in (True, False))
-    said = paragraph(
-        f"Synthetic tasks: better on {better} of {len(open_tasks)}, worse on {worse} (significant at 5 %). What both",
-        "solve, or neither learns, is in the table, but not counted.",
-    )
     same = [pair for pair in ranks(evidence, *kinds) if default_start(pair)]
+    return same, evidence.pairs(is_default, is_rule("gated_delta"), *kinds)
+
+
+def on_probes(evidence: Evidence) -> str:
+    """Where rank 2 is better or worse than rank 1 on synthetic tasks, both with the same start and gate."""
+    same, published = probe_pairs(evidence)
+    if not same and not published:
+        return "Synthetic tasks were not run yet."
     if not same:
-        return joined(said, against(pairs))
-    why = paragraph(
-        "How much of this is the start of the decays, which PRISM spreads over the heads and Gated DeltaNet draws, and the",
-        "output gate? Where Gated DeltaNet ran with both too, only the rank differs:",
+        return paragraph(f"Synthetic tasks, against Gated DeltaNet as published: {counted(published)}.")
+    return paragraph(
+        f"Synthetic tasks, with the same start and gate: {counted(same)}. Tasks that both solve, or in which neither does",
+        "better than a guess, do not count ([all](evidence/ranks.md)).",
     )
-    return joined(said, against(pairs), why, against(same))
+
+
+def counted(pairs: list[Pair]) -> str:
+    """On how many tasks that can show a difference the first rule is better or worse, and on which."""
+    open_tasks = [pair for pair in pairs if not shows_no_difference(pair)]
+    said = []
+    for word, sign in (("better", 1), ("worse", -1)):
+        found = [pair for pair in open_tasks if pair.gain.significant and sign * pair.gain.mean > 0]
+        names = f" ({', '.join(map(named, found))})" if found else ""
+        said.append(f"{word} on {len(found)} of {len(open_tasks)}{names}")
+    return ", ".join(said)
+
+
+def all_probes(evidence: Evidence) -> str:
+    """The tables of both comparisons on synthetic tasks."""
+    same, published = probe_pairs(evidence)
+    parts = []
+    if same:
+        parts += ["Synthetic tasks, both with the same start and gate:", against(same)]
+    if published:
+        said = f"Synthetic tasks, against Gated DeltaNet as published (other decays and gate): {counted(published)}."
+        parts += [paragraph(said), against(published)]
+    return joined(*parts)
 
 
 def retrieval(evidence: Evidence) -> Finding:
@@ -192,9 +221,10 @@ def retrieval(evidence: Evidence) -> Finding:
     what rank 1 loses more of than of its nats speaks for the claim.
     """
     recall = ranks(evidence, "recall")
-    text = largest(ranks(evidence, "text"))
-    listed = [pair for pair in ranks(evidence, "text") if default_start(pair) or pair in text]
-    rare = [pair for pair in text if has_rare(pair)]
+    on_text = ranks(evidence, "text")
+    text = largest(on_text)
+    matched = [pair for pair in on_text if default_start(pair)] or text
+    rare = [pair for pair in matched if has_rare(pair)]
     guess = [p for p in rare if min(g.score(RARE).mean for g in (p.first, p.second)) > 0.8 * math.log(VOCABULARY)]
     counted = [pair for pair in rare if pair not in guess]
     open_tasks = [pair for pair in largest(recall) if not shows_no_difference(pair)]
@@ -217,8 +247,6 @@ def retrieval(evidence: Evidence) -> Finding:
         return gain(pair, label).mean / max(abs(group.score(label).mean) for group in (pair.first, pair.second))
 
     said = ["Recall tasks were not finished; on text, recall shows in repeated rare bigrams."] * (not recall)
-    if left_out := dict.fromkeys(named(pair) for pair in recall if shows_no_difference(pair)):
-        said.append(f"Recall tasks that both solve or neither learns do not count: {'; '.join(left_out)}.")
     if len(shown_logs) > len(logs):
         said.append(
             f"On the log {SIDE_FEATURES} Gated DeltaNet as published starts with other decays than PRISM: it is shown, but"
@@ -229,28 +257,56 @@ def retrieval(evidence: Evidence) -> Finding:
             f"On {' and '.join(pair.first.task for pair in guess)} both are near {math.log(VOCABULARY):.2f} nats, the loss of a"
             f" uniform guess among {VOCABULARY:,} tokens: nothing is recalled there, so it does not count."
         )
-    if len(listed) > len(text):
-        said.append(
-            "Of several runs on one corpus those with three seeds or more count, of these the default start, the largest"
-            " model, the most seeds, in this order."
-        )
-    with_rare = [pair for pair in listed if has_rare(pair)]
+    closed = [pair for pair in recall if default_start(pair) and shows_no_difference(pair)]
+    if closed:
+        said.append(f"Recall tasks that both solve or neither learns do not count: {'; '.join(map(named, closed))}.")
     on_log = [against(shown_logs, "HR@200"), against(shown_logs, "AUC")]
-    text_of = joined(paragraph(*said), *on_log, against(recall), against(listed), against(with_rare, RARE))
+    of_text = [against(matched), against([pair for pair in matched if has_rare(pair)], RARE)]
+    text_of = joined(bigrams(rare), paragraph(*said), against(open_tasks), *of_text, *on_log)
+    older = [pair for pair in on_text if pair not in matched]
+    with_rare = [pair for pair in older if has_rare(pair)]
+    more = joined(
+        "Rank 2 and rank 1 on recall, at every start that both had:",
+        against(recall),
+        "On text, at older starts and gates:" if older else "",
+        against(older),
+        against(with_rare, RARE),
+    )
     if not tests:
-        return Finding(UNSEEN, "", text_of)
-    most = max(loss(pair) for pair in text)
+        return Finding(UNSEEN, "", text_of, more)
+    most = max(loss(pair) for pair in matched)
     found = [gain(*test) for test in tests]
     speak = [one.significant and one.mean > 0 and loss(*test) > most for one, test in zip(found, tests, strict=True)]
     verdict = judge(found)
     if verdict in (HOLDS, PART):
         verdict = HOLDS if all(speak) else PART if any(speak) or verdict == HOLDS else UNSEEN
-    counts = [test for one, test in zip(found, tests, strict=True) if one.significant] or tests
-    worst, label = max(counts, key=lambda test: abs(loss(*test)))
-    word = "worse" if loss(worst, label) > 0 else "better"
-    what = f"{named(worst)}, {'rare bigrams' if label == RARE else label}" if label else named(worst)
-    figure = brief(f"{what}: L = 1 {word} by {abs(loss(worst, label)):.1%}", f"nats worse by {most:.1%}")
-    return Finding(verdict, figure, text_of)
+    parts = [
+        (
+            pair.first.task.removesuffix(" a token") if label is None else "rare bigrams" if label == RARE else label,
+            one,
+            2,
+        )
+        for one, (pair, label) in zip(found, tests, strict=True)
+    ]
+    return Finding(verdict, both_ways(parts), text_of, more)
+
+
+def bigrams(pairs: list[Pair]) -> str:
+    """What text says of recall: how much better rank 2 is on repeated rare bigrams; empty without runs."""
+    if not pairs:
+        return ""
+    gains = [(pair, pair.first.gain(pair.second, RARE)) for pair in pairs]
+    said = ", ".join(
+        f"{pair.first.task} {shown(gain, 3, sign=True)} after {pair.first.tokens / 1e6:.0f} M tokens"
+        for pair, gain in gains
+    )
+    better, worse = (sum(gain.significant and (gain.mean > 0) == up for _, gain in gains) for up in (True, False))
+    count = f"significantly better on {better} of {len(gains)} and worse on {worse}"
+    return (
+        paragraph(f"On text it is not recall that improves: on repeated rare bigrams rank 2 is {count} ({said}).")
+        if (better <= worse)
+        else paragraph(f"On repeated rare bigrams rank 2 is {count} ({said}).")
+    )
 
 
 def named(pair: Pair) -> str:
@@ -306,8 +362,8 @@ def hybrid(evidence: Evidence) -> Finding:
     figure = f"{labels[-1]}: {' against '.join(both)}"
     verdict, why = judge(gains), ""
     if verdict == HOLDS and pair.second.score(labels[0]).mean < 0.5:
-        verdict = PART
-        why = "The memory alone had not learned the task at any length: this shows recall restored, not range."
+        verdict = UNSEEN
+        why = "The memory alone did not learn the task at any length, so nothing was lost that attention could restore."
     said = paragraph(
         f"Accuracy by length of the test, {len(pair.first.runs)} seeds; more pairs than the memory has room for.", why
     )

@@ -172,8 +172,10 @@ def test_a_rival_leads_if_it_is_better_on_every_corpus(tmp_path: Path) -> None:
     said = claims.channels(evidence)
     assert '`forget="channel"` saves .050 ± .000 nats a token on novels (30 M parameters, 33 M tokens, 2 seeds)' in said
     assert "kda" not in said
-    said = claims.channels(write(tmp_path, *ours, *both, *kda))
-    assert "`kda` has them and is better than the default `prism` with the same start." in said
+    alike = {"timescales": [1, 1024], "start": "recall", "gate_by": "sigmoid", "forget": "channel"}
+    simpler = runs("rank 1", "gated_delta", [2.97, 2.99], "novels", **alike)
+    said = claims.channels(write(tmp_path, *ours, *both, *simpler))
+    assert "Rank 1 with them saves .030 ± .000 nats a token on novels" in said, "the control of the rank"
     evidence = write(tmp_path, *ours, *both, *worse, *kda[1:])
     assert text_comparisons.ahead(evidence) == {} and "no rule is better than PRISM" in text_comparisons.rivals(
         evidence
@@ -199,7 +201,12 @@ def test_ranks_are_compared_with_equal_gates(tmp_path: Path) -> None:
     evidence = write(tmp_path, *ours, *others, *runs("alike", "gated_delta", [3.05, 3.06, 3.07], **recalls))
     assert [pair.second.label for pair in ranks_with(evidence, **gate)] == ["alike"]
     said = " ".join(verdicts.with_gates(evidence).split())
-    assert "SiLU as output gate, rank 2 is significantly better on 1 of 1" in said
+    assert "SiLU as output gate, rank 2 is significantly better on 1 of 1 ([table]" in said
+    channel = {"forget": "channel", "gate_by": "sigmoid"}
+    ours = runs("channels", "prism", [3.00, 3.02, 3.01], forget="channel")
+    alike = runs("alike", "gated_delta", [3.05, 3.06, 3.07], **recalls, **channel)
+    said = " ".join(verdicts.with_gates(write(tmp_path, *ours, *alike)).split())
+    assert "decays per channel, rank 2 is significantly better on 1 of 1:" in said
     assert "3.0100 ± .0058 | 3.0600 ± .0058 | +.0500 ± .0058 | 3 |" in said
 
 
@@ -230,19 +237,6 @@ def probe(rule: str, score: float, task: str, seed: int = 0, **more: Any) -> dic
     )
 
 
-def steps_of(
-    rule: str, validations: list[float], steps: list[int], task: str = "2 pairs a token"
-) -> list[dict[str, Any]]:
-    """Runs of the plan `pairs`, which stop when validation reaches .99."""
-    lines = []
-    for seed, (validation, count) in enumerate(zip(validations, steps, strict=True)):
-        one = probe(rule, validation, task, seed)
-        one["settings"] |= {"stop_at": 0.99, "steps": 3000}
-        one["result"] |= {"validation": validation, "steps": count}
-        lines.append(one)
-    return lines
-
-
 def test_steps_until_a_task_is_solved(tmp_path: Path) -> None:
     def solved(rule: str, seed: int, steps: int, score: float) -> dict[str, Any]:
         result = {"scores": {"": score}, "validation": score, "better": "higher", "metric": "accuracy", "steps": steps}
@@ -265,30 +259,44 @@ def test_steps_until_a_task_is_solved(tmp_path: Path) -> None:
     assert task_comparisons.learning(Evidence(tmp_path / "empty")) == "No run of this is in the repository yet."
 
 
-def test_what_readme_says_of_two_and_four_facts_in_a_token(tmp_path: Path) -> None:
+def test_what_readme_says_of_facts_in_a_token(tmp_path: Path) -> None:
+    def runs(rule: str, scores: list[float], facts: int, **options: Any) -> list[dict[str, Any]]:
+        model = {"rule": rule, "options": options, "conv_size": 1}
+        settings = {"task": "multi_pair", "task_options": {"pairs_per_token": facts}, "model": model}
+        return [
+            line(
+                f"{rule} {options}",
+                seed,
+                score,
+                key=f"{rule} {options} {facts} {seed}",
+                task=f"{facts}",
+                settings=settings,
+            )
+            for seed, score in enumerate(scores)
+        ]
+
     def of(*lines: list[dict[str, Any]]) -> Evidence:
         (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(one) for some in lines for one in some))
         return Evidence(tmp_path)
 
-    ours = steps_of("prism", [1.0, 0.99, 1.0], [300, 400, 500])
-    assert task_comparisons.learning_gain(of(ours)) == "" and claims.four_pairs(of(ours)) == ""
-    slow = steps_of("gated_delta", [1.0, 0.99, 0.995], [900, 1000, 1100])
-    assert task_comparisons.learning_gain(of(ours, slow)).endswith("in 0.40 of the steps of rank 1 (3 seeds)")
-    lost = steps_of("gated_delta", [1.0, 0.7, 0.6], [900, 3000, 3000])
-    assert task_comparisons.learning_gain(of(ours, lost)).endswith(
-        "in 400 ± 58 steps, and rank 1 with 1 of 3 seeds in 3,000"
+    alike = {"timescales": [1, 1024], "gate_by": "sigmoid"}
+    ours, few = (runs("prism", scores, 4, steps=2, rank=32) for scores in ([0.99, 1.0, 0.98], [0.99, 1.0]))
+    theirs, shared = (
+        runs("gated_delta", [0.25] * 3, 4, **alike),
+        runs("prism", [0.3] * 3, 4, steps=2, rank=32, shared_key=True),
     )
-    assert task_comparisons.learning_gain(of(steps_of("prism", [1.0, 0.9, 1.0], [1, 2, 3]), lost)).endswith(
-        "with 2 of 3 seeds, rank 1 with 1 of 3"
+    assert task_comparisons.facts_sentence(of(ours)) == "" and task_comparisons.facts_sentence(of(few, theirs)) == ""
+    said = task_comparisons.facts_sentence(of(ours, theirs, runs("gated_delta", [1.0], 2, **alike)))
+    assert said == (
+        "Where a token carries four facts, rank 2 with maps of a key's rank recalls .99 ± .01 of them and rank 1 .25 ± .00, a"
+        " guess among them (3 seeds)."
     )
-    four = "4 pairs a token"
-    both = of(
-        steps_of("prism", [0.6, 0.7, 0.8], [3000] * 3, four), steps_of("gated_delta", [0.25] * 3, [3000] * 3, four)
-    )
-    assert (
-        claims.four_pairs(both)
-        == " Of four facts, it recalls .70 ± .06 and rank 1 .25 ± .00, a guess among them (3 seeds)."
-    )
+    assert "along one key, rank 2's maps give .30 ± .00" in task_comparisons.facts_sentence(of(ours, theirs, shared))
+    better = runs("gated_delta", [0.5] * 3, 4, **alike)
+    assert "guess" not in task_comparisons.facts_sentence(of(ours, better))
+    table = task_comparisons.facts_table(of(ours, theirs, runs("gated_delta", [1.0], 2, **alike)))
+    assert "| facts in a token | 2 | 4 |" in table and "| rank 1 | 1.00, 1 of 1 | .25 ± .00, 0 of 3 |" in table
+    assert "| rank 2, maps of rank 32 | | .99 ± .01, 3 of 3 |" in table
 
 
 @pytest.mark.parametrize(
@@ -320,5 +328,5 @@ def test_tasks_of_one_name_are_told_apart(tmp_path: Path) -> None:
 def test_scores_stand_next_to_oracle_and_guess(tmp_path: Path) -> None:
     evidence = write(tmp_path, probe("prism", 0.5, "two"), probe("prism", 0.25, "four", metric="sequence accuracy"))
     said = task_comparisons.probes(evidence)
-    assert "`text`, accuracy (two), sequence accuracy (four), up to 1 seeds:" in said
+    assert "**`text`**, accuracy (two), sequence accuracy (four), up to 1 seeds; settings are not stored:" in said
     assert "| prism | .500 | .250 |\n| *ceiling* | 1.000 | 1.000 |\n| *baseline* | .062 | .062 |" in said

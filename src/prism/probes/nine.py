@@ -124,14 +124,20 @@ class NineProbes(Task):
         return 1.0 if certain else _simulated_ceiling(self)
 
     def baseline(self) -> float:
+        """The likeliest answer or, in mode `paper`, a guess among the values that the sequence shows, if that is better."""
         V = self.vocabulary
         if self.kind in ("parity", "palindrome", "silence_gate"):
             return 0.5
         if self.mode == "paper":
-            quarter = V // 4
-            return {"local_xor": 1 / 2, "modulo_add": 1 / nine_paper.MODULUS, "mux": 1 / (2 * quarter)}.get(
-                self.kind, 1 / quarter
-            )
+            n, equal = self.operations, 1 / (V // 4)  # values of two pairs of mqar may be equal
+            return {
+                "mqar": 1 / n + (1 - 1 / n) * equal,
+                "poly_recall": 1 / (n * nine_paper.KEYS),
+                "variable_tracking": 1 / nine_paper.CHAINS,
+                "local_xor": 1 / 2,
+                "modulo_add": 1 / nine_paper.MODULUS,
+                "mux": 1 / n,
+            }[self.kind]
         if self.kind == "local_xor":
             odd = sum(token % 2 for token in range(5, V - 10)) / (V - 15)
             return max(2 * odd * (1 - odd), 1 - 2 * odd * (1 - odd))
