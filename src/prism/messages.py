@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
+    from rich.text import Text
 
 INTERRUPTED = 130
 """Exit code after a signal, even if everything was saved: a script must not continue as if the command had finished."""
@@ -41,8 +42,15 @@ def progress_bars(*columns: ProgressColumn) -> Progress:
     from rich.console import Console  # rich comes with the extra `cli`: the core must be importable without it
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    return Progress(TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn(), console=console)
+    console, name = Console(stderr=True), TextColumn("{task.description}", markup=False)
+    return Progress(name, BarColumn(), *columns, TimeRemainingColumn(), console=console)
+
+
+def verbatim(cells: Iterable[str], style: str = "") -> list[Text]:
+    """Cells or titles of a table of rich that show data: in plain strings it takes `[words]` and `:words:` for markup."""
+    from rich.text import Text
+
+    return [Text(cell, style) for cell in cells]
 
 
 def did_you_mean(asked: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:

@@ -99,6 +99,14 @@ def test_file_names_are_whole_in_a_narrow_terminal(
     assert max(map(len, lines)) <= 80
 
 
+def test_square_brackets_of_file_names_are_shown(folder: Path, tmp_path: Path, capsys: Captured) -> None:
+    for name in ("he[ld].txt", "end[bold].txt"):
+        (tmp_path / name).write_text("some text")
+    assert main(["evaluate", "lm", str(folder), str(tmp_path / "he[ld].txt"), str(tmp_path / "end[bold].txt")]) == 0
+    captured = capsys.readouterr()
+    assert all(name in captured.out and name in captured.err for name in ("he[ld].txt", "end[bold].txt"))
+
+
 def test_layers_that_keep_every_token_say_so(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "a.txt").write_text("some text")
     assert main(["evaluate", "lm", str(save_lm(tmp_path / "lm", "prism+softmax")), str(tmp_path / "a.txt")]) == 0

@@ -13,6 +13,7 @@ import pytest
 
 from prism.cli import main
 from prism.recommend import Recommender
+from prism.recommend.events import Catalogue
 from prism.recommend.frames import Source
 from prism.recommend.results import Recommendations
 from tests.recommend.test_recommender import NAMES, QUICK, recommender
@@ -63,6 +64,16 @@ def test_frames_come_out_as_they_came_in(
     )
     line = json.loads(capsys.readouterr().out)
     assert line["user"] == user and line["items"] == again.recommend([user], k=3).items[0]
+
+
+def test_ids_with_square_brackets_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["Heat [/x]", "Matrix [dvd]", "a:apple:", *NAMES[3:]]
+    Recommender(recommender().model, Catalogue(names)).save(tmp_path / "model")
+    words = ["recommend", str(tmp_path / "model"), "--device", "cpu", "--k", "12"]
+    for more in ([], ["--similar-to", "Heat [/x]"]):
+        assert main([*words, *more]) == 0
+        printed = capsys.readouterr().out
+        assert all(name in printed for name in names), printed
 
 
 def test_both_libraries_on_request_and_types_that_join() -> None:

@@ -18,6 +18,7 @@ from prism.compare.grid import RESULTS, Records, run_grid
 from prism.compare.plan import Plan, read_plan
 from prism.compare.report import write_report
 from prism.files import check_target
+from prism.messages import verbatim
 from prism.reports.results import pyplot
 
 
@@ -106,7 +107,7 @@ def _runs(count: int) -> str:
 
 
 def _plan_table(plan: Plan, records: Records) -> Table:
-    table = Table(title=plan.title, header_style="bold")
+    table = Table(title=verbatim([plan.title], "table.title")[0], header_style="bold")
     for column in ("task", "rule"):
         table.add_column(column)
     for column in ("parameters", "state size", "steps", "learning rates", "seeds", "runs", "finished"):
@@ -117,7 +118,7 @@ def _plan_table(plan: Plan, records: Records) -> Table:
             *searched,
             *(entry.final(rate) if not searched else [t for r in entry.rates.values for t in entry.final(r)]),
         ]
-        table.add_row(
+        cells = [
             entry.task,
             entry.rule,
             f"{entry.parameters:,}",
@@ -127,7 +128,8 @@ def _plan_table(plan: Plan, records: Records) -> Table:
             str(len(entry.seeds)),
             str(len(searched) + len(entry.seeds)),
             str(sum(records.status(training) == "done" for training in known)),
-        )
+        ]
+        table.add_row(*verbatim(cells))
     return table
 
 
@@ -147,16 +149,17 @@ def _task_table(found: Findings, task: str, leave_out: Sequence[str] = ()) -> Ta
     rows = found.task(task)
     metric = next((finding.first("metric", "score") for finding in rows), "score")
     labels = list(dict.fromkeys(label for finding in rows for label in finding.labels))
-    table = Table(title=f"{task}: {metric}, mean ± standard error", header_style="bold")
+    title = verbatim([f"{task}: {metric}, mean ± standard error"], "table.title")[0]
+    table = Table(title=title, header_style="bold")
     table.add_column("rule", overflow="fold")
     columns = ["parameters", "state size", "learning rate", *(label or metric for label in labels)]
     columns += [f"difference to\n{found.plan.reference}", "seeds"]
     kept = [place for place, column in enumerate(columns) if column not in leave_out]
-    for place in kept:
-        table.add_column(columns[place], justify="right", overflow="fold")
+    for column in verbatim(columns[place] for place in kept):
+        table.add_column(column, justify="right", overflow="fold")
 
     def add(name: str, cells: Sequence[str], style: str | None = None) -> None:
-        table.add_row(name, *(cells[place] for place in kept), style=style)
+        table.add_row(*verbatim([name, *(cells[place] for place in kept)]), style=style)
 
     for finding in rows:
         name, *cells = _task_row(found, finding, labels)

@@ -27,7 +27,7 @@ from prism.language.lambada import read_passages
 from prism.language.perplexity import Context, Tally, count_bytes, score_file
 from prism.language.text import find_files
 from prism.language.tokenizer import load_tokenizer
-from prism.messages import progress_bars, say
+from prism.messages import progress_bars, say, verbatim
 from prism.reports.results import write_results
 from prism.train.export import resolve_model_folder
 
@@ -165,14 +165,15 @@ def _file_table(results: dict[str, Any]) -> Table:
     shared = os.path.commonpath([Path(name).parent for name in results if name != "total"])
     for name, r in results.items():
         counts = [f"{r[key]:,}" for key in ("documents", "tokens", "text_bytes")]
-        table.add_row(
+        cells = [
             name if name == "total" else os.path.relpath(name, shared or "."),
             *counts,
             f"{r['nats_per_token']:.4f}",
             _short(r["perplexity"]),
             _short(r["perplexity_per_word"]),
             f"{r['bits_per_byte']:.4f}",
-        )
+        ]
+        table.add_row(*verbatim(cells))
     return table
 
 
@@ -218,5 +219,6 @@ def _task_table(results: dict[str, Any], title: str = "lm-eval tasks") -> Table:
         for name, value in metrics.items():
             if name != "rows" and not name.endswith("_stderr"):
                 error = metrics.get(f"{name}_stderr")
-                table.add_row(task, name, f"{value:.4f}", "" if error is None else f"{error:.4f}", str(metrics["rows"]))
+                shown = "" if error is None else f"{error:.4f}"
+                table.add_row(*verbatim([task, name, f"{value:.4f}", shown, str(metrics["rows"])]))
     return table

@@ -15,7 +15,7 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from prism.files import check_target
-from prism.messages import progress_bars, say
+from prism.messages import progress_bars, say, verbatim
 from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
 from prism.recommend.baselines.compare import compare_baselines, named
@@ -146,7 +146,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*verbatim(row))
     return table
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from tyro.conf import Positional, UseAppendAction, arg
 
 from prism.files import check_parent, check_state_target, check_target, not_there, write_atomically
-from prism.messages import say
+from prism.messages import say, verbatim
 from prism.recommend import Recommendations, Recommender, UserStates
 
 ENDINGS = (".csv", ".parquet", ".jsonl")
@@ -210,5 +210,5 @@ def _print_table(found: Recommendations) -> None:
         table.add_column(column, justify="left" if column in ("for", "item") else "right")
     for name, items in zip(found.keys, found, strict=True):
         for rank, (item, score) in enumerate(items, 1):
-            table.add_row(str(name) if rank == 1 else "", str(rank), str(item), f"{score:.4f}")
+            table.add_row(*verbatim([str(name) if rank == 1 else "", str(rank), str(item), f"{score:.4f}"]))
     Console(highlight=False).print(table)
