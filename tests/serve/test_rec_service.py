@@ -239,6 +239,24 @@ def test_a_model_whose_state_grows_reads_the_last_events_again(tmp_path: Path) -
         assert [one["Id"] for one in session.json()] == rereading(model, known)
 
 
+def test_the_first_event_that_is_read_again_has_its_time_gap(tmp_path: Path) -> None:
+    """The event before it is not read, but its time counts, as in training; events that the model does not know do not."""
+    model = recommender(layers="softmax", max_length=3, time_gaps=True)
+    history = [("i1", 0), ("i2", 9_000_000), ("i3", 9_000_050), ("unknown", 9_000_055), ("i4", 9_000_060)]
+    times = [1767225600.0 + second for item, second in history if item != "unknown"]
+    best = model.recommend(sequences=[["i1", "i2", "i3", "i4"]], times=[times], k=60, filter_seen=False)
+    expected = dict(best[0])
+    with serving(model, tmp_path / "s.db") as client:
+        post(client, *(event("ann", item, second) for item, second in history))
+        post(client, *(event("bob", item, second) for item, second in history if item != "unknown"))
+        for user in ("ann", "bob"):
+            ranked = client.post("/rank", json={"user": user, "items": list(expected)}).json()["items"]
+            assert {one["item"]: one["score"] for one in ranked} == pytest.approx(expected, abs=1e-4), user
+        events = [event("", item, second) for item, second in history]
+        session = client.post("/api/session/recommend?n=60&exclude-seen=false", json=events).json()
+        assert {one["Id"]: one["Score"] for one in session} == pytest.approx(expected, abs=1e-4)
+
+
 def test_users_who_do_not_fit_into_memory_are_on_disk(tmp_path: Path) -> None:
     with serving(MODEL, tmp_path / "s.db", state_memory=0) as client:
         users = [f"u{n}" for n in range(700)]

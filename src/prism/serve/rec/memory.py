@@ -83,6 +83,7 @@ class UserMemory:
         self.items = 0
         """Number of the last description of an item that the recommender has."""
         self._added: list[tuple[int, str]] = []
+        self._gaps = recommender.model.config.time_gaps
         self.rereads = not recommender.model.config.constant_state
         """A model whose state grows with every event keeps none: it reads the last events again."""
         self.max_length = recommender.model.config.max_length if max_length is None else max_length
@@ -119,7 +120,7 @@ class UserMemory:
         seen = [NONE_SEEN if entry is None else entry.seen for entry in entries]
         if self.pool is None:
             logs = [self._last(accounts[name].uid) if name in accounts else [] for name in names]
-            return self._read_again(logs, seen)
+            return self._read_again([self._known(log) for log in logs], seen)
         model = self.recommender.model
         hidden = without_events(model, len(names))
         events = torch.zeros(len(names), dtype=torch.int64, device=hidden.device)
@@ -138,7 +139,7 @@ class UserMemory:
         known = [self._known(log) for log in logs]
         seen = [add_seen(NONE_SEEN, rows) for rows, _ in known]
         if self.pool is None:
-            return self._read_again([log[-self.max_length :] if self.max_length else log for log in logs], seen)
+            return self._read_again(known, seen)
         states = self.recommender.start(len(known))
         hidden, events = states.hidden.clone(), states.events.clone()
         for places in _alike([len(rows) for rows, _ in known]):
@@ -257,17 +258,20 @@ class UserMemory:
         return rows[rows > 0], times[rows > 0]
 
     def _last(self, uid: int) -> list[Logged]:
-        """The last events of a user that a model without a state reads again, oldest first: `max_length` known ones."""
-        wanted = most = self.max_length or max(1, self.entries[uid].number)
+        """The last events of a user that a model without a state reads again, oldest first: `max_length` known ones.
+
+        With time gaps there is one more, which is not read: the gap of the first one is the time since then.
+        """
+        wanted = most = self.max_length + self._gaps if self.max_length else max(1, self.entries[uid].number)
         while True:
             log = self.store.last_events(uid, most)[::-1]
             if len(log) < most or len(self._known(log)[0]) >= wanted:
                 return log
             most *= 2
 
-    def _read_again(self, logs: Sequence[list[Logged]], seen: list[np.ndarray]) -> Present:
+    def _read_again(self, known: Sequence[tuple[np.ndarray, np.ndarray]], seen: list[np.ndarray]) -> Present:
         """Users whose last events are read from the start."""
-        histories = _histories([self._known(log) for log in logs])
+        histories = _histories(known)
         model = self.recommender.model
         events = torch.from_numpy(histories.lengths).to(self.recommender.device)
         return Present(encode(model, histories, self.max_length), events, seen)
