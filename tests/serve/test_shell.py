@@ -200,6 +200,39 @@ def test_a_log_line_is_one_json_object() -> None:
     assert (found["message"], found["user"], found["n"], found["level"]) == ("a\nb", "ü\n", 1, "info")
 
 
+@pytest.mark.parametrize("grace", [0.0, 0.5])
+def test_a_running_request_gets_the_grace_and_no_more(grace: float) -> None:
+    settings = ServerSettings(port=0, grace=grace)
+    app = create_app("rec", "endless", settings, Metrics("events"), lambda: None)
+    entered = threading.Event()
+
+    @app.get("/api/endless")
+    async def endless() -> None:
+        entered.set()
+        await asyncio.sleep(8)
+
+    bound = bind(settings)
+    server = make_server(app, settings)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    lost: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            httpx.get(f"{url_of(bound)}/api/endless", timeout=60).raise_for_status()
+        except httpx.HTTPError as error:
+            lost.append(error)
+
+    request = threading.Thread(target=ask)
+    request.start()
+    assert entered.wait(30)
+    started, server.should_exit = time.monotonic(), True
+    thread.join()
+    assert grace <= time.monotonic() - started < grace + 4
+    request.join()
+    assert lost
+
+
 def test_a_running_request_finishes_when_the_service_stops() -> None:
     settings = ServerSettings(port=0)
     app = create_app("rec", "slow", settings, Metrics("events"), lambda: "not yet")

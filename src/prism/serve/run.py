@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,6 +18,9 @@ from prism.files import reason
 from prism.messages import say
 from prism.serve.logs import say_event, set_up_logs
 from prism.serve.settings import ServerSettings
+
+AT_ONCE = 0.01
+"""Seconds that a server without running requests needs to notice that there are none."""
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -78,12 +82,13 @@ class Server(uvicorn.Server):
 
 def make_server(app: FastAPI, settings: ServerSettings) -> Server:
     """A server that has not started; tests run it in a thread and set `should_exit`."""
+    grace: Any = max(settings.grace, AT_ONCE)  # uvicorn says int and takes any number; None would be no limit
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=int(settings.grace) or None,
+        timeout_graceful_shutdown=grace,
         timeout_keep_alive=65,
         lifespan="on",
         ws="none",
