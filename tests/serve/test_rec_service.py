@@ -196,6 +196,28 @@ def test_a_request_that_makes_no_sense_is_refused_with_a_reason(client: httpx.Cl
     assert client.get("/api/stats").json()["Events"] == events
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        r'"Labels": {"g": "\ud800"}',
+        r'"Labels": {"\ud800": 1}',
+        r'"Comment": "\ud800"',
+        r'"Categories": ["\ud800"]',
+        '"Labels": ' + 300 * "[" + 300 * "]",
+    ],
+)
+def test_an_item_that_cannot_be_stored_is_refused(client: httpx.Client, fields: str) -> None:
+    """JSON can say half a character, and any depth."""
+    header = {"Content-Type": "application/json"}
+    one = f'{{"ItemId": "x1", {fields}}}'
+    for path, body in (("/api/item", one), ("/api/items", f"[{one}]")):
+        answer = client.post(path, content=body.encode(), headers=header)
+        assert answer.status_code == 422, answer.text
+        assert "cannot be stored: give whole characters" in answer.json()["error"]["message"]
+    deep = f'{{"ItemId": "x1", "Labels": {200 * "[" + 200 * "]"}}}'
+    assert client.post("/api/item", content=deep.encode(), headers=header).status_code == 200
+
+
 def test_gorses_client_works(tmp_path: Path) -> None:
     with serving(MODEL, tmp_path / "s.db", key="a-long-key") as client:
         gorse = Gorse(str(client.base_url), "a-long-key")

@@ -6,7 +6,8 @@ import re
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints, model_validator
+from pydantic_core import PydanticSerializationError
 
 from prism.serve.rec.settings import LONGEST_ID, MOST_EVENTS
 
@@ -167,6 +168,17 @@ class ItemDescription(BaseModel):
         "each. A plain list goes to the only feature of lists.",
     )
     Comment: str | None = None
+
+    @model_validator(mode="after")
+    def _can_be_stored(self) -> ItemDescription:
+        """JSON may hold half a character and lists of any depth, which cannot be written as JSON in UTF-8 again."""
+        try:
+            self.model_dump_json()
+        except PydanticSerializationError as error:
+            raise ValueError(
+                "cannot be stored: give whole characters (\\ud800 is half a one), and Labels at most 200 levels deep"
+            ) from error
+        return self
 
 
 class ItemsStored(BaseModel):
