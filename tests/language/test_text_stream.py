@@ -76,6 +76,16 @@ def test_characters_come_whole(kind: str, text: str) -> None:
     assert not any("�" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "words"])
+@given(text=st.text(st.sampled_from("abct é€東🙂"), min_size=1, max_size=20) | st.sampled_from(SENTENCES))
+def test_the_bytes_of_tokens_are_those_of_the_text(kind: str, text: str) -> None:
+    chosen = tokenizer(kind)
+    tokens = chosen.encode([text])[0].tolist()
+    found = [chosen.token_bytes(token, first=place == 0) for place, token in enumerate(tokens)]
+    assert b"".join(found) == chosen.decode(tokens).encode()
+    assert chosen.token_bytes(chosen.end) == chosen.end_token.encode()
+
+
 def test_an_unfinished_character_waits_for_its_last_byte() -> None:
     stream = TextStream(tokenizer("bytes"))
     assert [stream.push(byte) for byte in "€".encode()] == ["", "", "€"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -84,6 +85,31 @@ class Tokenizer:
         """The text of tokens, special tokens included."""
         text: str = self._fast.decode([int(token) for token in tokens], skip_special_tokens=False)
         return text
+
+    def token_bytes(self, token: int, first: bool = False) -> bytes:
+        """The bytes that a token adds to a text in UTF-8, which may be a part of a character.
+
+        Args:
+            first: the text begins with it: some tokenizers omit a space there.
+        """
+        name: str = self._fast.id_to_token(int(token)) or ""
+        if self.byte_level:
+            return _shown_bytes(name)
+        if "ByteFallback" in self._decoders and _BYTE_TOKEN.fullmatch(name):
+            return bytes.fromhex(name[3:5])
+        alone = self.decode([token])
+        return (alone if first else self.decode([token, token]).removeprefix(alone)).encode()
+
+    @cached_property
+    def byte_level(self) -> bool:
+        """Whether tokens stand for bytes and nothing else."""
+        return self._decoders == ["ByteLevel"]
+
+    @cached_property
+    def _decoders(self) -> list[str | None]:
+        """The kinds of the steps that make text of tokens."""
+        decoder = json.loads(self.definition).get("decoder") or {}
+        return [part.get("type") for part in decoder.get("decoders", [decoder])]
 
     def _find_end(self, wanted: str | None) -> tuple[str, int]:
         """Name and number of the end token."""
@@ -170,6 +196,15 @@ def byte_alphabet() -> list[str]:
     return [chr(byte if byte in shown else next(others)) for byte in range(256)]
 
 
+_BYTES = {character: byte for byte, character in enumerate(byte_alphabet())}
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+
+
+def _shown_bytes(name: str) -> bytes:
+    """The bytes that the name of a byte-level token shows; an added token may have other characters."""
+    return bytes(_BYTES[c] for c in name) if all(c in _BYTES for c in name) else name.encode()
+
+
 class TextStream:
     """Decode tokens one at a time, to text that no later token can change.
 
@@ -180,9 +215,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, recent: Iterable[int] = ()) -> None:
-        self._decoder: _Decoder = (
-            _ByteDecoder(tokenizer) if _is_byte_level(tokenizer.definition) else _OtherDecoder(tokenizer)
-        )
+        self._decoder: _Decoder = _ByteDecoder(tokenizer) if tokenizer.byte_level else _OtherDecoder(tokenizer)
         self._shown: list[int] = []
         self._waiting: list[int] = []
         for token in recent:
@@ -218,13 +251,10 @@ class _ByteDecoder:
         from tokenizers import Tokenizer as Fast
 
         self._name = Fast.from_str(tokenizer.definition).id_to_token
-        self._bytes = {character: byte for byte, character in enumerate(byte_alphabet())}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        name = self._name(token) or ""
-        in_alphabet = all(character in self._bytes for character in name)  # added tokens may not be
-        return self._utf8.decode(bytes(self._bytes[c] for c in name) if in_alphabet else name.encode())
+        return self._utf8.decode(_shown_bytes(self._name(token) or ""))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -252,10 +282,3 @@ class _OtherDecoder:
     def flush(self) -> str:
         text: str = self._fast.decode(self._waiting, skip_special_tokens=False)
         return text
-
-
-def _is_byte_level(definition: str) -> bool:
-    """Whether a `tokenizer.json` decodes bytes and nothing else."""
-    decoder = json.loads(definition).get("decoder") or {}
-    parts = decoder.get("decoders", [decoder])
-    return [part.get("type") for part in parts] == ["ByteLevel"]

@@ -149,6 +149,19 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert [len(token.top_logprobs) for token in chat.choices[0].logprobs.content] == [2] * chat.usage.completion_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_bytes_of_tokens_are_the_content(client: openai.OpenAI, stream: bool) -> None:
+    """Also of tokens that are a part of a character, as most are of this model's above 127."""
+    options: Any = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 120, "temperature": 2}
+    found = client.chat.completions.create(**options, seed=1, logprobs=True, top_logprobs=20, stream=stream)
+    choices = [one.choices[0] for one in found] if stream else [found.choices[0]]
+    content = "".join((choice.delta if stream else choice.message).content or "" for choice in choices)
+    tokens = [token for choice in choices for token in (choice.logprobs.content if choice.logprobs else [])]
+    joined = b"".join(bytes(token.bytes) for token in tokens)
+    assert joined.decode(errors="replace") == content and max(joined) > 127
+    assert {len(one.bytes) for token in tokens for one in (token, *token.top_logprobs) if "\ufffd" in one.token} == {1}
+
+
 def test_chats_use_the_template(served: Served, client: openai.OpenAI) -> None:
     lm = served[1].lm
     messages = [{"role": "system", "content": "Be <|end|> short."}, {"role": "user", "content": "Hello"}]

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from fastapi import APIRouter
@@ -200,9 +201,10 @@ class _Chat(_Reply):
         choice = schemas.ChatChunkChoice(
             index=piece.choice,
             delta=schemas.Delta(content=piece.text),
-            logprobs=self._logprobs(piece.tokens),
+            logprobs=self._logprobs(piece.tokens, self.offsets[piece.choice] == 0),
             finish_reason=piece.finish,
         )
+        self.offsets[piece.choice] += len(piece.text)
         return schemas.ChatChunk(**self.head, choices=[choice], **more)
 
     def all(self, texts: list[str], tokens: list[list[TokenProbability]], finish: list[Any], **more: Any) -> BaseModel:
@@ -214,20 +216,26 @@ class _Chat(_Reply):
         ]
         return schemas.ChatCompletion(**self.head, choices=choices, **more)
 
-    def _logprobs(self, tokens: Sequence[TokenProbability]) -> schemas.ChatLogprobs | None:
+    def _logprobs(self, tokens: Sequence[TokenProbability], begins: bool = True) -> schemas.ChatLogprobs | None:
+        """The probabilities of tokens.
+
+        Args:
+            begins: whether the answer begins with these tokens.
+        """
         if not (isinstance(self.body, ChatRequest) and self.body.logprobs):
             return None
-        name = _Names(self.service.lm.tokenizer.decode)
+        tokenizer = self.service.lm.tokenizer
+        name = _Names(tokenizer.decode)
 
-        def entry(token: int, logprob: float) -> dict[str, Any]:
-            return {"token": name(token), "logprob": logprob, "bytes": list(name(token).encode())}
+        def entry(token: int, logprob: float, first: bool) -> dict[str, Any]:
+            return {"token": name(token), "logprob": logprob, "bytes": list(tokenizer.token_bytes(token, first))}
 
         content = [
             schemas.ChatTokenLogprob(
-                **entry(token.token, token.logprob),
-                top_logprobs=[schemas.TokenLogprob(**entry(*other)) for other in token.top],
+                **entry(token.token, token.logprob, first),
+                top_logprobs=[schemas.TokenLogprob(**entry(*other, first)) for other in token.top],
             )
-            for token in tokens
+            for token, first in zip(tokens, chain([begins], repeat(False)))  # noqa: B905  (the second has no end)
         ]
         return schemas.ChatLogprobs(content=content)
 
