@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,41 @@ def test_the_result_is_a_model_for_transformers(tmp_path: Path, command: list[st
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]) == 0
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_run_folder_is_continued_from(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str], exported: bool
+) -> None:
+    """With its exported model, or with its newest checkpoint."""
+    base, more = tmp_path / "run", tmp_path / "more"
+    assert main([*command, "--model.layers", "gated_delta", "--data.tokenizer", "bpe", "--data.bpe-size", "300"]) == 0
+    old = load_file(base / "model" / "model.safetensors")
+    if not exported:
+        shutil.rmtree(base / "model")
+    data = ["--data.sources", str(tmp_path / "corpus"), "--data.cache", str(tmp_path / "cache"), "--device", "cpu"]
+    words = [
+        "train",
+        "lm",
+        "--init",
+        str(base),
+        *data,
+        "--data.context",
+        "16",
+        "--batch.sequences",
+        "2",
+        "--out",
+        str(more),
+    ]
+    words += ["--validation.sequences", "4", "--optimizer.lr", "1e-4", "--schedule.warmup", "0"]
+    capsys.readouterr()
+    assert main([*words, "--steps", "1"]) == 0
+    assert (f"of {base}" in capsys.readouterr().err) is not exported
+    new = load_file(more / "model" / "model.safetensors")
+    assert new.keys() == old.keys() and all((new[name] - old[name]).abs().max() < 0.005 for name in new)
+    stored = json.loads((more / "config.json").read_text())["settings"]
+    assert stored["model"]["weights"] == str(base) and stored["data"]["tokenizer"] == str(base / "tokenizer.json")
+    assert main([*words, "--steps", "2"]) == 0, "it is resumed"
 
 
 def test_samples_are_shown_and_change_nothing(

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prism.cli.flags import given_settings, parse_settings
-from prism.language.model import started_from
 from prism.language.settings import BLANK_RUN, Settings, preset
-from prism.language.task import train_lm
+from prism.language.task import continued, train_lm
 from prism.messages import INTERRUPTED
 
 
 def train(arguments: Sequence[str]) -> int:
     """Train until the last step or a signal; returns the exit code."""
-    result = train_lm(started_from(parse(arguments), given_settings(arguments, "model")))
+    result = train_lm(continued(parse(arguments), given_settings(arguments, "model")))
     if result.model is not None:
         score = "" if result.score is None else f" at {result.score.bits_per_byte:.4f} bits per byte"
         print(f"trained {result.step} steps{score}; the model is in {result.model}")

@@ -56,21 +56,24 @@ def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module
     return model
 
 
-def started_from(settings: Settings, given: Collection[str] = ()) -> Settings:
+def started_from(settings: Settings, given: Collection[str] = (), model_folder: Path | None = None) -> Settings:
     """The settings with `init` replaced by what it stands for: the model's layers, sizes, weights and tokenizer.
 
     A model setting that says otherwise is refused: one that differs from its preset, and any that is in `given`.
 
     Args:
         given: names of model settings that the user gave, which may have the values of the preset.
+        model_folder: the model of the run that `init` is; the settings keep the run, as this folder may be temporary.
+            None: `init` is the model's folder.
     """
     folder = settings.init
     if folder is None:
         return settings
     if not folder.is_dir():
         raise FileNotFoundError(f"init is {folder}, but there is no such model folder")
-    check_kind(PrismForCausalLM, folder)
-    config = PrismConfig.from_pretrained(folder)
+    files = model_folder or folder
+    check_kind(PrismForCausalLM, files)
+    config = PrismConfig.from_pretrained(files)
     _check_model_settings(settings, given, config)
     model = replace(
         settings.model,
@@ -87,7 +90,7 @@ def started_from(settings: Settings, given: Collection[str] = ()) -> Settings:
         rule_defaults=config.rule_defaults,
         weights=folder,
     )
-    return replace(settings, init=None, model=model, data=_with_tokenizer(settings.data, folder))
+    return replace(settings, init=None, model=model, data=_with_tokenizer(settings.data, folder, files))
 
 
 def _check_model_settings(settings: Settings, given: Collection[str], config: PrismConfig) -> None:
@@ -125,9 +128,13 @@ def _has(layer: LayerSpec, options: dict[str, Any]) -> bool:
     return all(all_options.get(name) == value for name, value in options.items())
 
 
-def _with_tokenizer(data: DataSettings, folder: Path) -> DataSettings:
-    """The data with a model folder's tokenizer, unless they have another one than the default."""
-    definition, about = folder / "tokenizer.json", folder / "tokenizer_config.json"
+def _with_tokenizer(data: DataSettings, folder: Path, files: Path) -> DataSettings:
+    """The data with the tokenizer of a model or run folder, unless they have another one than the default.
+
+    Args:
+        files: the folder of the model.
+    """
+    definition, about = folder / "tokenizer.json", files / "tokenizer_config.json"
     if data.tokenizer != DataSettings().tokenizer or not definition.is_file():
         return data
     end = read_json(about).get("eos_token") if about.is_file() else None

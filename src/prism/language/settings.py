@@ -83,8 +83,9 @@ class Settings(RunSettings):
     out: Path = Path("runs/lm")
     """Run folder: settings, log, checkpoints and, at the end, the exported model."""
     init: Path | None = None
-    """Model folder to continue from, such as the output of `prism convert`: its layers and sizes replace those in the model
-    settings, its weights are the initial ones, and its tokenizer is used unless data.tokenizer is given. None: a new model."""
+    """Model folder to continue from, such as the output of `prism convert`, or run folder: its layers and sizes replace those
+    in the model settings, its weights are the initial ones, and its tokenizer is used unless data.tokenizer is given. None: a
+    new model."""
     z_loss: float = field(default=0.0, metadata={"min": 0})
     """Factor of the squared log-sum-exp of the logits, added to the training loss; it keeps their scale near 1. For example
     1e-4. 0: none."""

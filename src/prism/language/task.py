@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +30,7 @@ from prism.overrides import to_plain
 from prism.rules.options import RULE_DEFAULTS
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
+from prism.train.export import resolve_model_folder
 from prism.train.loop import Report, RunResult, train
 from prism.train.model import check_stack, initialize, read_weights
 from prism.train.run import check_folder, stored_settings
@@ -127,14 +129,25 @@ def train_lm(settings: Settings, build: Builder = build_model, report: Report | 
         report: called with (step, loss) after every step; replaces the progress bar.
     """
     settings.check()
-    settings = started_from(settings)
+    settings = continued(settings)
     check_folder(settings.out, settings.resume)
     settings = _with_rule_defaults(settings)
     check_stack(settings.model)
-    weights = None if settings.model.weights is None else read_weights(settings.model.weights)
+    weights = None
+    if settings.model.weights is not None:
+        with resolve_model_folder(settings.model.weights, write_model) as folder:
+            weights = read_weights(folder)
     verify = settings.data.verify and os.environ.get("LOCAL_RANK", "0") == "0"
     corpus = prepare(settings.data.recipe(), settings.data.cache, verify, say)
     return train(LanguageTask(settings, corpus, weights, build), report)
+
+
+def continued(settings: Settings, given: Collection[str] = ()) -> Settings:
+    """`started_from` for a model folder, or for a run folder, which stands for its newest model as in other commands."""
+    if settings.init is None:
+        return settings
+    with resolve_model_folder(settings.init, write_model, say) as folder:
+        return started_from(settings, given, folder)
 
 
 def _with_rule_defaults(settings: Settings) -> Settings:
