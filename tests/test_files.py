@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from prism.cli import main
 from prism.files import fresh_folder, replace_folder, write_atomically
 from prism.language.corpus import Recipe, prepare
 from prism.recommend.events import EventRecipe, prepare_dataset
@@ -30,6 +31,25 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
 def test_a_file_in_no_folder_is_refused_by_its_own_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere to write x\.csv in: create it first"):
         write_atomically(tmp_path / "nowhere" / "x.csv", "")
+
+
+def test_a_full_disk_is_said_with_the_file_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "made.csv"
+    target.write_text("old")
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def command() -> None:
+        write_atomically(target, "new")
+
+    monkeypatch.setattr("prism.files.sync", full)
+    monkeypatch.setattr("prism.cli.rules.rules", command)
+    assert main(["rules"]) == 2
+    assert capsys.readouterr().err == f"prism rules: {target} cannot be written: No space left on device\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["made.csv"] and target.read_text() == "old"
 
 
 def test_the_new_one_is_there_before_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

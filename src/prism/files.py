@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -53,9 +53,16 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file atomically: it holds either its old content or all of the new."""
     partial = path.with_name(f".{path.name}.partial")
     check_parent(path)
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync(partial)
-    partial.replace(path)
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(partial)
+        partial.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)  # frees the space on a full disk
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None  # the system names the partial file, or none
+        raise
     sync(path.parent)
 
 
