@@ -76,6 +76,15 @@ def test_ids_with_square_brackets_are_printed_as_they_are(tmp_path: Path, capsys
         assert all(name in printed for name in names), printed
 
 
+def test_a_file_of_allowed_items_may_begin_with_a_mark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Notepad and Excel write one before UTF-8."""
+    recommender().save(tmp_path / "model")
+    (tmp_path / "allowed.txt").write_bytes("\ufeffi3\r\n\r\ni4\r\n".encode())
+    words = ["recommend", str(tmp_path / "model"), "--device", "cpu", "--json"]
+    assert main([*words, "--allowed-file", str(tmp_path / "allowed.txt")]) == 0
+    assert sorted(json.loads(capsys.readouterr().out)["items"]) == ["i3", "i4"]
+
+
 def test_both_libraries_on_request_and_types_that_join() -> None:
     it = recommender()
     with pytest.warns(UserWarning, match="unknown"):

@@ -154,7 +154,7 @@ def _states(
 def _allowed(ids: tuple[str, ...], file: Path | None) -> list[str] | None:
     if file is not None and not file.is_file():
         raise FileNotFoundError(not_there(str(file)))
-    lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
+    lines = [] if file is None else file.read_text(encoding="utf-8-sig").splitlines()
     return [*ids, *(line.strip() for line in lines if line.strip())] if ids or file is not None else None
 
 

@@ -80,6 +80,34 @@ def test_separated_values(tmp_path: Path, name: str, content: str, columns: Colu
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["events.csv", "events.tsv", "events.inter"])
+@pytest.mark.parametrize("blank", ["\n", "\r\n", "  \n"])
+def test_blank_lines_are_no_events(tmp_path: Path, name: str, blank: str) -> None:
+    separator = "," if name.endswith(".csv") else "\t"
+    lines = table(separator).splitlines(keepends=True)
+    (tmp_path / name).write_text("".join([*lines[:3], blank, *lines[3:], blank, blank]))
+    assert histories(read_events(tmp_path / name).to_dataset()) == ORDERED
+    (tmp_path / name).write_text(blank.strip(" ") + table(separator))
+    assert histories(read_events(tmp_path / name).to_dataset()) == ORDERED, "before the header"
+    (tmp_path / name).write_text("".join([*lines, separator.join(["a", "", "7"])]))
+    with pytest.raises(ValueError, match=r"column 'item' of .* is missing in 1 of 7 events"):
+        read_events(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["events.csv", "events.tsv", "events.inter"])
+def test_a_quote_within_a_field_is_a_character(tmp_path: Path, name: str) -> None:
+    """As in Python's csv and in spreadsheets: only a field that begins with a quote is a quoted one."""
+    separator = "," if name.endswith(".csv") else "\t"
+    rows = [(user, {"x": '12" disc', "y": 'a "b" c'}.get(item, item), time) for user, item, time in ROWS]
+    (tmp_path / name).write_text(table(separator, rows=rows))
+    found = histories(read_events(tmp_path / name).to_dataset())
+    assert found == {"a": ['12" disc', 'a "b" c', "z"], "b": ['12" disc', '12" disc', "z"]}
+    quoted = [(user, f'"a{separator}{item}"', time) for user, item, time in ROWS]
+    (tmp_path / name).write_text(table(separator, rows=quoted))
+    found = histories(read_events(tmp_path / name).to_dataset())
+    assert found["a"] == [f"a{separator}{item}" for item in ORDERED["a"]]
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -16,7 +16,7 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from prism.files import inner_suffix, open_bytes
 from prism.recommend.events.columns import Columns, KeyedColumns, is_header
@@ -83,7 +83,7 @@ def column_names(path: Path) -> list[str]:
 
 def _contents(path: Path) -> bytes:
     with open_bytes(path) as file:
-        return file.read().removeprefix(b"\xef\xbb\xbf")
+        return file.read().removeprefix(b"\xef\xbb\xbf").lstrip(b"\r\n")
 
 
 def _parquet(path: Path, columns: Wanted) -> tuple[pl.DataFrame, Wanted, list[str]]:
@@ -104,10 +104,11 @@ def _separated(
     cells = [cell.strip('"') for cell in head[0].split(separator)]
     named = kind == "inter" or columns.by_name or (not columns.by_position and not any(map(_is_number, cells)))
     try:
-        table = pl.read_csv(io.BytesIO(data), separator=separator, has_header=named, infer_schema_length=0)
+        table = pl.read_csv(io.BytesIO(data), has_header=named, **_how(data, separator))
     except pl.exceptions.PolarsError as error:
         raise ValueError(f"{path} cannot be read as a table: {_bad_line(data, separator) or _reason(error)}") from error
     names = _header(data, separator) if named else [str(n) for n in range(table.width)]
+    table = _without_blank_lines(table)
     if kind == "inter":
         names = [name.rsplit(":", 1)[0] for name in names]
     found = columns.found(names, str(path))
@@ -123,8 +124,28 @@ def _separated(
 
 def _header(data: bytes, separator: str) -> list[str]:
     """Column names as in the file: polars renames repeated ones."""
-    first = pl.read_csv(io.BytesIO(data), separator=separator, has_header=False, n_rows=1, infer_schema_length=0)
+    first = pl.read_csv(io.BytesIO(data), has_header=False, n_rows=1, **_how(data, separator))
     return [name or "" for name in first.row(0)]
+
+
+def _how(data: bytes, separator: str) -> dict[str, Any]:
+    """Options for polars: all cells are text, and quotes count only where one begins a field.
+
+    polars takes any quote for the start of a quoted part: `12" disc` would join this line and the next ones.
+    """
+    quoted = data.startswith(b'"') or b'\n"' in data or f'{separator}"'.encode() in data
+    return {"separator": separator, "quote_char": '"' if quoted else None, "infer_schema_length": 0}
+
+
+def _without_blank_lines(table: pl.DataFrame) -> pl.DataFrame:
+    """The table without rows that have no cell, or a first one of spaces: polars makes them of blank lines."""
+    first, *others = table.get_columns()
+    blank = pl.repeat(True, len(first), eager=True)
+    for column in others:
+        blank &= column.is_null()
+    if blank.any():
+        blank &= first.is_null() | (first.str.strip_chars() == "")
+    return table.filter(~blank) if blank.any() else table
 
 
 def _lines(data: bytes, path: Path) -> tuple[pl.DataFrame, Columns, list[str]]:
