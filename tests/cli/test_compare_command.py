@@ -72,6 +72,8 @@ def test_a_probe_is_a_plan_of_one_task(
     ("words", "sentence"),
     [
         (["probe", "parrity"], "unknown task 'parrity' (did you mean 'parity'?)"),
+        (["probe", "text"], "text is no synthetic task: `prism compare FILE.toml` compares rules on text"),
+        (["probe", "parity", "--rules", "delta", "mesa"], "make them equal, or give --set budget.equal_state=false"),
         (["probe", "mqar2", "--seeds", "0"], "seeds must be at least 1, got 0"),
         (["probe", "mqar2", "--rules"], "rules is empty: name one or more of prism, "),
         (["compare", "PLAN", "--only", "("], "--only must be a regular expression, got '('"),

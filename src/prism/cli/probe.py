@@ -11,7 +11,8 @@ from tyro.conf import Positional, arg
 
 from prism import rules as registry
 from prism.cli.compare import run_plan
-from prism.compare.plan import make_plan
+from prism.compare.kinds import TEXT
+from prism.compare.plan import FLAGS, make_plan
 from prism.files import check_target
 from prism.overrides import read_toml_value
 from prism.probes.catalogue import task_class
@@ -62,6 +63,8 @@ def probe(
     sizes = {"steps": steps, "batch": batch, "layers": layers, "width": width, "heads": heads}
     check_flags(rules, key_dim, learning_rates, seeds=seeds, jobs=jobs, **sizes)
     output = check_target(Path("runs") / f"probe-{task}" if output is None else output, folder=True)
+    if task == TEXT:
+        raise ValueError("text is no synthetic task: `prism compare FILE.toml` compares rules on text")
     task_class(task)
     given = read_set(set)
     budget = {**sizes, "key_dim": list(key_dim), **given["budget"]}
@@ -77,7 +80,7 @@ def probe(
             "learning_rate": {"values": list(learning_rates), **given["learning_rate"]},
             "tasks": [{"task": task, "options": given["task"]}],
         },
-        "flags",
+        FLAGS,
     )
     return run_plan(plan, output, jobs, retry, dry_run=dry_run)
 

@@ -10,7 +10,7 @@ from prism import rules as registry
 from prism.cli.compare import run_plan
 from prism.cli.probe import check_flags, read_set
 from prism.compare.grid import RESULTS, Records, best_rate
-from prism.compare.plan import Plan, make_plan
+from prism.compare.plan import FLAGS, Plan, make_plan
 from prism.files import check_target
 from prism.messages import did_you_mean
 from prism.overrides import to_plain
@@ -101,7 +101,7 @@ def mqar(
             "budget": {"steps": 1},  # a plan must have one; every task has its own steps, and sizes or their defaults
             "tasks": tasks,
         },
-        "flags",
+        FLAGS,
     )
     old = output / "results.json"
     if old.exists():

@@ -13,7 +13,7 @@ import torch
 from prism import rules as registry
 from prism.compare.entries import Budget, PlanSettings
 from prism.probes.batches import Curriculum
-from prism.probes.catalogue import build_task
+from prism.probes.catalogue import build_task, task_class
 from prism.probes.model import ModelSettings, ProbeModel
 from prism.probes.training import ProbeRun
 from prism.rules.rule import check_options
@@ -51,7 +51,10 @@ class Kind(Protocol):
 
 def kind_of(table: Mapping[str, Any], settings: PlanSettings) -> Kind:
     """The kind of a task in a plan; refuses wrong options."""
-    return Text(table, settings) if table["task"] == TEXT else Probe(table, settings)
+    if table["task"] == TEXT:
+        return Text(table, settings)
+    task_class(table["task"], [TEXT])
+    return Probe(table, settings)
 
 
 class Probe:

@@ -47,6 +47,8 @@ TOLERANCE = 0.01
 """Largest relative difference between the numbers of parameters."""
 _LARGE = 1 << 16
 """A value this large makes any model larger that it has an influence on."""
+FLAGS = "flags"
+"""Where the values of a plan come from that `prism probe` makes."""
 _STEPS = (64, 16, 8, 4, 2, 1)
 """Widths are multiples of the first of these that comes close enough: round widths are fast."""
 
@@ -251,7 +253,7 @@ def _task_entries(
         target: tuple[int, int] | None = None
         for label in sorted(named, key=lambda label: label != reference):
             try:
-                entry = _entry(kind, label, named[label], key_dim, settings, target)
+                entry = _entry(kind, label, named[label], key_dim, settings, target, where)
             except ValueError as error:
                 raise ValueError(f"{where}: {prefix.rstrip('.')}, rule {label!r}: {error}") from error
             target = target or (entry.parameters, entry.state_size)
@@ -265,6 +267,7 @@ def _entry(
     key_dim: int,
     settings: PlanSettings,
     target: tuple[int, int] | None,
+    where: str,
 ) -> Entry:
     """The entry of a rule. `target` has the reference's parameters and state size; None: this is the reference."""
     budget = settings.budget
@@ -275,9 +278,10 @@ def _entry(
     parameters, state_size = kind.sizes(made)
     grows = not registry.get(rule.name).constant_state
     if target is not None and budget.equal_state and not grows and abs(state_size - target[1]) > TOLERANCE * target[1]:
+        remedy = "give --set budget.equal_state=false" if where == FLAGS else "set budget.equal_state = false"
         raise ValueError(
             f"its state size is {state_size:,}, the reference's {target[1]:,}: give it options that make them equal, or "
-            "set budget.equal_state = false"
+            f"{remedy}"
         )
     own = {key: value for key, value in made.items() if key not in ("seed", "learning_rate", "test", "steps")}
     return Entry(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
 from typing import Any
@@ -25,10 +25,15 @@ TASKS = {
 """Name of a task → its module in this folder and its class."""
 
 
-def task_class(name: str) -> type[Task]:
-    """The class of a task; ValueError for an unknown name."""
+def task_class(name: str, others: Sequence[str] = ()) -> type[Task]:
+    """The class of a task; ValueError for an unknown name.
+
+    Args:
+        others: further names to choose from, for the message.
+    """
     if name not in TASKS:
-        raise ValueError(f"unknown task {name!r}{did_you_mean(name, TASKS)}: choose from {', '.join(TASKS)}")
+        known = [*TASKS, *others]
+        raise ValueError(f"unknown task {name!r}{did_you_mean(name, known)}: choose from {', '.join(known)}")
     module, attribute = TASKS[name].split(":")
     found: type[Task] = getattr(import_module(f"{__package__}.{module}"), attribute)
     return found
