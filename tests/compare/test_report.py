@@ -368,6 +368,26 @@ def test_collected_results_have_no_curves_of_the_loss(found: Findings, tmp_path:
     assert not (tmp_path / "loss-by-tokens.png").exists() and (tmp_path / "score-by-length.png").exists()
 
 
+def test_the_names_of_many_curves_cover_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [(2.0**n, 0.9 - 0.1 * n, 0.02) for n in range(5)]
+    names = [*(f"prism:steps={n},preset=paper" for n in range(8)), "ceiling"]
+    panels = {task: dict.fromkeys(names[n:], points) for n, task in enumerate(("recall", "copy"))}
+    drawn: list[str] = []
+
+    def look(figure: Any, path: Path) -> None:
+        figure.draw_without_rendering()
+        whole, (legend,) = figure.bbox, figure.legends
+        box = legend.get_window_extent()
+        assert not any(box.overlaps(axis.get_tightbbox()) for axis in figure.axes)
+        assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0
+        assert all(axis.get_legend() is None and axis.bbox.width > 4 * figure.dpi for axis in figure.axes)
+        drawn.extend(text.get_text() for text in legend.get_texts())
+
+    monkeypatch.setattr(module, "save", look)
+    module._picture(panels, CHARTS["score-by-length"], dict.fromkeys(panels, "accuracy"), tmp_path / "a.png")
+    assert drawn == names
+
+
 def test_what_has_no_curve_has_no_picture(found: Findings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "score-by-state.png").write_text("old")
     one = Findings(found.plan, found.found[:3], [])

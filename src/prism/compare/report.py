@@ -22,6 +22,8 @@ NOT_SHARED = ("rule", "options", "rule_options", "optimizer", "tests")
 """Entries of a training's settings that a rule decides, at any depth, and the tests, which the tables name."""
 _MOST_TICKS = 9
 """Numbers that fit below a picture's axis."""
+_MOST_NAMES = 18
+"""Names of curves that fit one below the other at the right of a panel."""
 
 
 def write_report(found: Findings, out: Path) -> Path:
@@ -270,15 +272,16 @@ def _commands(found: Findings) -> list[str]:
 
 
 def _picture(panels: dict[str, Curves], chart: Chart, metrics: dict[str, str], path: Path) -> None:
-    """A panel for each task, a line for each rule, bands of one standard error; ceiling and baseline are grey. Nothing to
-    show: no file."""
+    """A panel for each task, a line for each rule, bands of one standard error; ceiling and baseline are grey. The names of
+    all panels are at the right. Nothing to show: no file."""
     path.unlink(missing_ok=True)
     if not panels:
         return
     plt = pyplot()
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
-    drawn, axes = plt.subplots(lines, columns, figsize=(5.2 * columns, 4.0 * lines), squeeze=False)
+    size = (5.2 * columns, 4.0 * lines)
+    drawn, axes = plt.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
     names = dict.fromkeys(name for curves in panels.values() for name in curves if name not in LEVELS)
     colors = dict(zip(names, COLORS * 9, strict=False))
     for axis, (task, curves) in zip(axes.flat, panels.items(), strict=False):
@@ -302,9 +305,14 @@ def _picture(panels: dict[str, Curves], chart: Chart, metrics: dict[str, str], p
             axis.set_xticks(named, [f"{place:g}" for place in named])
             axis.minorticks_off()
         axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize="small")
+    key = {name: line for axis in axes.flat for line, name in zip(*axis.get_legend_handles_labels(), strict=True)}
+    key = {name: key[name] for name in (*names, *LEVELS) if name in key}
+    look: dict[str, Any] = {"ncols": -(-len(key) // (_MOST_NAMES * lines)), "frameon": False, "fontsize": "small"}
+    legend = drawn.legend(key.values(), key.keys(), loc="outside right upper", **look)
+    drawn.set_size_inches(
+        size[0] + legend.get_window_extent().width / drawn.dpi, size[1]
+    )  # the panels keep their width
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
-    drawn.tight_layout()
     save(drawn, path)
     plt.close(drawn)
