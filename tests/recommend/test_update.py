@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +198,54 @@ def test_a_killed_update_resumes_bit_for_bit(base: Path, tmp_path: Path) -> None
     assert finish(start(hunted)) == [0]
     assert records_of(hunted.out) == records_of(calm.out)
     assert same_tensors(final_tensors(hunted.out), final_tensors(calm.out))
+
+
+def test_an_update_does_not_take_other_events_or_another_base_for_its_own(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run folder that holds an update resumes only that one: other events would be lost without a word."""
+    out, second = tmp_path / "run", tmp_path / "second.csv"
+    shutil.copy(base / "second.csv", second)
+    words = ["train", "rec", "--update", str(base / "run"), "--out", str(out), "--steps", "3", "--no-report"]
+    assert main([*words, "--data.source", str(second)]) == 0
+    clustered(1300)[1200:].drop("tags").write_csv(tmp_path / "third.csv")
+    copy, other = shutil.copytree(base / "run", tmp_path / "copy"), tmp_path / "other"
+    log = (out / "log.jsonl").read_text()
+    assert main([*words, "--data.source", str(tmp_path / "third.csv")]) == 2
+    assert "was started with different new events" in capsys.readouterr().err
+    assert main([*words, "--data.source", str(tmp_path / "gone.csv")]) == 2, "not the file that it was started with"
+    capsys.readouterr()
+    assert main([*words[:3], str(copy), *words[4:]]) == 0, "a copy of the base is the base"
+    shutil.rmtree(copy)
+    Recommender.fit(
+        clustered()[:600], other, **{**QUICK, "data": {"length": 12, "features": ["kind"]}}, steps=2, seed=1
+    )
+    capsys.readouterr()
+    assert main([*words[:3], str(other), *words[4:]]) == 2
+    assert "was started with different base" in capsys.readouterr().err
+    assert (out / "log.jsonl").read_text() == log
+
+    second.unlink()
+    assert main(["train", "rec", "--out", str(out), "--steps", "4", "--no-report"]) == 0
+    said = capsys.readouterr().err
+    assert "the update resumes with the events that it was started with" in said and f"{copy} is gone" in said
+    stored = json.loads((out / "config.json").read_text())
+    for name in ("new events", "base"):
+        del stored["identity"][name]
+    (out / "config.json").write_text(json.dumps(stored))
+    assert main(["train", "rec", "--out", str(out), "--steps", "5", "--no-report"]) == 0
+    assert "is an update of an earlier version" in capsys.readouterr().err
+    assert "base" not in json.loads((out / "config.json").read_text())["identity"]
+
+
+def test_update_of_a_frame_resumes_with_the_same_frame_only(tmp_path: Path) -> None:
+    events, out = clustered(), tmp_path / "run"
+    first, other = (Recommender.fit(events[:600], steps=2, seed=seed, **QUICK) for seed in (0, 1))
+    first.update(events[600:], out, steps=2)
+    assert first.update(events[600:], out, steps=3).histories is not None
+    for recommender, new, what in ((first, events[700:], "new events"), (other, events[600:], "base")):
+        with pytest.raises(ValueError, match=f"was started with different {what}"):
+            recommender.update(new, out, steps=4)
 
 
 def test_update_from_a_frame_and_on_the_command_line(

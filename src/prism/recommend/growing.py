@@ -77,15 +77,22 @@ class Growing:
             settings: the settings of `prism train rec --update`, such as `epochs=2, replay=0.5`; the others are as in training.
         """
         from prism.recommend.task import fit_update  # the trainer is imported only for training
+        from prism.recommend.update import weights_digest
 
         tables = {"items": items, "users": users, "item_vectors": item_vectors}
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "run" if out is None else Path(out)
             base = self._folder
             if base is None or not base.exists():
-                base = folder / ".base"  # a hidden name: the folder still counts as empty
+                base, own = (
+                    folder / ".base",
+                    Path(temporary) / "base",
+                )  # a hidden name: the folder still counts as empty
                 if not base.exists():
                     self.save(base)
+                else:  # of an update that was interrupted, perhaps of another recommender
+                    self.save(own)
+                    base = base if weights_digest(base) == weights_digest(own) else own
             known = None
             if self.histories is not None and self.users is not None:
                 known = Dataset(self.histories, self.catalogue, self.users)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def train_rec(
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if settings.update is not None:
         update = prepare_update(settings, settings.update, dataset, known)
-        task = RecTask(settings, update.dataset, learned=update.learned)
+        task = RecTask(settings, update.dataset, learned=update.learned, marks=update.marks)
         if first:
             start_update(task, update)
     else:
@@ -138,13 +138,11 @@ def fit_update(
     tables = {name: table for name, table in tables.items() if table is not None}
     files = {name: str(table) for name, table in tables.items() if isinstance(table, (str, Path))}
     data = {**data, **files, **({"source": str(events)} if is_path else {})}
-    changes = {**settings, "data": data, "out": str(out), "update": str(base)}
+    changes = {**settings, "data": data, "out": str(out), "update": str(base.resolve())}
     chosen = override(update_settings(base), changes, "update")
     check_folder(chosen.out, chosen.resume)
-    new = None
-    if not (out / LOG).is_dir():
-        in_memory = {name: table for name, table in tables.items() if name not in files}
-        new = read_new_events(chosen, events, in_memory)
+    in_memory = {name: table for name, table in tables.items() if name not in files}
+    new = read_new_events(chosen, events, in_memory)
     outcome = train_rec(chosen, new, known=known)
     if outcome.model is None:
         raise ValueError(f"training was stopped after step {outcome.step}, before a model was written")
@@ -186,13 +184,15 @@ class RecTask:
         dataset: Dataset,
         weights: dict[str, Tensor] | None = None,
         learned: np.ndarray | None = None,
+        marks: Mapping[str, str] | None = None,
     ) -> None:
         """Prepare split, samples and validation.
 
         Args:
             learned: for an update, events of each user that the model has already learned from, int64 `[U]`.
+            marks: further entries of the identity.
         """
-        self.given, self.dataset, self.weights = given, dataset, weights
+        self.given, self.dataset, self.weights, self.marks = given, dataset, weights, marks or {}
         if given.model.time_gaps and dataset.histories.times is None:
             raise ValueError("model.time_gaps needs events with times: name their column with data.time")
         self.split = given.data.split_of(dataset.histories)
@@ -220,6 +220,7 @@ class RecTask:
             del model["model.id_dropout"]
         split = {name: getattr(given.data, name) for name in ("split", "valid_from", "test_from", "length", "order")}
         return {
+            **self.marks,
             **model,
             **{f"data.{name}": value for name, value in split.items()},
             "seed": given.seed,

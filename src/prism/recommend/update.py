@@ -7,13 +7,16 @@ An update is a run in a folder of its own, which stops and resumes like any othe
 - optimizer: the state of the old run, with zeros for new rows (without its run folder: no state);
 - events: the old log and the new events as one log, split as before, in the run's folder `events`.
 
+A run that resumes reads log and checkpoint. The new events and the base are read again only to be compared: others are refused.
+
 An epoch goes through the samples with targets that the model has not learned from, and through `replay` times as many others.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +43,15 @@ from prism.train.checkpoint import Checkpoints, checkpoint_names, chosen_by, fin
 from prism.train.distributed import World
 from prism.train.model import read_weights
 from prism.train.order import ReplayOrder
-from prism.train.run import open_run
+from prism.train.run import open_run, stored_config
 from prism.train.task import Task
 
 EPOCHS, RATE = 0.5, 1.0
 """Defaults of an update: parts of the epochs and of the learning rate of the training that it continues."""
 LOG, LEARNED = "events", "learned.safetensors"
 """In the run's folder: the whole log, and how much of it the old model had learned from."""
+NEW_EVENTS, BASE = "new events", "base"
+"""Entries of the run's identity: digests of what the update was started with. Updates of earlier versions have none."""
 _PREFIX = "recommender."
 """The recommender within the module that is trained."""
 
@@ -60,6 +65,8 @@ class Update:
     learned: np.ndarray
     """Events of each user that the model has learned from, int64 `[U]`."""
     base: Path
+    marks: dict[str, str] = field(default_factory=dict)
+    """What the run's identity says of the new events and the base."""
 
 
 def update_settings(base: Path) -> RecSettings:
@@ -92,11 +99,12 @@ def prepare_update(
         new: the new events, instead of those that `settings.data` names.
         known: events that may be those of the old training.
     """
-    log = settings.out / LOG
-    if log.is_dir():
-        return Update(open_dataset(log, settings.data.verify), load_arrays(settings.out / LEARNED)["learned"], base)
+    log, before = settings.out / LOG, stored_config(settings.out)
     if _run_of(base).resolve() == settings.out.resolve():
         raise ValueError(f"out is {settings.out}, the run to update: give another run folder with --out")
+    if log.is_dir() and before is not None:
+        learned = load_arrays(settings.out / LEARNED)["learned"]
+        return Update(open_dataset(log, settings.data.verify), learned, base, _marks(settings, base, new, before))
     with model_folder(base, say) as folder:
         training = training_of(folder)
         _check_same_model(training, settings)
@@ -107,7 +115,41 @@ def prepare_update(
     learned = np.zeros(len(merged.dataset.users), dtype=np.int64)
     learned[: len(trained_on)] = trained_on
     whole = replace(merged.dataset, folder=log)
-    return Update(whole, np.minimum(learned, merged.first_new), base)
+    marks = {NEW_EVENTS: new.digest, BASE: weights_digest(base)}
+    if before is not None and NEW_EVENTS not in before["identity"]:
+        marks = {}
+    return Update(whole, np.minimum(learned, merged.first_new), base, marks)
+
+
+def _marks(settings: RecSettings, base: Path, new: Dataset | None, before: dict[str, Any]) -> dict[str, str]:
+    """The marks of a run that resumes, to be compared with those that it was started with.
+
+    What is gone, or is not named, is taken to be the same.
+
+    Args:
+        before: the run's config.json.
+    """
+    started, marks = before["settings"], {name: before["identity"].get(name, "") for name in (NEW_EVENTS, BASE)}
+    if not all(marks.values()):
+        say(f"{settings.out} is an update of an earlier version: it resumes with the events that it was started with")
+        return {}
+    there = Path(before.get("started_in", "")) / (started.get("update") or "")
+    same_place = _run_of(base).resolve() == _run_of(there).resolve()
+    if not base.is_dir() and same_place:
+        say(f"{base} is gone: the update resumes from what it was")
+    elif (mark := weights_digest(base)) != marks[BASE] and same_place:
+        say(f"{base} has changed since this update started: it resumes from what {base} was")
+    else:
+        marks[BASE] = mark
+    if new is None and settings.data.source is not None:
+        try:
+            new = read_new_events(settings)
+        except FileNotFoundError as error:
+            named = to_plain(settings.data)
+            if any(named[name] != started["data"].get(name) for name in ("source", "items", "users", "item_vectors")):
+                raise
+            say(f"{error}: the update resumes with the events that it was started with")
+    return marks if new is None else {**marks, NEW_EVENTS: new.digest}
 
 
 def old_events(training: Training, folder: Path, known: Dataset | None) -> Dataset:
@@ -211,12 +253,29 @@ def old_tensors(base: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     base = _run_of(base)
     if not is_run(base):
         return read_weights(base), {}
-    newest = find_newest_good(base / "checkpoints", say)
-    if newest is None:
-        raise ValueError(f"{base} is a run without a good checkpoint: resume it until it has one")
-    folder = chosen_by(newest).tensors
+    folder = _trained(base)
     weights = {name.removeprefix(_PREFIX): value for name, value in tensors.read(folder).items()}
     return weights, tensors.read(folder, "optimizer")
+
+
+def weights_digest(base: Path) -> str:
+    """One hash of the weights that `old_tensors` returns, wherever they are."""
+    base = _run_of(base)
+    weights = tensors.read(_trained(base)) if is_run(base) else read_weights(base)
+    found = hashlib.sha256()
+    for name, value in sorted((name.removeprefix(_PREFIX), value) for name, value in weights.items()):
+        array = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        found.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        found.update(array.data)
+    return found.hexdigest()
+
+
+def _trained(run: Path) -> Path:
+    """The tensors of the checkpoint of a run that its model is made of."""
+    newest = find_newest_good(run / "checkpoints", say)
+    if newest is None:
+        raise ValueError(f"{run} is a run without a good checkpoint: resume it until it has one")
+    return chosen_by(newest).tensors
 
 
 def _run_of(base: Path) -> Path:

@@ -28,7 +28,7 @@ from prism.train.task import Task
 from prism.train.trackers import Trackers
 
 CONFIG = "config.json"
-HASHES = ("tokenizer", "tokens", "events", "base", "chat_template")
+HASHES = ("tokenizer", "tokens", "events", "new events", "base", "chat_template")
 """Entries of an identity that are hashes."""
 _PATHS = (
     ("data", "sources"),
