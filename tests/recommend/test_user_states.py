@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from prism import rules
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender, UserStates
-from prism.recommend.events import Catalogue
+from prism.recommend.events import Catalogue, Feature, Users
 from prism.recommend.reading import as_histories
 
 ITEMS, LONG = 40, 1000
@@ -104,6 +106,25 @@ def test_users_go_their_own_ways(layers: str) -> None:
     assert joined.events.tolist() == [2, 9, 9, 0]
     following = it.observe(joined, [histories[0][2], histories[1][0], None, histories[1][1]])
     close(it, following, [histories[0][:3], [*had[3], histories[1][0]], had[2], [histories[1][1]]])
+
+
+@pytest.mark.parametrize("layers", ["prism", "softmax", "hstu", "prism*2+softmax"])
+@torch.no_grad()
+def test_a_stream_keeps_what_is_known_of_its_users(layers: str) -> None:
+    """The features of a user are read before the first event, and no event may push them out of a cache."""
+    land = Feature([None, "de", "fr"], np.array([1, 2]))
+    it = recommender(layers, torch.float64, user_features={"land": (3, 1)})
+    it = Recommender(it.model, it.catalogue, Users(["a", "b"], {"land": land}))
+    histories, known = sequences(3, 6), np.array([[1], [2], [0]])
+    states = it.start(3, {"land": ["de", "fr", None]})
+    for counts in ([1, 0, 1], [1, 0, 0], [1, 0, 0], [0, 2, 1], [2, 4, 4]):
+        at = states.events.tolist()
+        new = [history[a : a + count] for history, a, count in zip(histories, at, counts, strict=True)]
+        states = it.observe(states, new)
+        read = [history[:count] for history, count in zip(histories, states.events.tolist(), strict=True)]
+        whole = replace(as_histories(read, None, it.catalogue), profiles=known)
+        expected, there = it.model.scores(it.encode(whole, max_length=0))[:, 1:], states.events > 0
+        torch.testing.assert_close(streamed(it, states)[there], expected[there], rtol=0.0, atol=1e-5)
 
 
 @torch.no_grad()

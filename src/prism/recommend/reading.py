@@ -178,14 +178,14 @@ def _put(states: UserStates, users: np.ndarray, moved: UserStates) -> UserStates
 
 
 def _trimmed(model: PrismForRecommendation, states: UserStates) -> UserStates:
-    """Trim growing caches to as many slots as the longest history has events.
+    """Trim growing caches to as many slots as the longest history has events, and one for what is known of the user.
 
     The engine leaves empty slots in front if finding them would synchronise the device. Without trimming, calls for a few
     users each would lengthen every user's cache.
     """
     if model.config.constant_state:
         return states
-    longest = int(states.events.max())
+    longest = int(states.events.max()) + bool(model.config.user_features)
     layers = [
         layer if rules.get(spec.rule).constant_state else layer.map(lambda x: x[:, -longest:] if x.ndim > 1 else x)
         for spec, layer in zip(model.config.layer_plan, states.layers, strict=True)
