@@ -382,6 +382,8 @@ class TestCommand:
         for made in (flags, ["--users", "ann", "eve"], ["--all-users"]):
             first, second = str(tmp_path / "first.safetensors"), str(tmp_path / "second.safetensors")
             start = self.answer(capsys, folder, *made, "--save-states", first)
+            who = {"--users": ["ann", "eve"], "--all-users": ["ann", "bob", "eve"]}.get(made[0], [0, 1])
+            assert [line["user"] for line in start] == who
             again = self.answer(capsys, folder, "--states", first)
             assert [line["items"] for line in start] == [line["items"] for line in again]
             more = [word for _ in start for word in ("--sequences", "i9")]

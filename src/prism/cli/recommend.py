@@ -6,6 +6,7 @@ import io
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,6 +99,9 @@ def recommend(
                 current = _states(recommender, states, users, sequences, times)
                 unwanted = [exclude] * len(current) if exclude else None
                 found = recommender.recommend(states=current, **how, exclude=unwanted)
+                if users and recommender.users is not None:  # a state does not know whose it is
+                    names = recommender.users.names(recommender.users.index(users))
+                    found = replace(found, users=recommender.source.users(names))
                 if save_states is not None:
                     current.save(save_states)
     _write(found, json, output, k)
