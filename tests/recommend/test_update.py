@@ -146,6 +146,55 @@ def test_new_samples_are_those_with_targets_that_were_not_learned_from() -> None
         update_order(samples, np.array([7, 2]), 1.0, 0)
 
 
+def digits(events: int = 600) -> pl.DataFrame:
+    """Events whose ids are text, all of it integers."""
+    random = np.random.default_rng(3)
+    ids = {name: [str(i) for i in random.integers(0, many, events)] for name, many in (("user", 30), ("item", 15))}
+    return pl.DataFrame({**ids, "time": range(events)}).with_columns(kind=pl.col("item").str.slice(-1))
+
+
+def more(*rows: tuple[str, str]) -> pl.DataFrame:
+    """Later events of users and items."""
+    table = pl.DataFrame(rows, schema=["user", "item"], orient="row")
+    return table.with_columns(time=pl.int_range(pl.len()) + 9000, kind=pl.lit("1"))
+
+
+@pytest.mark.parametrize("source", ["frame", "file"])
+def test_ids_of_digits_are_joined_by_ids_of_letters(source: str, tmp_path: Path) -> None:
+    """Text that is all integers is kept as integers, but is no less text than "A12"; and "007" is not 7."""
+    new: Any = more(("1", "A12"), ("bob", "3"), ("1", "007"), ("bob", "A12"), ("1", "5"))
+    old: Any = digits()
+    if source == "file":
+        old.write_csv(tmp_path / "old.csv"), new.write_csv(tmp_path / "new.csv")
+        old, new = tmp_path / "old.csv", tmp_path / "new.csv"
+    data = {"length": 12, "cache": str(tmp_path / "cache")}
+    first = Recommender.fit(old, steps=2, features=["kind"], **{**QUICK, "data": data})
+    with pytest.warns(UserWarning, match="1 of 2 users are unknown.*'007'"):
+        assert first.recommend(users=["7", "007"]).fallback.tolist() == [False, True]
+    second = first.update(new, tmp_path / "run", steps=2)
+    assert second.catalogue.items == [*map(str, first.catalogue.items), "007", "A12"]
+    assert second.users is not None and second.histories is not None and first.users is not None
+    assert second.users.users == [*map(str, first.users.users), "bob"]
+    for recommender in (second, Recommender.load(tmp_path / "run", device="cpu")):
+        histories = recommender._histories(["1", "bob"], "error")[1]
+        last, bob = (recommender.catalogue.names(histories.user(row)[0]) for row in (0, 1))
+        assert last[-3:] == ["A12", "007", "5"] and bob == ["3", "A12"]
+    table = {"item": ["A13", "008", "8"], "kind": ["1", "2", "3"]}
+    grown = first.add_items(table)
+    assert grown.catalogue.items == [*map(str, first.catalogue.items), "A13", "008"]
+    assert grown.recommend(users=[1], k=99, filter_seen=False).items[0].count("8") == 1
+    assert grown.update(new, steps=1).catalogue.index(["A13", "7"]).tolist() == [16, 8]
+
+
+def test_ids_that_are_numbers_are_not_joined_by_letters() -> None:
+    numbers = digits().with_columns(pl.col("user").cast(pl.Int64), pl.col("item").cast(pl.Int64))
+    first = Recommender.fit(numbers, steps=2, features=["kind"], **QUICK)
+    with pytest.raises(ValueError, match="the item 'A12', but the items of training are integers: give the same ids"):
+        first.update(more(("1", "A12"), ("1", "3")))
+    with pytest.raises(ValueError, match="the item '007', but the items of training are integers"):
+        first.add_items({"item": ["007"], "kind": ["1"]})
+
+
 def test_growth_keeps_scores_and_moments(base: Path, tmp_path: Path) -> None:
     changes = {
         "out": str(tmp_path / "run"),

@@ -49,9 +49,11 @@ class Growing:
         """
         from prism.recommend.new_items import add_items
 
-        separator = None if self._training is None else self._training.data.list_separator
-        model, catalogue = add_items(self.model, self.catalogue, items, item, separator)
-        training = None if self._training is None else replace(self._training, catalogue=catalogue)
+        training = self._training
+        separator = None if training is None else training.data.list_separator
+        origin = None if training is None else training.facts.get("origin")
+        model, catalogue = add_items(self.model, self.catalogue, items, item, separator, origin)
+        training = None if training is None else replace(training, catalogue=catalogue)
         return type(self)(model, catalogue, self.users, self.histories, training, self.source)
 
     def update(

@@ -18,7 +18,12 @@ NO_FEATURES = "the model has no features of items: it scores the items that it w
 
 
 def add_items(
-    model: PrismForRecommendation, catalogue: Catalogue, items: Any, key: str, separator: str | None
+    model: PrismForRecommendation,
+    catalogue: Catalogue,
+    items: Any,
+    key: str,
+    separator: str | None,
+    origin: Mapping[str, Any] | None = None,
 ) -> tuple[PrismForRecommendation, Catalogue]:
     """A model and its catalogue with more items; those it had keep their rows and vectors.
 
@@ -27,6 +32,7 @@ def add_items(
             training; those that it lacks are unknown. Items that the catalogue has are left as they are.
         key: column of the ids, or "auto".
         separator: splits texts of features into lists.
+        origin: of the events of training, as in `merge_catalogues`.
     """
     from prism.recommend.events.features import encode  # imports polars
     from prism.recommend.events.formats import column_names, pl, read_table
@@ -62,7 +68,7 @@ def add_items(
         if (name in catalogue.vectors) != (name in found.vectors):
             kind = "vectors" if name in catalogue.vectors else "values"
             raise ValueError(f"column {name!r} of {where} must hold {kind}, as in training")
-    whole = merge_catalogues(catalogue, Catalogue(distinct.to_list(), found.features, found.vectors))
+    whole = merge_catalogues(catalogue, Catalogue(distinct.to_list(), found.features, found.vectors), origin)
     if len(whole) == len(catalogue):
         return model, catalogue
     features = whole.features.items()

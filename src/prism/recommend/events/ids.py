@@ -53,7 +53,7 @@ class Ids:
         return np.array(list(self.ids), dtype=np.int64 if integers else object)
 
     def index(self, ids: Iterable[Any], unknown: Literal["error", "skip"] = "error") -> np.ndarray:
-        """Rows of the ids, int64. A number may be given as text and vice versa.
+        """Rows of the ids, int64. A number may be given as text and vice versa; "007" is not 7.
 
         Args:
             unknown: refuse unknown ids ("error") or drop them ("skip").
@@ -82,7 +82,7 @@ class Ids:
         except TypeError:
             raise ValueError(f"{self.kind}s must be text or integers, got {type(name).__name__} {name!r}") from None
         if row is None:
-            row = self._rows.get(int(name) if isinstance(name, str) and _is_number(name) else str(name), -1)
+            row = self._rows.get(int(name) if isinstance(name, str) and _is_integer(name) else str(name), -1)
         return row
 
     @cached_property
@@ -270,5 +270,6 @@ def _check_features(features: dict[str, Feature], rows: int, what: str) -> None:
             )
 
 
-def _is_number(text: str) -> bool:
-    return text.isdecimal() or (text[:1] == "-" and text[1:].isdecimal())
+def _is_integer(text: str) -> bool:
+    """Whether a text is how an integer of 64 bits is written: "007" is another id than 7."""
+    return text.removeprefix("-").isdecimal() and len(text) <= 20 and str(int(text)) == text

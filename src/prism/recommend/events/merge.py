@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,9 @@ def merge(old: Dataset, new: Dataset, drop_repeats: bool = False) -> Merged:
         raise ValueError(
             f"{which} of training {'have' if new.histories.times is None else 'have none'}: read both in one way"
         )
-    catalogue = merge_catalogues(old.catalogue, new.catalogue)
-    users = Users(*_joined(old.users, new.users))
+    came_from = old.manifest.get("origin", {})
+    catalogue = merge_catalogues(old.catalogue, new.catalogue, came_from)
+    users = Users(*_joined(old.users, new.users, came_from))
     old_count, new_count = len(old.histories.items), len(new.histories.items)
     to_user, to_item = users.rows(list(new.users.ids)), catalogue.rows(list(new.catalogue.ids))
     who = np.concatenate(
@@ -75,14 +76,19 @@ def merge(old: Dataset, new: Dataset, drop_repeats: bool = False) -> Merged:
         "notes": notes,
         "times": when is not None,
     }
-    if came_from := old.manifest.get("origin") or new.manifest.get("origin"):
+    if came_from := came_from or new.manifest.get("origin"):
         manifest["origin"] = came_from
     return Merged(Dataset(histories, catalogue, users, manifest), first_new)
 
 
-def merge_catalogues(old: Catalogue, new: Catalogue) -> Catalogue:
-    """The old items, then those that only `new` has. Old items keep their features, as the model has learned them."""
-    items, features = _joined(old, new)
+def merge_catalogues(old: Catalogue, new: Catalogue, origin: Mapping[str, Any] | None = None) -> Catalogue:
+    """The old items, then those that only `new` has. Old items keep their features, as the model has learned them.
+
+    Args:
+        origin: of the old events (origin.py): whether old ids that are integers were text, and become text again if new ids
+            are no integers.
+    """
+    items, features = _joined(old, new, origin or {})
     rows = np.flatnonzero(old.rows(list(new.ids)) < 0) + 1
     vectors = {}
     for name, given in old.vectors.items():
@@ -95,10 +101,13 @@ def merge_catalogues(old: Catalogue, new: Catalogue) -> Catalogue:
     return Catalogue(items, features, vectors, {} if vectors else old.vector_marks)
 
 
-def _joined(old: Catalogue | Users, new: Catalogue | Users) -> tuple[Sequence[Id], dict[str, Feature]]:
+def _joined(
+    old: Catalogue | Users, new: Catalogue | Users, origin: Mapping[str, Any]
+) -> tuple[Sequence[Id], dict[str, Feature]]:
     """Ids of both, the old ones first, and their features."""
     fresh = np.flatnonzero(old.rows(list(new.ids)) < 0)
-    ids = [*old.ids, *_same_type(old, [new.ids[place] for place in fresh.tolist()])]
+    were_text = bool(origin.get("untyped")) or old.kind in origin.get("text", ())
+    ids = _same_type(old, [new.ids[place] for place in fresh.tolist()], were_text)
     features = {
         name: _continued(name, feature, new.features.get(name), fresh + new.first)
         for name, feature in old.features.items()
@@ -106,17 +115,21 @@ def _joined(old: Catalogue | Users, new: Catalogue | Users) -> tuple[Sequence[Id
     return ids, features
 
 
-def _same_type(old: Ids, fresh: list[Id]) -> list[Id]:
-    """New ids as text if the old ones are."""
-    if not len(old) or not fresh:
-        return fresh
-    if isinstance(old.ids[0], str):
-        return [str(name) for name in fresh]
-    if texts := [name for name in fresh if isinstance(name, str)]:
+def _same_type(old: Ids, fresh: list[Id], were_text: bool) -> list[Id]:
+    """The old and the new ids: all of them text if any of them is.
+
+    Args:
+        were_text: whether old integers were text, or in a file that does not say.
+    """
+    texts = [name for name in fresh if isinstance(name, str)]
+    old_are_text = len(old) > 0 and isinstance(old.ids[0], str)
+    if old_are_text or (texts and were_text):
+        return [str(name) for name in [*old.ids, *fresh]]
+    if texts and len(old):
         raise ValueError(
             f"the new events have the {old.kind} {texts[0]!r}, but the {old.kind}s of training are integers: give the same ids"
         )
-    return fresh
+    return [*old.ids, *fresh]
 
 
 def _continued(name: str, old: Feature, new: Feature | None, rows: np.ndarray) -> Feature:

@@ -15,7 +15,7 @@ def origin(source: Any, columns: Columns, ids: dict[str, Ids]) -> dict[str, Any]
     """Names of the columns of users and items, those whose ids are text but were read as integers, and the library.
 
     Args:
-        source: a DataFrame or a file. Of a file other than parquet only names that were given are known.
+        source: a DataFrame or a file. Of a file other than parquet only names that were given are known, and no types.
         columns: as given, with "auto".
         ids: the users and the items, as read.
     """
@@ -25,7 +25,7 @@ def origin(source: Any, columns: Columns, ids: dict[str, Ids]) -> dict[str, Any]
         names, text = list(schema), lambda name: schema[name] in (pl.String, pl.Categorical, pl.Enum)
     else:
         given = {role: name for role in ids if (name := getattr(columns, role)) != AUTO and not name.isdecimal()}
-        return {**given, "library": "polars", "text": []}
+        return {**given, "library": "polars", "text": [], "untyped": True}
     found = {role: getattr(columns.found(names, "the events"), role) for role in ids}
     as_text = [role for role, known in ids.items() if known.array.dtype.kind == "i" and text(found[role])]
     return {**found, "library": "pandas" if _is_pandas(source) else "polars", "text": as_text}
