@@ -121,6 +121,12 @@ def _parsed(texts: pl.Series, where: str) -> pl.Series:
         neither = texts.filter(dates.is_null() & numbers.is_null())
         example = (neither if len(neither) else texts)[0]
         raise ValueError(f"column {texts.name!r} of {where} holds {example!r}, neither a number nor an ISO 8601 time")
+    unclear = texts.filter(~texts.str.contains(r"^\s*\d{4}"))
+    if len(unclear):  # polars takes the day for first
+        raise ValueError(
+            f"column {texts.name!r} of {where} holds {unclear[0]!r}, which may be read day or month first: write dates as ISO "
+            "8601, year first (2024-01-31), or as numbers such as seconds since 1970"
+        )
     return dates
 
 
