@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,39 @@ def test_ids_that_are_numbers_are_not_joined_by_letters() -> None:
         first.update(more(("1", "A12"), ("1", "3")))
     with pytest.raises(ValueError, match="the item '007', but the items of training are integers"):
         first.add_items({"item": ["007"], "kind": ["1"]})
+
+
+@pytest.mark.parametrize("kind", ["frame", "parts"])
+def test_dates_and_numbers_are_not_mixed_by_an_update(kind: str, tmp_path: Path) -> None:
+    numbers = clustered().drop("tags").with_columns(time=pl.col("time") * 1000 + 1_700_000_000_000)
+    dates = numbers.with_columns(pl.from_epoch("time", "ms"))
+
+    def given(table: pl.DataFrame) -> Any:
+        if kind == "frame":
+            return table
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        table.write_parquet(folder / "part-0.parquet")
+        return folder
+
+    data = {"length": 12, "cache": str(tmp_path / "cache")}
+    first = Recommender.fit(given(numbers[:600]), steps=2, **{**QUICK, "data": data})
+    with pytest.raises(ValueError, match="the new events are dates, those of training numbers: give numbers here too"):
+        first.update(given(dates[600:]), steps=1)
+    first.save(tmp_path / "saved")
+    with pytest.raises(ValueError, match="the new events are dates, those of training numbers"):
+        Recommender.load(tmp_path / "saved", device="cpu").update(given(dates[700:]), steps=1)
+    second = first.update(given(numbers[600:]), steps=1)
+    with pytest.raises(ValueError, match="the new events are dates, those of training numbers"):
+        second.update(given(dates[800:]), steps=1)
+    again = Recommender.fit(given(dates[:600]), steps=2, **{**QUICK, "data": data})
+    with pytest.raises(ValueError, match="the new events are numbers, those of training dates"):
+        again.update(given(numbers[700:]), steps=1)
+
+
+def test_new_events_before_all_old_ones_are_noted() -> None:
+    old, new = _dataset([(0, 0, 5), (0, 1, 6)], True), _dataset([(0, 1, 2), (1, 1, 4)], True)
+    assert any("all new events are earlier" in note for note in merge(old, new).dataset.manifest["notes"])
+    assert not any("all new events are earlier" in note for note in merge(new, old).dataset.manifest["notes"])
 
 
 def test_growth_keeps_scores_and_moments(base: Path, tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ class RecTask:
             **self.split.counts,
             "samples": len(self.table),
             "origin": self.dataset.manifest.get("origin", {}),
+            "dates": self.dataset.manifest.get("dates"),
         }
         return {"settings": to_plain(self.given), "training_data": seen}
 

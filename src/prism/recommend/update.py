@@ -164,8 +164,8 @@ def old_events(training: Training, folder: Path, known: Dataset | None) -> Datas
             ) from error
     if catalogue.vector_marks:
         catalogue = with_vectors(open_weights(PrismForRecommendation, folder, "cpu"), catalogue)
-    origin = training.facts.get("origin") or old.manifest.get("origin", {})
-    return Dataset(old.histories, catalogue, old.users, {**old.manifest, "origin": origin})
+    kept = {name: value for name in ("origin", "dates") if (value := training.facts.get(name)) is not None}
+    return Dataset(old.histories, catalogue, old.users, {**old.manifest, **kept})
 
 
 def read_new_events(settings: RecSettings, events: Any = None, in_memory: Mapping[str, Any] | None = None) -> Dataset:

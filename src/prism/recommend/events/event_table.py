@@ -84,7 +84,9 @@ class EventTable:
             self._columns("user"), coded["user"].to_numpy(), len(users), self.separator, "the events", "users"
         )
         refuse_vectors(people)
-        manifest = {"counts": counts, "notes": [*notes, *described.notes, *people.notes], "times": self.has_times}
+        dates = self.has_times and self.frame["time"].dtype.is_temporal()
+        notes += [*described.notes, *people.notes]
+        manifest = {"counts": counts, "notes": notes, "times": self.has_times, "dates": dates}
         catalogue = Catalogue(items.to_list(), described.features, described.vectors)
         return Dataset(histories, catalogue, Users(users.to_list(), people.features), manifest)
 

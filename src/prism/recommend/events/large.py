@@ -103,7 +103,8 @@ class _Log:
         who = Users([users.names[row] for row in kept_users.tolist()], features)
         counts = {"users": len(who), "items": len(catalogue), "events": int(lengths.sum()), **counts, **dropped}
         notes = [*self.notes, *described.notes, *people.notes]
-        manifest = {"counts": counts, "notes": notes, "times": self.has_times, "recipe": asdict(self.recipe)}
+        manifest = {"counts": counts, "notes": notes, "times": self.has_times, "dates": self.dates}
+        manifest["recipe"] = asdict(self.recipe)
         if lengths.max(initial=0) < 2:
             raise ValueError("no user has 2 or more events: there is no sequence to learn from")
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -152,6 +153,7 @@ class _Log:
                 file.close()
         if kinds == 3:
             raise ValueError(f"column {self.columns.time!r} of {self.where} holds numbers and dates: use one of them")
+        self.dates = kinds == 1
         separator = self.recipe.list_separator
         described = firsts["item"].encoded(len(items.names) + 1, separator, "items")
         people = firsts["user"].encoded(len(users.names), separator, "users")

@@ -35,6 +35,13 @@ def merge(old: Dataset, new: Dataset, drop_repeats: bool = False) -> Merged:
         raise ValueError(
             f"{which} of training {'have' if new.histories.times is None else 'have none'}: read both in one way"
         )
+    dates = [it.manifest["dates"] for it in (old, new) if it.histories.times is not None and "dates" in it.manifest]
+    if dates in ([True, False], [False, True]):
+        now, before = ("dates", "numbers") if dates[1] else ("numbers", "dates")
+        raise ValueError(
+            f"the times of the new events are {now}, those of training {before}: give {before} here too (dates are kept as "
+            "seconds since 1970)"
+        )
     came_from = old.manifest.get("origin", {})
     catalogue = merge_catalogues(old.catalogue, new.catalogue, came_from)
     users = Users(*_joined(old.users, new.users, came_from))
@@ -53,6 +60,8 @@ def merge(old: Dataset, new: Dataset, drop_repeats: bool = False) -> Merged:
     is_new = np.arange(old_count + new_count) >= old_count
     repeats = _repeats(who, what, when, is_new)
     notes = [*new.manifest.get("notes", [])]
+    if when is not None and old_count and new_count and when[old_count:].max() < when[:old_count].min():
+        notes.append("all new events are earlier than all events of training: are their times in the same unit?")
     if repeats.any():
         notes.append(
             f"{int(repeats.sum()):,} new events repeat an old one and are {'dropped' if drop_repeats else 'kept'}"
@@ -76,6 +85,8 @@ def merge(old: Dataset, new: Dataset, drop_repeats: bool = False) -> Merged:
         "notes": notes,
         "times": when is not None,
     }
+    if dates:
+        manifest["dates"] = dates[0]
     if came_from := came_from or new.manifest.get("origin"):
         manifest["origin"] = came_from
     return Merged(Dataset(histories, catalogue, users, manifest), first_new)
