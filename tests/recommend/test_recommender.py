@@ -336,6 +336,37 @@ def test_a_later_log_serves_everyone_in_it(tmp_path: Path) -> None:
     assert later.recommend(["new", "u1"]).items == expected
 
 
+@pytest.mark.parametrize("source", ["csv", "parts", "polars", "pandas"])
+def test_events_to_find_users_in_may_be_few_and_a_frame(source: str, tmp_path: Path) -> None:
+    """Nothing is learned from them: a user with one event is a user."""
+    data = {"length": 10, "cache": str(tmp_path / "cache")}
+    it = Recommender.fit(frame(), out=tmp_path / "run", **{**QUICK, "data": data})
+    item = it.catalogue.items[3]
+    table = pl.DataFrame({"user": ["solo", "duo"], "item": [item, it.catalogue.items[5]], "time": [1, 1]})
+    given: Any = tmp_path / "now.csv"
+    if source == "csv":
+        table.write_csv(given)
+    elif source == "parts":
+        given = tmp_path / "now"
+        given.mkdir()
+        table.write_parquet(given / "part-0.parquet")
+    else:
+        given = table if source == "polars" else table.to_pandas()
+    expected = it.recommend(sequences=[[item]]).items
+    for _ in range(2):  # also when it is in the cache
+        later = Recommender.load(tmp_path / "run", data=given, device="cpu")
+        assert later.recommend(["solo"]).items == expected
+    assert type(later.recommend(["solo"]).frame).__module__.startswith("pandas" if source == "pandas" else "polars")
+    if source == "csv":  # prepared for users to be found in, it is no less refused for training
+        for _ in range(2):
+            with pytest.raises(ValueError, match="no user has 2 or more events"):
+                Recommender.fit(given, **{**QUICK, "data": data})
+    recommender().save(tmp_path / "untrained")
+    there = pl.DataFrame({"user": ["solo"], "item": ["i3"], "time": [1]})
+    other = Recommender.load(tmp_path / "untrained", data=there, device="cpu")
+    assert other.recommend(["solo"]).items == recommender().recommend(sequences=[["i3"]]).items
+
+
 class TestCommand:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:

@@ -27,7 +27,7 @@ from prism.files import seal_weights, whole_folder, write_json
 from prism.models import PrismForRecommendation
 from prism.models.loading import fingerprint_mismatch, open_weights, without_progress_bars
 from prism.recommend.arguments import check_count, check_list, check_share, one_of
-from prism.recommend.events import Catalogue, Dataset, EventRecipe, Histories, Users, prepare_dataset
+from prism.recommend.events import Catalogue, Dataset, EventRecipe, Histories, Users
 from prism.recommend.events.columns import AUTO, Columns
 from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, reindex_items
 from prism.recommend.events.ids import as_list
@@ -37,7 +37,7 @@ from prism.recommend.growing import Growing
 from prism.recommend.reading import Unknown, advance, as_histories, encode, initial_state
 from prism.recommend.rerank import diverse_items
 from prism.recommend.results import Recommendations
-from prism.recommend.saved import Training, check_replaceable, model_folder, training_of
+from prism.recommend.saved import Training, check_replaceable, model_folder, read_other, training_of
 from prism.recommend.states import UserStates
 from prism.recommend.top_items import similar_rows
 
@@ -122,12 +122,13 @@ class Recommender(Growing):
             return cls.load(*fit(events, Path(folder) / "run", preset, columns, settings, tables))
 
     @classmethod
-    def load(cls, folder: Path | str, data: Dataset | Path | str | None = None, device: str = "auto") -> Recommender:
+    def load(cls, folder: Path | str, data: Any = None, device: str = "auto") -> Recommender:
         """Load a folder that `save` or `prism train rec` wrote, or a run folder.
 
         Args:
-            data: events of the users that `recommend(users=…)` should know: a Dataset, or a path as in `data.source`.
-                None: the events saved with the model, or else those it was trained on, opened when first needed.
+            data: events of the users that `recommend(users=…)` should know: a polars or pandas DataFrame, a path as in
+                `data.source`, or a Dataset. None: the events saved with the model, or else those it was trained on, opened
+                when first needed.
         """
         with model_folder(Path(folder)) as opened:
             model = open_weights(PrismForRecommendation, opened, device)
@@ -142,9 +143,9 @@ class Recommender(Growing):
         if isinstance(data, Dataset):
             dataset = data
         elif training is not None:
-            dataset = training.other_dataset(str(data), everyone=True)
+            dataset = training.other_dataset(data, everyone=True)
         else:
-            dataset = prepare_dataset(EventRecipe(source=str(data)))
+            dataset = read_other(EventRecipe(), data)
         if list(dataset.catalogue.items) != list(catalogue.items):
             dataset = reindex_items(dataset, catalogue)
         source = Source.of(dataset.manifest["origin"]) if "origin" in dataset.manifest else None

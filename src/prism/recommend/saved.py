@@ -14,7 +14,7 @@ from prism.models.loading import is_run
 from prism.overrides import override
 from prism.recommend.events import Catalogue, Dataset, Histories, Users, open_dataset, prepare_dataset
 from prism.recommend.events.dataset import EVENTS, ITEMS, TRAINING, USERS, reindex_items
-from prism.recommend.events.recipe import RecDataSettings
+from prism.recommend.events.recipe import EventRecipe, RecDataSettings, make_dataset
 
 
 @contextmanager
@@ -79,20 +79,34 @@ class Training:
         return dataset
 
     def other_dataset(
-        self, source: str, report: Callable[[str], None] = lambda message: None, everyone: bool = False
+        self, source: Any, report: Callable[[str], None] = lambda message: None, everyone: bool = False
     ) -> Dataset:
         """Other events, read in the same way, with the item rows of the model.
 
         They need no feature columns: the model already has the features of its items.
 
         Args:
+            source: a file, a folder or a DataFrame.
             everyone: keep users and items with few events, which training would have dropped.
         """
-        recipe = replace(self.data.recipe(), source=source, features=(), items=None, item_vectors=None)
+        recipe = replace(self.data.recipe(), source=None, features=(), items=None, item_vectors=None)
         if everyone:
             recipe = replace(recipe, min_user=1, min_item=1)
-        other = prepare_dataset(recipe, self.data.cache, report=report)
+        other = read_other(recipe, source, self.data.cache, report, any_length=everyone)
         return other if other.digest == self.facts["digest"] else reindex_items(other, self.catalogue)
+
+
+def read_other(
+    recipe: EventRecipe,
+    source: Any,
+    cache: Path | None = None,
+    report: Callable[[str], None] = lambda message: None,
+    any_length: bool = True,
+) -> Dataset:
+    """The events of a file, a folder or a DataFrame, by a recipe without a source."""
+    if isinstance(source, (str, Path)):
+        return prepare_dataset(replace(recipe, source=str(source)), cache, report=report, any_length=any_length)
+    return make_dataset(recipe, source, any_length=any_length)
 
 
 def training_of(folder: Path) -> Training:

@@ -180,7 +180,7 @@ def read_new_events(settings: RecSettings, events: Any = None, in_memory: Mappin
     if recipe.source is not None:
         source = Path(recipe.source).expanduser()
         if source.is_dir() and parquet_parts(source):
-            return prepare_dataset(recipe, settings.data.cache, report=say)
+            return prepare_dataset(recipe, settings.data.cache, report=say, any_length=True)
         if source.is_dir():
             return open_dataset(source)
         if not source.is_file():

@@ -18,7 +18,7 @@ from prism.recommend.events.columns import Columns
 from prism.recommend.events.dataset import Dataset
 from prism.recommend.events.features import encode, refuse_vectors
 from prism.recommend.events.formats import pl, read_table
-from prism.recommend.events.histories import Histories
+from prism.recommend.events.histories import NO_SEQUENCE, Histories
 from prism.recommend.events.ids import Catalogue, Users
 from prism.recommend.events.values import as_table, codes, ids, merged_ids, seconds, times
 
@@ -65,7 +65,7 @@ class EventTable:
         ordered = coded.sort("user", "time", maintain_order=True) if self.has_times else by_input
         lengths = np.bincount(ordered["user"].to_numpy(), minlength=len(users))
         if lengths.max(initial=0) < 2 and not any_length:
-            raise ValueError("no user has 2 or more events: there is no sequence to learn from")
+            raise ValueError(NO_SEQUENCE)
         histories = Histories(
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             items=ordered["item"].to_numpy().astype(np.int64),

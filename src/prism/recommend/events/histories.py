@@ -20,6 +20,7 @@ MAPPED_BYTES = 1 << 28
 """Files of this size or more are mapped into memory instead of read."""
 EVENTS_PER_BLOCK = 1 << 22
 """Most events handled at once where all of them are gone through."""
+NO_SEQUENCE = "no user has 2 or more events: there is no sequence to learn from"
 _DTYPES = {"I64": np.int64, "F64": np.float64}
 
 

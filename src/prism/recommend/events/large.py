@@ -27,7 +27,7 @@ from prism.recommend.events.columns import Columns
 from prism.recommend.events.dataset import EVENTS, ITEMS, USERS, Dataset
 from prism.recommend.events.features import Described, Origin, describe, encode, refuse_vectors, sources
 from prism.recommend.events.formats import pl
-from prism.recommend.events.histories import Histories
+from prism.recommend.events.histories import NO_SEQUENCE, Histories
 from prism.recommend.events.ids import Catalogue, Feature, Users
 from prism.recommend.events.values import ids, seconds, times
 
@@ -43,17 +43,22 @@ MOST_BUCKETS = 400
 
 
 def prepare_parts(
-    recipe: EventRecipe, parts: list[Path], folder: Path, report: Callable[[str], None] = lambda message: None
+    recipe: EventRecipe,
+    parts: list[Path],
+    folder: Path,
+    report: Callable[[str], None] = lambda message: None,
+    any_length: bool = False,
 ) -> None:
     """Write the folder of a Dataset from the parquet parts of a log.
 
     Args:
         folder: the folder to write; it must not exist.
         report: called with messages about the progress.
+        any_length: accept events of which no user has two.
     """
     work = fresh_folder(folder.with_name(f".{folder.name}.partial"))
     log = _Log(recipe, parts, work, report)
-    dataset = log.prepare()
+    dataset = log.prepare(any_length)
     for left in work.glob("*.raw"):
         left.unlink()
     dataset.commit(work, folder)
@@ -79,7 +84,7 @@ class _Log:
         if not self.has_times and recipe.time is not None:
             self.notes.append("no time column: events are taken in the order of the input")
 
-    def prepare(self) -> Dataset:
+    def prepare(self, any_length: bool) -> Dataset:
         """All steps; the arrays lie in the folder afterwards."""
         try:
             users, items = (self._distinct(name) for name in (self.columns.user, self.columns.item))
@@ -105,8 +110,8 @@ class _Log:
         notes = [*self.notes, *described.notes, *people.notes]
         manifest = {"counts": counts, "notes": notes, "times": self.has_times, "dates": self.dates}
         manifest["recipe"] = asdict(self.recipe)
-        if lengths.max(initial=0) < 2:
-            raise ValueError("no user has 2 or more events: there is no sequence to learn from")
+        if lengths.max(initial=0) < 2 and not any_length:
+            raise ValueError(NO_SEQUENCE)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         self._write_events(offsets, kept_items)
         blank = Dataset(Histories(np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)), catalogue, who, manifest)

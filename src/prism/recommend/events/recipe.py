@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from prism.files import check_target, default_cache, not_there
 from prism.recommend.events.dataset import MANIFEST, Dataset, open_dataset
-from prism.recommend.events.histories import Histories
+from prism.recommend.events.histories import NO_SEQUENCE, Histories
 from prism.recommend.events.split import Split, global_time, leave_one_out
 from prism.recommend.events.synthetic import synthetic_dataset
 
@@ -119,6 +119,7 @@ def prepare_dataset(
     cache: Path | None = None,
     verify: bool = True,
     report: Callable[[str], None] = lambda message: None,
+    any_length: bool = False,
 ) -> Dataset:
     """Open the dataset of a recipe; make it first if it is not in the cache.
 
@@ -126,6 +127,7 @@ def prepare_dataset(
         cache: folder for prepared datasets.
         verify: compare the cached files with their digest.
         report: called with a message when events are read.
+        any_length: accept events of which no user has two.
     """
     source = None if recipe.source is None else Path(recipe.source).expanduser()
     if source is not None and source.is_dir() and not (parts := parquet_parts(source)):
@@ -144,10 +146,13 @@ def prepare_dataset(
             if source is not None and source.is_dir():
                 from prism.recommend.events.large import prepare_parts  # imports polars
 
-                prepare_parts(recipe, parts, folder, report)
+                prepare_parts(recipe, parts, folder, report, any_length)
             else:
-                make_dataset(recipe, source).save(folder)
-    return open_dataset(folder, verify)
+                make_dataset(recipe, source, any_length=any_length).save(folder)
+    dataset = open_dataset(folder, verify)
+    if not any_length and dataset.histories.lengths.max(initial=0) < 2:  # prepared where any length would do
+        raise ValueError(NO_SEQUENCE)
+    return dataset
 
 
 def parquet_parts(folder: Path) -> list[Path]:
