@@ -37,7 +37,7 @@ def add_items(
     from prism.recommend.events.features import encode  # imports polars
     from prism.recommend.events.formats import column_names, pl, read_table
     from prism.recommend.events.merge import merge_catalogues
-    from prism.recommend.events.values import as_table, ids
+    from prism.recommend.events.values import as_table, frame_columns, ids
 
     catalogue = with_vectors(model, catalogue)
     known = (*catalogue.features, *catalogue.vectors)
@@ -50,9 +50,10 @@ def add_items(
         table, columns, _ = read_table(path, "auto", wanted)
     else:
         where = "the table items"
-        table = pl.DataFrame(dict(items)) if isinstance(items, Mapping) else as_table(items, "items")
-        wanted = KeyedColumns("item", key, tuple(name for name in known if name in table.columns))
-        columns = wanted.found(table.columns, where)
+        given = pl.DataFrame(dict(items)) if isinstance(items, Mapping) else items
+        there = frame_columns(given, "items")
+        columns = KeyedColumns("item", key, tuple(name for name in known if name in there)).found(there, where)
+        table = as_table(given, columns.wanted, "items")
     if not len(table):
         raise ValueError(f"{where} is empty: there is no item in it")
     if not columns.features:

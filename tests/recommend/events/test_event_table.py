@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import lzma
 import sys
+import uuid
 from collections import Counter
 from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone
@@ -31,6 +32,8 @@ from prism.recommend.events import (
 )
 from prism.recommend.events.columns import Columns
 from prism.recommend.events.event_table import core_mask, k_core, read_events
+from prism.recommend.events.features import Tables
+from prism.recommend.events.recipe import make_dataset
 
 ROWS = [("b", "x", 3), ("a", "y", 5), ("a", "x", 1), ("b", "z", 3), ("b", "x", 2), ("a", "z", 5)]
 """Unsorted, with ties in time."""
@@ -46,6 +49,33 @@ def histories(prepared: Dataset) -> dict[Any, list[Any]]:
 def table(separator: str = ",", names: str = "user,item,time", rows: list[Any] = ROWS) -> str:
     head = [names.replace(",", separator)] if names else []
     return "\n".join([*head, *(separator.join(map(str, row)) for row in rows)]) + "\n"
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "ns"])
+def test_a_pandas_frame_may_hold_anything_that_is_not_asked_for(unit: str) -> None:
+    """Dates by the second, ids of a class of its own, and columns that polars cannot hold."""
+    names = {name: uuid.uuid5(uuid.NAMESPACE_URL, name) for name in "xyz"}
+    moments = np.array([1_700_000_000 + t for _, _, t in ROWS]).astype("datetime64[s]").astype(f"datetime64[{unit}]")
+    events = pd.DataFrame(
+        {
+            "user": [user for user, _, _ in ROWS],
+            "item": [names[item] for _, item, _ in ROWS],
+            "time": moments,
+            "phase": np.ones(len(ROWS), dtype=complex),
+            "object": [object() for _ in ROWS],
+        }
+    )
+    made = read_events(events).to_dataset()
+    assert histories(made) == {user: [str(names[item]) for item in items] for user, items in ORDERED.items()}
+    assert made.histories.times is not None and made.histories.times.min() == 1_700_000_001
+    plain = pl.DataFrame(
+        {"user": events["user"].to_list(), "item": pl.Series(events["item"].to_list(), dtype=pl.Object)}
+    )
+    assert len(read_events(plain).to_dataset().catalogue) == 3
+    described = events.drop(columns="time").assign(time=range(6))
+    table = pd.DataFrame({"item": list(names.values()), "kind": ["a", "b", "a"], "phase": np.ones(3, dtype=complex)})
+    recipe = EventRecipe(features=("kind",))
+    assert make_dataset(recipe, described, Tables(items=table)).catalogue.features["kind"].values == [None, "a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from prism.recommend.events.features import encode, refuse_vectors
 from prism.recommend.events.formats import pl, read_table
 from prism.recommend.events.histories import NO_SEQUENCE, Histories
 from prism.recommend.events.ids import Catalogue, Users
-from prism.recommend.events.values import as_table, codes, ids, merged_ids, seconds, times
+from prism.recommend.events.values import as_table, codes, frame_columns, ids, merged_ids, seconds, times
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def read_events(
         table, found, notes = read_table(Path(source).expanduser(), format, columns)
     else:
         where = "the DataFrame"
-        table = as_table(source)
-        found, notes = columns.found(table.columns, where), []
+        found, notes = columns.found(frame_columns(source), where), []
+        table = as_table(source, found.wanted)
     if found.time is None and columns.time is not None:
         notes.append("no time column: events are taken in the order of the input")
     if not len(table):

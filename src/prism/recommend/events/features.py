@@ -22,7 +22,7 @@ from prism.recommend.events.columns import AUTO, Columns, KeyedColumns
 from prism.recommend.events.dataset import Dataset
 from prism.recommend.events.formats import column_names, pl, read_table
 from prism.recommend.events.ids import Catalogue, Feature, Users
-from prism.recommend.events.values import as_table, codes, ids
+from prism.recommend.events.values import as_table, codes, frame_columns, ids
 
 if TYPE_CHECKING:
     from prism.recommend.events.recipe import EventRecipe  # which imports this module when it reads a table
@@ -84,7 +84,7 @@ def _names(table: Any, role: str) -> list[str]:
         return []
     if isinstance(table, (str, Path)):
         return column_names(Path(table).expanduser())
-    return list(as_table(table, role).columns)
+    return frame_columns(table, role)
 
 
 def describe(dataset: Dataset, origin: Origin, separator: str | None) -> Dataset:
@@ -137,8 +137,8 @@ def _open(source: Any, columns: KeyedColumns, what: str) -> tuple[pl.DataFrame, 
     if isinstance(source, (str, Path)):
         table, found, _ = read_table(Path(source).expanduser(), "auto", columns)
         return table, found, str(source)
-    table = as_table(source, what)
-    return table, columns.found(table.columns, what), what
+    found = columns.found(frame_columns(source, what), what)
+    return as_table(source, found.wanted, what), found, what
 
 
 def item_vectors(tables: Tables, columns: KeyedColumns, catalogue: Catalogue) -> Described:

@@ -5,6 +5,7 @@ Values are not guessed: a missing or malformed value is refused with a sentence 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,28 @@ def seconds(times: pl.Series) -> np.ndarray:
     return times.cast(pl.Float64).to_numpy()
 
 
-def as_table(source: Any, what: str = "the DataFrame") -> pl.DataFrame:
-    """A polars or pandas frame as a polars frame; `what` names it in errors."""
-    if isinstance(source, pl.LazyFrame):
-        return source.collect()
-    if isinstance(source, pl.DataFrame):
-        return source
+def as_table(source: Any, wanted: Sequence[str], what: str = "the DataFrame") -> pl.DataFrame:
+    """Columns of a polars or pandas frame as a polars frame; `what` names it in errors.
+
+    Args:
+        wanted: names of the columns. Others are not looked at: they may hold anything.
+    """
+    names, chosen = frame_columns(source, what), list(dict.fromkeys(wanted))
+    if _is_pandas(source):
+        return pl.DataFrame([_of_pandas(name, source.iloc[:, names.index(name)]) for name in chosen])
+    table: pl.DataFrame = source.select(chosen).collect() if isinstance(source, pl.LazyFrame) else source.select(chosen)
+    return table
+
+
+def frame_columns(source: Any, what: str = "the DataFrame") -> list[str]:
+    """The columns of a polars or pandas frame; anything else is refused."""
+    if isinstance(source, pl.LazyFrame | pl.DataFrame):
+        return source.collect_schema().names()
     if _is_pandas(source):
         names = [str(name) for name in source.columns]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{what} has more than one column {twice[0]!r}")
-        return pl.DataFrame([_of_pandas(name, source.iloc[:, place]) for place, name in enumerate(names)])
+        return names
     argument = "events" if what == "the DataFrame" else what
     raise ValueError(f"{argument} must be a path, a polars or a pandas DataFrame, got {type(source).__name__}")
 
@@ -65,18 +77,29 @@ def _of_pandas(name: str, column: Any) -> pl.Series:
     Mixed values become text, as in a file.
     """
     array = column.to_numpy()
+    if array.dtype.kind == "M" and np.datetime_data(array.dtype)[0] not in ("ms", "us", "ns"):  # polars has no others
+        array = array.astype("datetime64[us]")
     if array.dtype.kind in "iufbM":
         return pl.Series(name, array, nan_to_null=True)
     values = [None if lost else value for value, lost in zip(array, column.isna(), strict=True)]
     try:
-        return pl.Series(name, values)
+        return _no_objects(pl.Series(name, values))
     except (TypeError, OverflowError, pl.exceptions.PolarsError):
-        return pl.Series(name, [None if value is None else str(value) for value in values])
+        return _as_text(name, values)
+
+
+def _no_objects(column: pl.Series) -> pl.Series:
+    """The column; values of a class that polars does not know (uuid.UUID) become text."""
+    return _as_text(column.name, column.to_list()) if column.dtype == pl.Object else column
+
+
+def _as_text(name: str, values: Sequence[Any]) -> pl.Series:
+    return pl.Series(name, [None if value is None else str(value) for value in values], dtype=pl.String)
 
 
 def ids(column: pl.Series, where: str) -> pl.Series:
     """Ids as integers if all of them are, else as text; missing ones are refused."""
-    column = column.fill_nan(None) if column.dtype.is_float() else column
+    column = column.fill_nan(None) if column.dtype.is_float() else _no_objects(column)
     _refuse_missing(column, where, "every event needs a user and an item")
     if column.dtype.is_float():
         whole = column.cast(pl.Int64, strict=False)
