@@ -144,7 +144,7 @@ def test_coverage_counts_what_is_in_the_lists(model: PrismForRecommendation, spl
 def test_sampled_figures_say_so(model: PrismForRecommendation, split: Split, by: str) -> None:
     sampled = Sampled(5, by, seed=1)
     results = evaluate_split(model, split, max_length=20, sampled=sampled)
-    assert all(name.startswith("sampled ") for name in results["metrics"])
+    assert all(name.startswith("sampled ") for name in [*results["metrics"], *results["serendipity"]])
     assert "5 sampled items" in protocol_line(results["protocol"])
     assert results == evaluate_split(model, split, max_length=20, sampled=sampled, batch=3)
     full = rank_targets(model, split.test, split.histories, max_length=20)
@@ -261,4 +261,5 @@ def test_one_sentence_at_the_top_says_what_was_found(
     assert "top 10 of 30 items" in found and "Chance would give 33%" in found
     sampled = evaluate_split(model, split, max_length=7, sampled=Sampled(5, seed=1))
     page = report(tmp_path / "report.html", sampled, title="m", command="c").read_text()
+    assert "sampled serendipity" in page and "sampled coverage" not in page, "the lists are of all items"
     assert "top 10 of target and 5 sampled items (uniform)" in page and "Chance" not in page

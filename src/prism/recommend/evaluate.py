@@ -163,6 +163,7 @@ def measure(
     ranked = (
         f"all {num_items:,} items" if sampled is None else f"target and {sampled.count:,} sampled items ({sampled.by})"
     )
+    hits = serendipity(ranking, targets.items, popularity)  # of the ranking, so sampled where that is
     results = {
         "protocol": {
             "ranked": ranked,
@@ -177,7 +178,7 @@ def measure(
         "coverage": recommended.coverage(),
         "novelty": recommended.novelty(popularity),
         "diversity": recommended.diversity(train, num_items),
-        "serendipity": serendipity(ranking, targets.items, popularity),
+        "serendipity": {label + name: value for name, value in hits.items()},
         "by_history_length": grouped(history_lengths(targets.ends)),
         "by_popularity": grouped(item_popularity(targets.items, popularity)),
         "popularity_bias": popularity_bias(popularity, recommended.counts),

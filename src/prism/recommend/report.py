@@ -171,11 +171,12 @@ def baseline_table(results: Mapping[str, Any], short: bool = False) -> tuple[lis
     """Columns and rows of the model and the baselines, one row each; `short`: without the measures of the lists."""
     label = results["protocol"]["label"]
     metrics = [f"{label}{name}@{SHOWN_AT}" for name in ("HR", "NDCG", "MRR")]
-    lists = () if short else ("coverage", "novelty", "diversity", "serendipity")
+    lists = {} if short else {kind: f"{kind}@{SHOWN_AT}" for kind in ("coverage", "novelty", "diversity")}
+    lists |= {} if short else {"serendipity": f"{label}serendipity@{SHOWN_AT}"}
     rows = []
     for one in (results, *results["baselines"]):
         minus = one.get("minus_model", {}).get(metrics[1])
-        of_lists = [one[kind].get(f"{kind}@{SHOWN_AT}") for kind in lists]
+        of_lists = [one[kind].get(name) for kind, name in lists.items()]
         rows.append(
             [
                 one.get("name", "model"),
@@ -185,8 +186,7 @@ def baseline_table(results: Mapping[str, Any], short: bool = False) -> tuple[lis
                 f"{one['fit_seconds']:.1f}" if "fit_seconds" in one else "",
             ]
         )
-    columns = [f"{kind}@{SHOWN_AT}" for kind in lists]
-    return ["", *metrics, f"{metrics[1].partition('@')[0]} minus model", *columns, "fit, s"], rows
+    return ["", *metrics, f"{metrics[1].partition('@')[0]} minus model", *lists.values(), "fit, s"], rows
 
 
 def _by_history(groups: Sequence[Mapping[str, Any]], names: Sequence[str], line: str) -> list[str]:
@@ -230,7 +230,7 @@ def metric_table(results: Mapping[str, Any], spread: bool = True) -> tuple[list[
     rows = [[label + name, *(cell(f"{label}{name}@{k}") for k in CUTOFFS)] for name in ("HR", "NDCG", "MRR")]
     rows.append(["coverage", *(f"{value:.4f}" for value in coverage.values())])
     rows.append(["novelty", *(f"{value:.2f}" for value in results["novelty"].values())])
-    rows.append(["serendipity", *(f"{value:.4f}" for value in results["serendipity"].values())])
+    rows.append([f"{label}serendipity", *(f"{value:.4f}" for value in results["serendipity"].values())])
     diversity = [results["diversity"].get(f"diversity@{k}") for k in CUTOFFS]
     if any(value is not None for value in diversity):
         rows.append(["diversity", *("" if value is None else f"{value:.4f}" for value in diversity)])
