@@ -29,9 +29,12 @@ def one_of(
     return users, sequences, states
 
 
-def check_count(name: str, given: Any) -> None:
-    if not isinstance(given, Integral) or isinstance(given, bool) or given < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {given!r}")
+def check_count(name: str, given: Any, zero: str | None = None) -> None:
+    """Refuse what is no integer of at least 1; `zero` says what 0 means, where it is allowed."""
+    least = 1 if zero is None else 0
+    if not isinstance(given, Integral) or isinstance(given, bool) or given < least:
+        allowed = "" if zero is None else f", or 0 for {zero}"
+        raise ValueError(f"{name} must be an integer of at least 1{allowed}, got {given!r}")
 
 
 def check_share(name: str, given: Any) -> None:

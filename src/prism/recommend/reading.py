@@ -18,6 +18,7 @@ from torch import Tensor
 from prism import rules
 from prism.models import PrismCache, PrismForRecommendation
 from prism.models.loading import stable_fingerprint
+from prism.recommend.arguments import check_count
 from prism.recommend.events import Catalogue, Histories
 from prism.recommend.events.histories import contexts
 from prism.recommend.events.ids import as_list
@@ -76,8 +77,8 @@ def _times_array(times: Sequence[Any], lengths: np.ndarray) -> np.ndarray:
 
 def encode(model: PrismForRecommendation, histories: Histories, max_length: int | None) -> Tensor:
     """The model's output after each user's last event, `[U, D]`, zeros without events; see `Recommender.encode`."""
-    if max_length is not None and max_length < 0:
-        raise ValueError(f"max_length must be at least 1, or 0 for all events, got {max_length}")
+    if max_length is not None:
+        check_count("max_length", max_length, zero="all events")
     longest = int(histories.lengths.max(initial=0))
     limit = model.config.max_length if max_length is None else max_length or max(longest, 1)
     read = np.minimum(histories.lengths, limit)

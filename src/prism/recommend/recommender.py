@@ -114,6 +114,8 @@ class Recommender(Growing):
         """
         from prism.recommend.task import fit  # the trainer is imported only for training
 
+        for name, given in {"features": features, "user_features": user_features}.items():
+            check_list(name, given)
         columns = Columns(user, item, time, tuple(features), tuple(user_features))
         tables = {"items": items, "users": users, "item_vectors": item_vectors}
         if out is not None:

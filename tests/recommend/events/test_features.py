@@ -108,6 +108,7 @@ def test_vectors_as_mapping_frame_array_and_files(tmp_path: Path) -> None:
         (Tables(item_vectors=np.zeros((3, 2))), {}, "does not say whose vectors"),
         (Tables(pl.DataFrame({"item": ["a"]}), item_vectors=np.zeros((3, 2))), {}, "3 rows, but the table items has 1"),
         (Tables(item_vectors={"a": [1.0], "b": [1.0, 2.0]}), {}, "must have one length, they have 1, 2"),
+        (Tables(item_vectors={"zz": [1.0]}), {}, "no vector of an item in the events: give it the ids they have"),
         (Tables(item_vectors={"a": [np.inf]}), {}, "hold missing, infinite or NaN"),
         (Tables(item_vectors=pl.DataFrame({"item": ["a"]})), {}, "and one column of vectors"),
         (Tables(item_vectors="gone.npy"), {}, "no file gone.npy"),

@@ -285,9 +285,13 @@ def _lists(first: pl.DataFrame, total: int) -> Feature:
 
 
 def _vectors(first: pl.DataFrame, total: int, name: str, where: str) -> np.ndarray:
+    if not len(first):
+        raise ValueError(
+            f"column {name!r} of {where} has no vector of an item in the events: give it the ids they have"
+        )
     lengths = first["value"].list.len()
-    if not len(first) or lengths.n_unique() != 1:
-        sizes = ", ".join(map(str, sorted(lengths.unique().to_list())[:3])) or "none"
+    if lengths.n_unique() != 1:
+        sizes = ", ".join(map(str, sorted(lengths.unique().to_list())[:3]))
         raise ValueError(f"the vectors in column {name!r} of {where} must have one length, they have {sizes}")
     size = int(lengths[0])
     flat = first["value"].explode().to_numpy()
