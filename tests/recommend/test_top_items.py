@@ -35,6 +35,10 @@ def test_the_largest_values(rows: int, many: int, k: int, seed: int, nan: bool) 
     there = values.numpy() > -np.inf
     assert (picked[there] == values.numpy()[there]).all()
     assert all(len(set(row)) == len(row) for row in places.tolist()), "no place twice"
+    for found, row in zip(places.tolist(), scores, strict=True):
+        sure = [place for place in found if row[place] > -np.inf]
+        usable = [place for place in range(many) if row[place] > -np.inf]  # not NaN
+        assert sure == sorted(usable, key=lambda place: (-row[place], place))[: len(sure)], "of equal ones the first"
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,6 +62,26 @@ def test_slices_of_users_and_items_do_not_matter(users: int, items: int, k: int,
         np.testing.assert_allclose(found[user, : len(row)], row, rtol=1e-5)
         np.testing.assert_allclose(scores[user, rows[user, : len(row)]], row, rtol=1e-5)
         assert (found[user, len(row) :] == -np.inf).all() and (rows[user, len(row) :] == -1).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 90), st.integers(1, 8), st.integers(0, 99))
+def test_pages_of_equal_scores_fit_together(users: int, items: int, kinds: int, seed: int) -> None:
+    """New items with the same features have the same score: a short list is the start of a longer one."""
+    random = np.random.default_rng(seed)
+    vectors = torch.from_numpy(random.integers(-2, 3, (kinds, 2)).astype(np.float32)[random.integers(0, kinds, items)])
+    hidden = torch.from_numpy(random.integers(-2, 3, (users, 2)).astype(np.float32))
+    unwanted = Excluded.rows([np.flatnonzero(random.random(items) < 0.2) for _ in range(users)])
+    scores = (hidden @ vectors.T).numpy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(top_items, "USERS_AT_ONCE", 2)
+        patch.setattr(top_items, "SLICE", 40)
+        whole = best_rows(vectors, hidden, unwanted, items)[0]
+        for user, row in enumerate(whole):
+            free = np.setdiff1d(np.arange(items), unwanted.user(user))
+            assert row[: len(free)].tolist() == sorted(free, key=lambda item: (-scores[user, item], item))
+        for k in {k for k in (1, 2, items // 2, items - 1) if 0 < k < items}:
+            assert (best_rows(vectors, hidden, unwanted, k)[0] == whole[:, :k]).all()
 
 
 def test_a_mask_leaves_out_what_it_hides() -> None:

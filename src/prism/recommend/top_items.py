@@ -5,6 +5,7 @@ The definition is `top_k` with a mask, over all scores. `best_rows` gives the sa
 - Scores of a slice are one matrix product in float32.
 - Items to leave out are pairs of user and item, which are few: they are set to -inf where they are, without a mask.
 - Of a slice only the k best survive. They lie in the k blocks with the largest maxima, so most scores are read once.
+- Of equal scores the lower row comes first, so that a short list is the start of a longer one and pages fit together.
 """
 
 from __future__ import annotations
@@ -110,41 +111,64 @@ def best_rows(vectors: Tensor, hidden: Tensor, excluded: Excluded, k: int) -> tu
                 torch.from_numpy(for_users).to(best.device), torch.from_numpy(for_items - first).to(best.device)
             ] = -torch.inf
             values, places = largest(products, k)
-            best, order = torch.cat([best, values], 1).topk(k, dim=1)
+            best, order = _topk(torch.cat([best, values], 1), k)  # of equal ones those of earlier slices stand first
             found = torch.cat([found, places + first], 1).gather(1, order)
         rows[part], scores[part] = found.masked_fill(best == -torch.inf, -1).cpu().numpy(), best.cpu().numpy()
     return rows, scores
 
 
 def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest values of each row and their places, `[B, k]`, as `topk`; NaN counts as -inf.
+    """The k largest values of each row and their places, `[B, k]`; of equal ones the first. NaN counts as -inf.
 
-    With blocks of b values, the k largest are in the k blocks with the largest maxima: it is enough to sort N / b maxima and
-    k · b values.
+    With blocks of b values, the k largest are in the k blocks with the largest maxima (of equal ones the first): it is enough
+    to sort N / b maxima and k · b values.
     """
     many = values.shape[1]
     k = min(k, many)
     block = 1 << max(0, int(np.log2(max(1, many / k)) / 2))  # the power of two below the root of N / k
     if block < 4:
-        return _topk(values, k)
+        return _topk(_no_nan(values), k)
     whole = many // block * block
     blocks = values[:, :whole].unflatten(1, (-1, block))
     maxima = blocks.amax(2)
     if bool(maxima.isnan().any()):  # a maximum with NaN is NaN
-        return _topk(values, k)
-    chosen = maxima.topk(k, dim=1).indices
+        return _topk(_no_nan(values), k)
+    chosen = _topk(maxima, k)[1].sort(1).values  # so that equal values stay in their order
     inside = blocks.gather(1, chosen[:, :, None].expand(-1, -1, block)).flatten(1)
     places = (chosen[:, :, None] * block + torch.arange(block, device=values.device)).flatten(1)
     if whole < many:
         rest = torch.arange(whole, many, device=values.device).expand(len(values), -1)
-        inside, places = torch.cat([inside, values[:, whole:]], 1), torch.cat([places, rest], 1)
+        inside, places = torch.cat([inside, _no_nan(values[:, whole:])], 1), torch.cat([places, rest], 1)
     best, order = _topk(inside, k)
     return best, places.gather(1, order)
 
 
+def _no_nan(values: Tensor) -> Tensor:
+    return values.masked_fill(values.isnan(), -torch.inf)
+
+
 def _topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    found = values.masked_fill(values.isnan(), -torch.inf).topk(k, dim=1)
-    return found.values, found.indices
+    """As `topk` for values `[B, N]` without NaN, but of equal values the first ones, in their order.
+
+    `topk` takes any of equal values. Only rows where the value after the k largest is equal to the last of them are read
+    again.
+    """
+    best, places = values.topk(min(k + 1, values.shape[1]), dim=1)
+    same = (best[:, 1:] == best[:, :-1]) & (best[:, 1:] > -torch.inf)
+    if not bool(same.any()):
+        return best[:, :k], places[:, :k]
+    open_end = same[:, k - 1] if same.shape[1] == k else same.new_zeros(len(same))
+    best, places = best[:, :k], places[:, :k].contiguous()
+    if bool(open_end.any()):
+        rows = open_end.nonzero()[:, 0]
+        last, every = best[rows, -1:], torch.arange(values.shape[1], device=values.device)
+        equal = torch.where(values[rows] == last, every, values.shape[1]).topk(k, dim=1, largest=False).values
+        larger = (best[rows] > last).sum(1, keepdim=True)
+        nth = (every[:k] - larger).clamp(min=0)
+        places[rows] = torch.where(every[:k] < larger, places[rows], equal.sort(1).values.gather(1, nth))
+    places = places.sort(1).values
+    best, order = values.gather(1, places).sort(dim=1, descending=True, stable=True)
+    return best, places.gather(1, order)
 
 
 def top_k(scores: Tensor, candidate_mask: Tensor, k: int) -> Tensor:
