@@ -33,6 +33,7 @@ CALL = {
     "models/recommender.py",
     "files.py",
     "device.py",
+    "messages.py",
 }
 DISPATCH = ("cli/__init__.py", "cli/flags.py")
 """How every command starts: finding it, parsing its flags."""
