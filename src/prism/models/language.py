@@ -244,7 +244,6 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         context: Context | None = None,
-        shift_labels: Tensor | None = None,
         skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> PrismOutput | tuple[Any, ...]:
@@ -253,16 +252,18 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         Args:
             labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is ignored in the loss.
             logits_to_keep: number of last tokens for which logits are computed (0: all), or their indices.
-            shift_labels: `[B, T]`, the next tokens, instead of `labels`.
             skip_logits: whether to leave `logits` None. By default in training with labels: the loss does not need them
                 (`linear_cross_entropy`), and for a whole batch they would be the largest tensor of the step.
-            kwargs: `num_items_in_batch`, by which the sum of the loss is divided (by default the number of labels that are
-                not ignored; transformers' Trainer passes it), `ignore_index` and `z_loss`.
+            kwargs: `shift_labels` `[B, T]`, the next tokens, instead of `labels`; `num_items_in_batch`, by which the sum of the
+                loss is divided (by default the number of labels that are not ignored; transformers' Trainer passes it),
+                `ignore_index` and `z_loss`.
         """
         if labels is not None and context is not None:
             raise ValueError(
                 "labels cannot be used with context: the first target of the next part is in another process"
             )
+        # Not a parameter: transformers' Trainer expects a column in the data for every one with "label" in its name.
+        shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         if isinstance(past_key_values, ReplayedCache):
             special = (
