@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,22 @@ def test_packed_documents_do_not_see_each_other(layers: Any) -> None:
         alone = [lm(document[None]).logits[0] for document in ids[row].split(counts)]
         assert_close(f"row {row}", packed[row], torch.cat(alone), 1e-9)
     assert (packed - lm(ids).logits)[:, 20:].abs().max() > 1e-3, "without the positions they must see each other"
+
+
+def test_documents_may_start_with_padding() -> None:
+    lm, ids = model("prism*2+softmax"), tokens(2, 9)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1, 0, 1, 2]])
+    packed = lm(ids, attention_mask=mask, position_ids=positions).logits
+    for row, cuts in enumerate(([0, 3, 9], [0, 4, 6, 9])):
+        for start, end in pairwise(cuts):
+            real = mask[row, start:end].bool()
+            alone = lm(ids[row, start:end][real][None]).logits[0]
+            assert_close(f"row {row} from {start}", packed[row, start:end][real], alone, 1e-9)
+    # Padding that is numbered by zeros, inside a document of which positions count the real tokens.
+    inside = torch.tensor([[0, 1, 2, 0, 0, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4, 0, 5, 6]])
+    found = lm(ids, attention_mask=mask, position_ids=inside).logits[mask.bool()]
+    assert_close("inside", found, lm(ids, attention_mask=mask).logits[mask.bool()], 1e-9)
 
 
 def test_packed_documents_continue_through_a_cache() -> None:

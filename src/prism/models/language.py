@@ -127,7 +127,7 @@ class PrismModel(PrismPreTrainedModel):
             input_ids: `[B, T]`, or `inputs_embeds` `[B, T, hidden_size]` instead.
             attention_mask: `[B, T]`, or `[B, tokens in the cache + T]`; 0 is padding, on either side or between. Omit a mask
                 without padding when training on a GPU: its values are not read there, and the path with padding is slower.
-            position_ids: `[B, T]`; a document starts where one is 0. They have no other use: rules count positions.
+            position_ids: `[B, T]`; a document starts where one is 0, if need be after padding. For no other use: rules count.
             past_key_values: the cache that an earlier call returned.
             reset: `[B, T]` bool, the same as `position_ids == 0`. Omit it too where no document starts.
             shared: a new dict that is passed from layer to layer; a mixture of memories stores its balance loss there.
@@ -153,7 +153,7 @@ class PrismModel(PrismPreTrainedModel):
             raise ValueError(f"past_key_values has {len(states)} layers, the model {len(self.layers)}")
         mask = padding_mask(attention_mask, B, T)
         fresh = past_key_values is None or not past_key_values.is_initialized
-        reset = document_starts_of(reset, position_ids, B, T, fresh and (context is None or context.first))
+        reset = document_starts_of(reset, position_ids, mask, B, T, fresh and (context is None or context.first))
         shared = {} if shared is None else shared
         cache = None
         if past_key_values is not None and past_key_values.rolls_back:

@@ -87,11 +87,11 @@ class Mixer(nn.Module):
             context: the processes over which a sequence is cut (`prism.engine.context`). x is then this process's part of it,
                 `state` the one before the first part, and the new state the one after this part. Padding is refused.
             cu_seqlens: offsets `[n + 1]` of n documents packed into one row, x `[1, T, width]`, instead of `reset`. The first
-                document continues `state`; the new state is the last document's.
+                document continues `state`, also if it is empty; the new state is that of the last one with real tokens.
         """
         state = State() if state is None else state
         if cu_seqlens is not None and x.ndim == 3:
-            reset = packed_starts(cu_seqlens, reset, x.shape[:2])
+            reset = packed_starts(cu_seqlens, reset, x.shape[:2], mask)
         self._check(x, state, mask, reset)
         if context is not None and mask is not None:
             raise ValueError(
