@@ -83,11 +83,15 @@ def test_packed_documents_do_not_see_each_other() -> None:
     x, f = x[:1], First(*(z[:1] for z in f))
     o = torch.zeros(1, 9, 2, 6, dtype=torch.float64)
     lengths = torch.tensor([0, 4, 9])
-    assert document_starts(lengths, 9).nonzero()[:, 1].tolist() == [0, 4]
+    assert document_starts(x, lengths).nonzero()[:, 1].tolist() == [0, 4]
     packed = Visit({"default": made}, x, None)(o, f.q, f.k, f.v, g=f.log_decay, beta=f.beta, cu_seqlens=lengths)
     g = First(*(z[:, 4:] for z in f))
     alone = Visit({"default": made}, x[:, 4:], None)(o[:, 4:], g.q, g.k, g.v, g=g.log_decay, beta=g.beta)
     assert close(packed[:, 4:], alone, 1e-12)
+    numbers = torch.tensor([[0] * 4 + [1] * 5])
+    assert document_starts(x, None, numbers).nonzero()[:, 1].tolist() == [4]
+    by_number = Visit({"default": made}, x, None)(o, f.q, f.k, f.v, g=f.log_decay, beta=f.beta, seq_idx=numbers)
+    assert torch.equal(by_number, packed)
 
 
 @pytest.mark.parametrize("negative_eigenvalues", [False, True])

@@ -15,8 +15,9 @@ from peft import PeftType
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from transformers import cache_utils
 
+import prism
 from prism.adapters import PrismAdapterConfig, PrismTuner, compat, delta_net, slots
-from tests.adapters.bases import FAMILIES, OWN, adapted, base, logits, perturb, tokens
+from tests.adapters.bases import FAMILIES, OWN, adapted, base, close, logits, perturb, tokens
 
 VERSIONS = f"peft {peft.__version__}, transformers {transformers.__version__}"
 HUB = [family for family in FAMILIES if family not in OWN]
@@ -99,6 +100,29 @@ def test_functions_that_others_replace_are_listened_to_again() -> None:
     module.torch_chunk_gated_delta_rule = theirs  # type: ignore[assignment]
     assert torch.equal(logits(model, ids), before)
     assert len(calls) == 2 and all(compat.PASSED_ON not in keys for keys in calls)
+
+
+@pytest.mark.parametrize("length", [14, 150])
+@pytest.mark.parametrize("family", HUB)
+def test_accelerated_models_and_adapters_combine_in_either_order(family: str, length: int) -> None:
+    """`prism.accelerate(model)` gives layers a `forward` that does not read the names of its module."""
+    ids, plain = tokens(1, length), perturb(adapted(family))
+    positions = torch.arange(length)[None] % (length // 2)
+    alone = torch.cat([logits(plain, part) for part in ids.split(length // 2, 1)], 1)
+    whole, cuts = logits(plain, ids), (length - 2, length - 1)
+    try:
+        before = base(family)
+        prism.accelerate(before, quiet=True)
+        first = perturb(peft.get_peft_model(before, PrismAdapterConfig(rank=4)).eval())  # type: ignore[arg-type]
+        after = perturb(adapted(family))
+        prism.accelerate(after, quiet=True)
+        for model in (first, after):
+            assert close(logits(model, ids), whole, 1e-4)
+            assert close(logits(model, ids, cuts), whole, 1e-4)
+            assert close(logits(model, ids, position_ids=positions), alone, 1e-4)
+    finally:
+        prism.restore()
+    assert torch.equal(logits(first, ids), whole) and torch.equal(logits(after, ids), whole)
 
 
 def test_a_layer_that_skips_its_functions_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,24 @@ def test_a_run_from_an_earlier_model_names_no_new_option(tmp_path: Path) -> None
     assert gates(model) == ["silu", "silu", None, "sigmoid", "silu"]
 
 
+def test_single_token_titans_of_an_earlier_version_keep_their_rate(tmp_path: Path) -> None:
+    layers = (
+        "titans(mini_batch=1)+mom(inner=titans)+titans(mini_batch=1, base_lr=0.2)+titans(mini_batch=1, momentum=false)"
+    )
+    options = {"mom": {"inner_options": {"mini_batch": 1}}}
+    model = PrismForCausalLM(PrismConfig(**SIZES, layers=layers, rule_options=options))
+    assert largest_rates(model) == [0.5, 0.5, 0.2, 1.0]
+    model.save_pretrained(tmp_path)
+    assert largest_rates(open_weights(PrismForCausalLM, tmp_path, "cpu")) == [0.5, 0.5, 0.2, 1.0]
+    without_number(tmp_path)
+    assert largest_rates(open_weights(PrismForCausalLM, tmp_path, "cpu")) == [1.0, 1.0, 0.2, 1.0]
+
+
+def largest_rates(model: Any) -> list[float]:
+    found = [layer.mixer.rule for layer in model.model.layers]
+    return [getattr(rule, "inner", rule).base_lr for rule in found]
+
+
 def test_settings_build_models_with_their_defaults() -> None:
     settings = ModelSettings(hidden_size=16, num_heads=2, num_hidden_layers=1)
     for number, gate_by in ((None, "sigmoid"), (1, "sigmoid"), (0, "silu")):

@@ -81,6 +81,22 @@ def test_memories_in_bfloat16_stay_so() -> None:
     assert lean._step is not None and lean.states[0].memory.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+def test_another_number_of_rows_is_refused_and_changes_nothing(replayed: bool) -> None:
+    lm = model("prism*2")
+    ordinary, lean = started(lm, 4)
+    if replayed:
+        compare(lm, ordinary, lean, tokens(4, 1))
+    for rows in (1, 3, 5):
+        for cache in (ordinary, lean):
+            with pytest.raises(ValueError, match=rf"state has 4 rows \(memory .*\), x has {rows}"):
+                step(lm, tokens(rows, 1)[:, 0], cache)
+    compare(lm, ordinary, lean, tokens(4, 2, seed=2))
+    lean.states = started(lm, 1)[1].states
+    with pytest.raises(ValueError, match=r"state has 1 rows .* x has 4"):
+        step(lm, tokens(4, 1)[:, 0], lean)
+
+
 def test_models_on_a_cpu_get_a_lean_cache() -> None:
     lm = model("prism")
     assert type(cache_for(lm)) is LeanCache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -233,6 +234,13 @@ def test_configurations_are_equal_if_their_contents_are() -> None:
         ({"layers": "prisma"}, "unknown rule 'prisma' .did you mean 'prism'"),
         ({"layers": "prism*x"}, "'prism\\*x' is not a rule or rule\\*count"),
         ({"rule_options": {"softmax": {}}}, "rule_options names 'softmax', which is not in layers: prism"),
+        ({"layers": None}, "layers must be a pattern such as 'prism.3.softmax' or a list of rules, got None"),
+        ({"rule_options": 3}, "rule_options must be a dict of options by rule, got 3"),
+        ({"dropout": "a"}, "dropout must be at least 0 and less than 1, got 'a'"),
+        ({"dropout": math.nan}, "dropout must be at least 0 and less than 1, got nan"),
+        ({"norm_eps": -1}, "norm_eps must be a number ≥ 0, got -1"),
+        ({"norm_eps": "a"}, "norm_eps must be a number ≥ 0, got 'a'"),
+        ({"initializer_range": -1}, "initializer_range must be a number ≥ 0, got -1"),
         ({"rule_options": {"prism": 3}}, "rule_options\\['prism'\\] must be a dict of options, got 3"),
     ],
 )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import Trainer, TrainingArguments
+from transformers.utils.generic import find_labels
 
 from prism.models import PrismForCausalLM
 from prism.nn import Block
@@ -49,6 +54,22 @@ def test_packed_documents_do_not_see_each_other(layers: Any) -> None:
         alone = [lm(document[None]).logits[0] for document in ids[row].split(counts)]
         assert_close(f"row {row}", packed[row], torch.cat(alone), 1e-9)
     assert (packed - lm(ids).logits)[:, 20:].abs().max() > 1e-3, "without the positions they must see each other"
+
+
+def test_documents_may_start_with_padding() -> None:
+    lm, ids = model("prism*2+softmax"), tokens(2, 9)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 0, 1, 0, 1, 2]])
+    packed = lm(ids, attention_mask=mask, position_ids=positions).logits
+    for row, cuts in enumerate(([0, 3, 9], [0, 4, 6, 9])):
+        for start, end in pairwise(cuts):
+            real = mask[row, start:end].bool()
+            alone = lm(ids[row, start:end][real][None]).logits[0]
+            assert_close(f"row {row} from {start}", packed[row, start:end][real], alone, 1e-9)
+    # Padding that is numbered by zeros, inside a document of which positions count the real tokens.
+    inside = torch.tensor([[0, 1, 2, 0, 0, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4, 0, 5, 6]])
+    found = lm(ids, attention_mask=mask, position_ids=inside).logits[mask.bool()]
+    assert_close("inside", found, lm(ids, attention_mask=mask).logits[mask.bool()], 1e-9)
 
 
 def test_packed_documents_continue_through_a_cache() -> None:
@@ -118,6 +139,26 @@ def test_logits_are_computed_where_they_are_asked_for() -> None:
     assert_close("last three", lm(ids, logits_to_keep=3).logits, whole[:, -3:], 1e-12)
     chosen = torch.tensor([0, 4])
     assert_close("chosen", lm(ids, logits_to_keep=chosen).logits, whole[:, chosen], 1e-12)
+
+
+def evaluated(lm: Any, folder: Path) -> dict[str, float]:
+    """What transformers' Trainer finds on two texts, and that it can choose the best model by it."""
+    data = [{"input_ids": row, "labels": row} for row in tokens(2, 9)]
+    settings: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "load_best_model_at_end": True}
+    settings |= {"eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 1, "learning_rate": 0.0}
+    trainer = Trainer(lm, TrainingArguments(str(folder), **settings), train_dataset=data, eval_dataset=data)
+    trainer.train()
+    return trainer.evaluate()
+
+
+def test_trainer_of_transformers_finds_the_loss(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert find_labels(PrismForCausalLM) == ["labels"]
+    lm, ids = model("prism", torch.float32), tokens(2, 9)
+    expected = lm(ids, labels=ids).loss.item()
+    assert abs(evaluated(lm, tmp_path / "whole")["eval_loss"] - expected) < 1e-5
+    adapted = get_peft_model(lm, LoraConfig(r=2))
+    assert abs(evaluated(adapted, tmp_path / "adapter")["eval_loss"] - expected) < 1e-5
 
 
 def test_hidden_states_and_tuples() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 import prism
-from prism import Mixer, rules
+from prism import Mixer, State, rules
 
 WIDTH, HEADS = 16, 2
 
@@ -28,6 +29,9 @@ def test_wrong_tokens() -> None:
     for shape in [(2, 5, WIDTH + 1), (5, WIDTH), (2, 0, WIDTH), (2, 5, 1, WIDTH)]:
         message = refusal(lambda shape=shape: mixer(torch.zeros(shape)))
         assert message.startswith("x ") and str(list(shape)) in message and f"[B, T, {WIDTH}]" in message
+    for call in (mixer, mixer.step):
+        message = refusal(lambda call=call: call([1]))
+        assert "x must be" in message and "got list" in message
     for shape in [(2, 1, WIDTH), (WIDTH,), (2, WIDTH + 1)]:
         message = refusal(lambda shape=shape: mixer.step(torch.zeros(shape)))
         assert "x " in message and str(WIDTH) in message
@@ -86,6 +90,9 @@ def test_wrong_sizes(name: str, width: Any, heads: Any, wrong: str) -> None:
         ("prism", {"residual": "none"}),
         ("prism", {"preset": "llm"}),
         ("prism", {"key_dim": -1}),
+        ("prism", {"up_std": -1}),
+        ("prism", {"up_std": math.nan}),
+        ("prism", {"up_std": "a"}),
         ("gated_delta", {"conv_size": 0}),
         ("linear", {"feature_map": "cosine"}),
         ("linear", {"normalize": True, "feature_map": "identity"}),
@@ -136,6 +143,17 @@ def test_a_state_of_another_width_or_rule_is_refused(name: str) -> None:
     for other in others:
         _, state = other(torch.zeros(2, 3, other.rule.width))
         assert "state" in refusal(lambda state=state: mixer(x, state))
+
+
+@pytest.mark.parametrize("name", rules.names())
+def test_a_state_without_a_part_of_it_is_refused(name: str) -> None:
+    mixer, x = Mixer(name, WIDTH, HEADS), torch.zeros(2, 3, WIDTH)
+    tensors = mixer(x)[1].tensors()
+    parts = [{key: z for key, z in tensors.items() if not key.startswith("memory")}]
+    parts += [{key: z for key, z in tensors.items() if key != left_out} for left_out in tensors]
+    for part in parts:
+        if part:
+            assert "state" in refusal(lambda part=part: mixer(x, State.load(part)))
 
 
 @pytest.mark.parametrize("name", rules.names())

@@ -41,6 +41,42 @@ def test_the_first_document_continues_the_state() -> None:
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("rule", ["gla", "prism", "softmax", "rg_lru"])
+def test_the_second_document_is_fresh_even_if_the_first_is_empty(rule: str) -> None:
+    torch.manual_seed(0)
+    mixer, x = Mixer(rule, 16, 2), torch.randn(1, 12, 16)
+    state = mixer(x[:, :4])[1]
+    alone = mixer(x[:, 4:])[0]
+    for mask in (None, torch.ones(1, 8, dtype=torch.bool)):
+        again = mixer(x[:, 4:], state, mask=mask, cu_seqlens=torch.tensor([0, 0, 8]))[0]
+        torch.testing.assert_close(again, alone, rtol=1e-4, atol=1e-5)
+    last, new = mixer(x[:, 4:], state, cu_seqlens=torch.tensor([0, 3, 8, 8]))
+    expected, wanted = mixer(x[:, 4:], state, cu_seqlens=torch.tensor([0, 3, 8]))
+    assert torch.equal(last, expected)
+    assert all(torch.equal(z, wanted.tensors()[name]) for name, z in new.tensors().items())
+
+
+@given(lengths=LENGTHS, rule=st.sampled_from(["gla", "prism", "softmax"]), seed=st.integers(0, 99))
+def test_documents_may_start_with_padding(lengths: list[int], rule: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    mixer, x = Mixer(rule, 16, 2), torch.randn(1, sum(lengths), 16)
+    mask = torch.rand(1, sum(lengths)) < 0.5
+    with torch.no_grad():
+        y, _ = mixer(x, mask=mask, cu_seqlens=offsets(lengths))
+        parts = zip(x.split(lengths, 1), mask.split(lengths, 1), strict=True)
+        alone = [mixer(part, mask=real)[0] for part, real in parts if part.shape[1]]
+    torch.testing.assert_close(y, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_starts_on_padding_move_in_updates_too() -> None:
+    q, k, w = torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 1, 4), torch.randn(1, 5, 2, 1, 3)
+    mask = torch.tensor([[True, True, True, False, True]])
+    reset = prism.Update(q, k, w, mask=mask, cu_seqlens=torch.tensor([0, 3, 5])).reset
+    assert reset is not None and reset.nonzero()[:, 1].tolist() == [4]
+    own = prism.Update(q, k, w, mask=mask, reset=torch.tensor([[False, False, False, True, False]])).reset
+    assert own is not None and own.nonzero()[:, 1].tolist() == [3], "a reset on padding stays one that is ignored"
+
+
 def test_an_update_takes_offsets() -> None:
     q, k, w = torch.randn(1, 9, 2, 4), torch.randn(1, 9, 2, 1, 4), torch.randn(1, 9, 2, 1, 3)
     packed = prism.Update(q, k, w, cu_seqlens=torch.tensor([0, 4, 9]))

@@ -28,6 +28,18 @@ def test_an_empty_state_and_a_dtype_are_printed() -> None:
     assert repr(state) == "State(memory=[1, 2], carry.place=[1] int64, overwrite=True)"
 
 
+@pytest.mark.parametrize("names", [("x",), ("memory", "memory.k"), ("carry.conv", "carry"), ("memories",)])
+def test_tensors_that_are_no_state_are_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"'.*' is not a tensor of a State, .*: load what `State.tensors` returned"):
+        State.load({name: torch.zeros(1) for name in names})
+    assert State.load({}).tensors() == {}
+
+
+def test_rows_that_are_no_tensor_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"rows must be an integer tensor .n., got list: pass torch.tensor.rows."):
+        State(torch.zeros(2, 3)).index_select([0])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["prism", "softmax"])
 def test_a_state_is_a_tree_of_its_tensors(name: str) -> None:
     _, state = Mixer(name, 16, 2)(torch.randn(2, 3, 16))

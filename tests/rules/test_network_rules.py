@@ -61,6 +61,27 @@ def test_online_linear_titans_without_momentum_is_a_gated_delta_that_erases_the_
     assert_close("memory", state["w1"], end, 1e-10)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("mini_batch", [1, 2, 4])
+def test_untrained_titans_stay_finite(mini_batch: int) -> None:
+    """With full steps of single tokens and momentum several of these seeds overflow."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        mixer, x = Mixer("titans", 64, 2, mini_batch=mini_batch), torch.randn(2, 120, 64)
+        y, state = mixer(x)
+        assert bool(y.isfinite().all()) and all(float(z.abs().max()) < 10 for z in state.tensors().values())
+
+
+def test_base_lr_is_one_over_the_mini_batch_but_for_single_tokens_with_momentum() -> None:
+    rates = {
+        (b, momentum): Mixer("titans", 16, 2, mini_batch=b, momentum=momentum).rule.base_lr
+        for b in (1, 2, 3, 4, 16)
+        for momentum in (False, True)
+    }
+    assert rates.pop((1, True)) == 0.5
+    assert all(rate == 1 / b for (b, _), rate in rates.items())
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @torch.no_grad()
 def test_atlas_of_one_token_without_newton_schulz_and_features_is_titans(depth: int) -> None:

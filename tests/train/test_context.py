@@ -129,6 +129,24 @@ def test_groups_must_divide_the_processes(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
 
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        (ParallelSettings(mode="ddp"), "--parallel.mode auto"),
+        (ParallelSettings(mode="fsdp"), "--parallel.mode auto"),
+        (ParallelSettings(context=2), "--parallel.context 1"),
+    ],
+)
+def test_without_torchrun_one_process_is_a_way_on(
+    settings: ParallelSettings, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was started with several processes is resumed with these settings."""
+    monkeypatch.delenv("RANK", raising=False)
+    sentence = f"start the run with torchrun, .*, or run it on one process with {flag}$"
+    with pytest.raises(ValueError, match=sentence), joined(settings, "cpu"):
+        pass
+
+
 def data_bytes() -> int:
     """Memory that this process may write to, which RLIMIT_DATA limits."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))

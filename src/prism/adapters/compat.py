@@ -2,7 +2,8 @@
 
 - peft lists its methods in an enum, `PeftType`. A method from outside is added to it at run time.
 - A Gated DeltaNet layer of transformers calls its memory through two names of its module, with keyword arguments, and passes
-  its own unknown keyword arguments on to them. `listen` puts a function under these names that also calls the branches.
+  its own unknown keyword arguments on to them. `listen` puts a function under these names that also calls the branches; so
+  it does among the names of a `forward` that does not read those of its module.
 - A cache keeps the conv and recurrent states of such a layer in dicts by number, of which a layer may have several
   (slots.py).
 """
@@ -13,10 +14,11 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import peft
+import torch
 import transformers
 from peft import PeftType
 from torch import nn
@@ -86,15 +88,36 @@ def check(layer: nn.Module) -> None:
 
 
 def listen(layer: nn.Module) -> None:
-    """Let the memory functions of a layer's module call the branches that the layer passes on, from now on.
+    """Let the memory functions that a layer calls also call the branches that the layer passes on, from now on.
 
     Called before every forward pass, which costs little: another library may have put its own functions there since.
     """
-    module = module_of(layer)
+    module, kind = module_of(layer), type(layer)
     for name in MEMORY_FUNCTIONS:
         function = getattr(module, name)
         if getattr(function, _LISTENS, None) is not function:
             setattr(module, name, _listening(function))
+    if kind.forward is not getattr(module, kind.__name__, kind).forward:
+        _listen_in_method(kind.forward)
+
+
+@torch.compiler.disable  # a compiler cannot follow changes of globals
+def _listen_in_method(forward: Any) -> None:
+    """As `listen`, in the globals of a method and of the functions that it wraps.
+
+    `prism.accelerate(model)` gives the layers of one model a method that does not read its module's globals.
+    """
+    pending, seen = [forward], set[Any]()
+    while pending:
+        method = pending.pop()
+        if not isinstance(method, FunctionType) or method in seen:
+            continue
+        seen.add(method)
+        pending += [getattr(method, "__wrapped__", None), *(cell.cell_contents for cell in method.__closure__ or ())]
+        names = method.__globals__
+        for name in set(MEMORY_FUNCTIONS).intersection(method.__code__.co_names, names):
+            if getattr(names[name], _LISTENS, None) is not names[name]:
+                names[name] = _listening(names[name])
 
 
 def _listening(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.adapters import compat, slots
@@ -94,13 +95,14 @@ class Visit:
         beta: Tensor,
         use_qk_l2norm_in_kernel: bool = False,
         cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
         """o `[B, T, H, V]` and the outputs of all branches. The other arguments are those of the memory function."""
         if use_qk_l2norm_in_kernel:
             q, k = l2_normalize(q), l2_normalize(k)
         first = First(q * q.shape[-1] ** -0.5, k, v, beta.to(v.dtype), g)
-        span = Span(reset=None if cu_seqlens is None else document_starts(cu_seqlens, self.x.shape[1]))
+        span = Span(reset=document_starts(self.x, cu_seqlens, seq_idx))
         for name, branch in self.branches.items():
             before, window = (None, None) if self.cache is None else slots.read(self.cache, name)
             update, carry = branch.update(self.x, first, {} if window is None else {ANCHOR: window}, span)
@@ -112,6 +114,16 @@ class Visit:
         return o
 
 
-def document_starts(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """`[1, T]` bool: where documents start that are packed into one row, from their cumulative lengths."""
-    return torch.isin(torch.arange(tokens, device=cu_seqlens.device), cu_seqlens).unsqueeze(0)
+def document_starts(x: Tensor, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None) -> Tensor | None:
+    """`[B, T]` or `[1, T]` bool for x `[B, T, width]`: where packed documents start; None if nothing is packed.
+
+    Args:
+        cu_seqlens: cumulative lengths of the documents in one row.
+        seq_idx: each token's document number `[B, T]`, which `prism.accelerate` makes from `position_ids`; of a prompt with
+            more tokens, the last ones count.
+    """
+    B, T = x.shape[:2]
+    if seq_idx is not None:
+        numbers = seq_idx.expand(B, -1)[:, -T:]
+        return F.pad(numbers[:, 1:] != numbers[:, :-1], (1, 0))
+    return None if cu_seqlens is None else torch.isin(torch.arange(T, device=x.device), cu_seqlens).unsqueeze(0)

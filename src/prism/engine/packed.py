@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 
 from prism.engine.checks import describe, values_may_be_read
+from prism.engine.padding import moved_starts
 
 
-def packed_starts(cu_seqlens: Any, reset: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+def packed_starts(
+    cu_seqlens: Any, reset: Tensor | None, shape: Sequence[int], mask: Tensor | None = None
+) -> Tensor | None:
     """`reset`, or from offsets `[n + 1]` of n documents in one row `[1, T]`: bool `[1, T]`, True where one starts.
 
     The first document continues a state that comes in, so that its start is not among them. Offsets are 0 first and T last
-    and do not decrease; equal ones are an empty document.
+    and do not decrease; equal ones are an empty document. With `mask` `[1, T]` a document whose first tokens are padding
+    starts at its first real token.
 
     >>> packed_starts(torch.tensor([0, 2, 5]), None, (1, 5))
     tensor([[False, False,  True, False, False]])
@@ -35,8 +39,11 @@ def packed_starts(cu_seqlens: Any, reset: Tensor | None, shape: Sequence[int]) -
         check_offsets(cu_seqlens, tokens)
     starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu_seqlens.device)  # an empty document may start at T
     starts[cu_seqlens[1:-1].long()] = True
-    starts = starts[:tokens] & (torch.arange(tokens, device=starts.device) > 0)  # the first document may be empty
-    return starts.unsqueeze(0)
+    starts = starts[:tokens].unsqueeze(0)
+    fits = (
+        isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == starts.shape
+    )  # if not, others complain
+    return moved_starts(starts, mask) if mask is not None and fits else starts
 
 
 def check_offsets_tensor(offsets: Any, name: str = "cu_seqlens") -> None:

@@ -6,6 +6,7 @@ A masked token must change nothing, even if it holds NaN. It is replaced by `tor
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -19,6 +20,19 @@ def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:
 def real_resets(reset: Tensor | None, mask: Tensor | None) -> Tensor | None:
     """`reset` `[B, T]` without those on padding, which are ignored."""
     return reset if reset is None or mask is None else reset & mask
+
+
+def moved_starts(starts: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
+    """`starts` `[B, T]` with those on padding moved to the row's next real token; dropped if there is none.
+
+    Args:
+        positions: `[B, T]`, the tokens' places in their documents. A start then moves only to a token that counts from there:
+            callers also number padding inside a document by zeros.
+    """
+    places = torch.arange(starts.shape[1], device=starts.device)
+    start, real = (torch.where(flags, places, -1).cummax(1).values for flags in (starts, mask))
+    moved = mask & (start > F.pad(real[:, :-1], (1, 0), value=-1))  # a start since the last real token
+    return moved if positions is None else moved & (places - start == positions)
 
 
 def repeat_mask(mask: Tensor | None, substeps: int) -> Tensor | None:

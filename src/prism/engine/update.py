@@ -56,7 +56,7 @@ class Update:
         read: `"after"` reads S_t, `"before"` reads S_{t-1} (RWKV-6).
         reset: `[B, T]` bool, a document starts here: S_{t-1} counts as zero.
         cu_seqlens: offsets `[n + 1]` of n documents in one packed row `[1, T]`, instead of `reset`, which it sets. The first
-            document continues the state that comes in; the state that comes out is the last one's.
+            document continues the state that comes in; the state that comes out is that of the last one with real tokens.
         mask: `[B, T]` bool, False is padding.
         substeps: n, how many erase-and-write steps a token makes (DeltaProduct). The decay and the reset belong to the
             first, the read to the last (`read="before"`: to the first).
@@ -81,7 +81,7 @@ class Update:
 
     def __post_init__(self, cu_seqlens: Tensor | None) -> None:
         if cu_seqlens is not None and isinstance(self.q, Tensor) and self.q.ndim == 4:
-            object.__setattr__(self, "reset", packed_starts(cu_seqlens, self.reset, self.q.shape[:2]))
+            object.__setattr__(self, "reset", packed_starts(cu_seqlens, self.reset, self.q.shape[:2], self.mask))
         if self.erase_first and self.erase_write_first:
             raise ValueError("erase_first sets erase_key and erase_write_first sets erase_write: give one of them")
         if self.erase_first and self.erase_write is not None:

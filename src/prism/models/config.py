@@ -12,6 +12,7 @@ from prism.engine.defaults import check_choice
 from prism.models.compat import warn_of_missing
 from prism.nn.pattern import LayerSpec, parse_layers
 from prism.rules.options import RULE_DEFAULTS
+from prism.rules.rule import check_integers, check_nonnegative
 
 
 class PrismConfig(PreTrainedConfig):
@@ -66,11 +67,9 @@ class PrismConfig(PreTrainedConfig):
         eos_token_id: int | list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        for name, value in {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads}.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout!r}")
+        check_integers(vocab_size=vocab_size, hidden_size=hidden_size, num_heads=num_heads)
+        check_nonnegative(norm_eps=norm_eps, initializer_range=initializer_range)
+        _check_probabilities(dropout=dropout)
         if rule_defaults is None:
             rule_defaults = 0 if "transformers_version" in kwargs else RULE_DEFAULTS  # a saved one has that entry
         if rule_defaults not in range(RULE_DEFAULTS + 1):
@@ -81,8 +80,8 @@ class PrismConfig(PreTrainedConfig):
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_heads = num_heads
-        self.layers = layers if isinstance(layers, str) else [_as_json(entry) for entry in layers]
         self.num_hidden_layers = len(parse_layers(layers, num_hidden_layers))
+        self.layers = layers if isinstance(layers, str) else [_as_json(entry) for entry in layers]
         self.rule_options = {} if rule_options is None else rule_options
         self.intermediate_size = -(-hidden_size * 8 // 3 // 64) * 64 if intermediate_size is None else intermediate_size
         self.dropout = dropout
@@ -126,6 +125,8 @@ class PrismConfig(PreTrainedConfig):
         return all(rules.get(layer.rule).constant_state for layer in self.layer_plan)
 
     def _check_rule_options(self) -> None:
+        if not isinstance(self.rule_options, dict):
+            raise ValueError(f"rule_options must be a dict of options by rule, got {self.rule_options!r}")
         used = {layer.rule for layer in parse_layers(self.layers)}
         for rule, options in self.rule_options.items():
             if rule not in used:
@@ -205,11 +206,8 @@ class PrismRecConfig(PrismConfig):
                 if len(pair) != 2:
                     raise ValueError(f"{kind}[{name!r}] must be [number of codes, longest list], got {pair!r}")
                 sizes |= {f"{kind}[{name!r}][{place}]": value for place, value in enumerate(pair)}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer ≥ 1, got {value!r}")
-        if not 0 <= id_dropout < 1:
-            raise ValueError(f"id_dropout must be at least 0 and less than 1, got {id_dropout!r}")
+        check_integers(**sizes)
+        _check_probabilities(id_dropout=id_dropout)
         if kwargs.pop("vocab_size", num_items + 1) != num_items + 1:
             raise ValueError("vocab_size of a recommender is num_items + 1: leave it out")
         if not kwargs.pop("tie_word_embeddings", True):
@@ -232,6 +230,13 @@ class PrismRecConfig(PrismConfig):
     def _get_generation_parameters(self) -> dict[str, Any]:
         """No generation parameters: transformers would take `max_length` for one and refuse to save it."""
         return {}
+
+
+def _check_probabilities(**options: float) -> None:
+    """Raise a ValueError for a probability of dropout that is not at least 0 and less than 1."""
+    for name, value in options.items():
+        if not isinstance(value, (int, float)) or not 0 <= value < 1:
+            raise ValueError(f"{name} must be at least 0 and less than 1, got {value!r}")
 
 
 SASREC = {"layers": "softmax", "num_hidden_layers": 2, "dropout": 0.2}

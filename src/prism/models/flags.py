@@ -7,6 +7,7 @@ from torch import Tensor
 
 from prism.documents import needed_starts, starts_of_positions
 from prism.engine.checks import values_may_be_read
+from prism.engine.padding import moved_starts
 
 
 def padding_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
@@ -28,9 +29,13 @@ def _may_read(flags: Tensor) -> bool:
 
 
 def document_starts_of(
-    reset: Tensor | None, position_ids: Tensor | None, batch: int, tokens: int, fresh: bool
+    reset: Tensor | None, position_ids: Tensor | None, mask: Tensor | None, batch: int, tokens: int, fresh: bool
 ) -> Tensor | None:
-    """`[B, T]` bool, or None if no document starts here (with an empty cache a start at the first token has no effect)."""
+    """`[B, T]` bool, or None if no document starts here (with an empty cache a start at the first token has no effect).
+
+    A start by `position_ids` on padding, where `mask` `[B, T]` is False, moves to the document's first real token.
+    """
+    positions = position_ids if reset is None else None
     if reset is None:
         if position_ids is None:
             return None
@@ -38,4 +43,7 @@ def document_starts_of(
     if tuple(reset.shape) != (batch, tokens):
         raise ValueError(f"reset and position_ids must be [B, T] = {[batch, tokens]}, got {list(reset.shape)}")
     reset = reset.bool()
-    return needed_starts(reset, fresh) if _may_read(reset) else reset
+    starts = needed_starts(reset, fresh) if _may_read(reset) else reset
+    if starts is None or positions is None or mask is None:
+        return starts
+    return moved_starts(starts, mask, positions)

@@ -127,7 +127,7 @@ class PrismModel(PrismPreTrainedModel):
             input_ids: `[B, T]`, or `inputs_embeds` `[B, T, hidden_size]` instead.
             attention_mask: `[B, T]`, or `[B, tokens in the cache + T]`; 0 is padding, on either side or between. Omit a mask
                 without padding when training on a GPU: its values are not read there, and the path with padding is slower.
-            position_ids: `[B, T]`; a document starts where one is 0. They have no other use: rules count positions.
+            position_ids: `[B, T]`; a document starts where one is 0, if need be after padding. For no other use: rules count.
             past_key_values: the cache that an earlier call returned.
             reset: `[B, T]` bool, the same as `position_ids == 0`. Omit it too where no document starts.
             shared: a new dict that is passed from layer to layer; a mixture of memories stores its balance loss there.
@@ -153,7 +153,7 @@ class PrismModel(PrismPreTrainedModel):
             raise ValueError(f"past_key_values has {len(states)} layers, the model {len(self.layers)}")
         mask = padding_mask(attention_mask, B, T)
         fresh = past_key_values is None or not past_key_values.is_initialized
-        reset = document_starts_of(reset, position_ids, B, T, fresh and (context is None or context.first))
+        reset = document_starts_of(reset, position_ids, mask, B, T, fresh and (context is None or context.first))
         shared = {} if shared is None else shared
         cache = None
         if past_key_values is not None and past_key_values.rolls_back:
@@ -244,7 +244,6 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         context: Context | None = None,
-        shift_labels: Tensor | None = None,
         skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> PrismOutput | tuple[Any, ...]:
@@ -253,16 +252,18 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         Args:
             labels: `[B, T]`, the tokens themselves (they are shifted here); -100 is ignored in the loss.
             logits_to_keep: number of last tokens for which logits are computed (0: all), or their indices.
-            shift_labels: `[B, T]`, the next tokens, instead of `labels`.
             skip_logits: whether to leave `logits` None. By default in training with labels: the loss does not need them
                 (`linear_cross_entropy`), and for a whole batch they would be the largest tensor of the step.
-            kwargs: `num_items_in_batch`, by which the sum of the loss is divided (by default the number of labels that are
-                not ignored; transformers' Trainer passes it), `ignore_index` and `z_loss`.
+            kwargs: `shift_labels` `[B, T]`, the next tokens, instead of `labels`; `num_items_in_batch`, by which the sum of the
+                loss is divided (by default the number of labels that are not ignored; transformers' Trainer passes it),
+                `ignore_index` and `z_loss`.
         """
         if labels is not None and context is not None:
             raise ValueError(
                 "labels cannot be used with context: the first target of the next part is in another process"
             )
+        # Not a parameter: transformers' Trainer expects a column in the data for every one with "label" in its name.
+        shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         if isinstance(past_key_values, ReplayedCache):
             special = (

@@ -112,7 +112,11 @@ class LeanStep(CapturedStep):
             return False
         if precision(tokens.device) is not None or choice_of(model) != self.choice:
             return False
-        return (self.holds(states) or _row_layout(states) == _row_layout(self.states)) and not self.outdated()
+        if self.holds(states):
+            fits = len(tokens) == self.used
+        else:
+            fits = _have_rows(states, len(tokens)) and _row_layout(states) == _row_layout(self.states)
+        return fits and not self.outdated()
 
     def __call__(self, tokens: Tensor, states: list[State]) -> tuple[Tensor, Tensor | None]:
         used = tokens.shape[0]
@@ -146,6 +150,11 @@ def _tensors(states: list[State]) -> list[Tensor]:
 def _row_layout(states: list[State]) -> list[dict[str, Any]]:
     """Shape without the batch, and dtype, of every tensor."""
     return [{name: (z.shape[1:], z.dtype, z.device) for name, z in state.tensors().items()} for state in states]
+
+
+def _have_rows(states: list[State], rows: int) -> bool:
+    """Whether every tensor has so many rows. An ordinary step says what is wrong if not."""
+    return all(len(z) == rows for state in states for z in state.tensors().values())
 
 
 def _close(x: Any, y: Tensor) -> bool:
@@ -195,6 +204,8 @@ class LeanCache(ReplayedCache):
         if isinstance(self._step, LeanStep) and self._step.can_serve(model, tokens, self.states):
             return self._step
         if tokens.device.type != "cpu" or precision(tokens.device) is not None or len(tokens) > MOST_ROWS:
+            return None
+        if not _have_rows(self.states, len(tokens)):
             return None
         about = room(len(tokens)), tokens.dtype, self.state_dtype, choice_of(model), _row_layout(self.states)
         kind = repr((id(model), about))

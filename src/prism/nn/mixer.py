@@ -87,11 +87,11 @@ class Mixer(nn.Module):
             context: the processes over which a sequence is cut (`prism.engine.context`). x is then this process's part of it,
                 `state` the one before the first part, and the new state the one after this part. Padding is refused.
             cu_seqlens: offsets `[n + 1]` of n documents packed into one row, x `[1, T, width]`, instead of `reset`. The first
-                document continues `state`; the new state is the last document's.
+                document continues `state`, also if it is empty; the new state is that of the last one with real tokens.
         """
         state = State() if state is None else state
-        if cu_seqlens is not None and x.ndim == 3:
-            reset = packed_starts(cu_seqlens, reset, x.shape[:2])
+        if cu_seqlens is not None and isinstance(x, Tensor) and x.ndim == 3:
+            reset = packed_starts(cu_seqlens, reset, x.shape[:2], mask)
         self._check(x, state, mask, reset)
         if context is not None and mask is not None:
             raise ValueError(
@@ -114,6 +114,11 @@ class Mixer(nn.Module):
             else:
                 o, new = memory(update, state.memory, form, backend, context)
             y = self.rule.output(o, x, extra)
+        if state.memory is None and state.carry and new is not None:
+            raise ValueError(
+                f"state has a carry ({', '.join(state.carry)}) but no memory, which rule {self.rule.name!r} has: pass a state "
+                "that this mixer returned"
+            )
         if not torch.compiler.is_compiling() and y.shape != x.shape:
             raise ValueError(
                 f"output of rule {self.rule.name!r} must return [B, T, width] = {list(x.shape)}, got {list(y.shape)}"
@@ -127,9 +132,10 @@ class Mixer(nn.Module):
         self, x: Tensor, state: State | None = None, shared: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, State]:
         """One token per row: x `[B, width]` → `[B, width]` and the new state."""
-        if x.ndim != 2:
+        if not isinstance(x, Tensor) or x.ndim != 2:
             raise ValueError(
-                f"step takes one token per row: x must be [B, {self.rule.width}], got shape {list(x.shape)}"
+                f"step takes one token per row: x must be [B, {self.rule.width}], got "
+                f"{f'shape {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__}"
             )
         y, state = self(x.unsqueeze(1), state, shared=shared)
         return y.squeeze(1), state
@@ -171,6 +177,8 @@ class Mixer(nn.Module):
     def _check(self, x: Tensor, state: State, mask: Tensor | None, reset: Tensor | None) -> None:
         if not isinstance(state, State):
             raise ValueError(f"state must be a State that this mixer returned, got {type(state).__name__}")
+        if not isinstance(x, Tensor):
+            raise ValueError(f"x must be a tensor [B, T, {self.rule.width}], got {type(x).__name__}")
         if x.ndim != 3 or x.shape[-1] != self.rule.width or x.shape[1] == 0:
             raise ValueError(f"x has shape {list(x.shape)}, expected [B, T, {self.rule.width}] with T ≥ 1")
         self._check_dtype(x)

@@ -41,6 +41,13 @@ class State:
     @classmethod
     def load(cls, tensors: dict[str, Tensor]) -> State:
         """The state with these tensors; the inverse of `tensors`."""
+        for name in tensors:
+            inside, whole = name.startswith(("memory.", "carry.")), name == "memory"
+            if not (inside or whole) or ("memory" in tensors and name.startswith("memory.")):
+                raise ValueError(
+                    f"{name!r} is not a tensor of a State, which are named memory or memory.…, and carry.…: load what "
+                    "`State.tensors` returned"
+                )
         carry = {name[6:]: value for name, value in tensors.items() if name.startswith("carry.")}
         if "memory" in tensors:
             return cls(tensors["memory"], carry)
@@ -60,7 +67,9 @@ class State:
         return self.map(lambda x: x.to(device))
 
     def index_select(self, rows: Tensor) -> State:
-        """The states of these batch rows, in this order (beam search, users)."""
+        """The states of these batch rows `[n]`, in this order (beam search, users)."""
+        if not isinstance(rows, Tensor):
+            raise ValueError(f"rows must be an integer tensor [n], got {type(rows).__name__}: pass torch.tensor(rows)")
         return self.map(lambda x: x.index_select(0, rows.to(x.device)))
 
     def detach(self) -> State:

@@ -12,7 +12,9 @@ As published, gradients of a mini-batch are taken at the weights it started with
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +47,7 @@ class NeuralMemory(Rule):
         expand: size of the hidden layers, as a multiple of value_dim.
         mini_batch: b, the number of tokens whose gradients are taken at the same weights.
         momentum: whether gradients are accumulated with momentum.
-        base_lr: the largest step of the inner loop; 1 / mini_batch by default.
+        base_lr: the largest step of the inner loop. By default 1 / mini_batch, but 1/2 for single tokens with momentum.
         conv_size: number of tokens that the convolution before SiLU and L2 norm sees; 1 means no convolution.
         gate: whether the output is multiplied by SiLU(W x).
     """
@@ -75,7 +77,7 @@ class NeuralMemory(Rule):
         super().__init__(width, heads, key_dim, value_dim, write_rank=mini_batch)
         check_integers(depth=depth, expand=expand, mini_batch=mini_batch)
         self.mini_batch = mini_batch
-        self.base_lr = 1 / mini_batch if base_lr is None else base_lr
+        self.base_lr = default_rate(mini_batch, momentum) if base_lr is None else base_lr
         check_nonnegative(base_lr=self.base_lr)
         self.largest_rate = self.base_lr
         keys, values = heads * key_dim, heads * value_dim
@@ -118,12 +120,18 @@ class NeuralMemory(Rule):
         return self.out(self.norm(o, None if self.gate is None else F.silu(self.gate(x))))
 
 
+def default_rate(mini_batch: int, momentum: bool) -> float:
+    """The largest step of the inner loop: full steps of single tokens overflow with momentum, which doubles them."""
+    return 1 / (max(mini_batch, 2) if momentum else mini_batch)
+
+
 class Titans(NeuralMemory):
     """Titans: a deep memory with momentum and weight decay.
 
     M is linear if `depth` is 1. η, θ and α come from the token, one per head. Our choice is θ = base_lr · σ(·) with
     base_lr = 1 / b: the b steps of a mini-batch do not see one another, and with initial weights (σ = ½) all of them together
-    make one full step along a unit key (a step is 2θ).
+    make one full step along a unit key (a step is 2θ). With b = 1 and momentum, which adds steps up to twice their size, it is
+    1/2: at 1 many untrained layers overflow. Recommenders and models of version 0.1.0 have 1 there.
 
     With depth 1, no momentum and b = 1, M_t is Gated DeltaNet's memory, except that the erase sees the undecayed memory.
     """
@@ -162,6 +170,13 @@ class Titans(NeuralMemory):
             conv_size=conv_size,
             gate=gate,
         )
+
+    @classmethod
+    def with_defaults(cls, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        single = options.get("mini_batch") == 1 and options.get("momentum", True)
+        if options.get("base_lr") is not None or not single or "base_lr" not in cls.option_names():
+            return dict(options)
+        return {**options, "base_lr": 1.0 if number < 1 else default_rate(1, True)}
 
 
 class Polynomial(nn.Module):

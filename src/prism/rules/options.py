@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 RULE_DEFAULTS = 1
 """Number of the defaults of rule options today. A saved model has the number of those that it was built with.
 
-    0   of version 0.1.0: the output gate of `prism` (preset `lm`) is SiLU
-    1   it is a sigmoid
+    0   of version 0.1.0: the output gate of `prism` (preset `lm`) is SiLU; `base_lr` of `titans` is 1 / mini_batch
+    1   it is a sigmoid; `base_lr` is 1/2 where mini_batch is 1 and there is momentum
 """
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 

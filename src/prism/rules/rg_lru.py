@@ -70,12 +70,20 @@ class RgLru(Rule):
 class _ClippedRoot(torch.autograd.Function):
     """√x with a gradient of at most `_MAX_SLOPE`: where a is nearly 1 the exact one is unbounded."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(x: Tensor) -> Tensor:
         return x.sqrt()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return gradients[0] / (4 * x).clamp(min=_MAX_SLOPE**-2).sqrt()
+
+    jvp = backward  # the derivative is a factor of each number

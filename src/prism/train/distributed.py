@@ -130,7 +130,7 @@ def joined(settings: ParallelSettings, device: str) -> Iterator[World]:
     if parts > 1 and "RANK" not in os.environ:
         raise ValueError(
             f"parallel.context is {parts}: start the run with torchrun, for example "
-            f"torchrun --nproc-per-node {parts} -m prism …"
+            f"torchrun --nproc-per-node {parts} -m prism …, or run it on one process with --parallel.context 1"
         )
     if size % parts:
         raise ValueError(
@@ -142,7 +142,8 @@ def joined(settings: ParallelSettings, device: str) -> Iterator[World]:
         raise ValueError(f"parallel is none, but torchrun started {size} processes: use ddp or fsdp")
     if parallel != "none" and "RANK" not in os.environ:
         raise ValueError(
-            f"parallel is {parallel}: start the run with torchrun, for example torchrun --nproc-per-node 2 -m prism …"
+            f"parallel is {parallel}: start the run with torchrun, for example torchrun --nproc-per-node 2 -m prism …, or run "
+            "it on one process with --parallel.mode auto"
         )
     here = pick_device(device)
     if here.type == "cuda":

@@ -69,6 +69,24 @@ def test_function_transforms(rule: str, form: str) -> None:
     assert_close("per-sample", each, gradient, 1e-10)
 
 
+@pytest.mark.parametrize("rule", ["rg_lru", "prism"])
+def test_layers_are_mapped_and_have_tangents(rule: str) -> None:
+    """Also with gates that are nearly 1, where the slope of RG-LRU's root is bounded."""
+    mixer = prism.Mixer(rule, 16, 2).double()
+    x, tangent = torch.randn(2, 3, 2, 9, 16, dtype=torch.float64)
+    mapped = torch.vmap(lambda z: mixer(z)[0])(x)
+    assert_close("vmap", mapped, torch.stack([mixer(z)[0] for z in x]), 1e-12)
+    for shift in (0.0, -12.0):
+        if rule == "rg_lru":
+            mixer.rule.rate.data += shift
+        leaf = x[0].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(mixer(leaf)[0].sin().sum(), leaf)
+        along = torch.func.jvp(lambda z: mixer(z)[0].sin().sum(), (x[0],), (tangent[0],))[1]
+        assert_close("jvp", along, (gradient * tangent[0]).sum(), 1e-8)
+        each = torch.vmap(torch.func.grad(lambda z: mixer(z[None])[0].sin().sum()))(x[0])
+        assert_close("per-sample", each, gradient, 1e-10)
+
+
 def test_least_squares_refuses_second_derivatives() -> None:
     x = torch.randn(1, 5, 32, requires_grad=True)
     y, _ = prism.Mixer("mesa", 32, 2)(x)

@@ -36,7 +36,7 @@ from prism.rules.parts import (
     token_shift,
 )
 from prism.rules.parts.decays import spread
-from prism.rules.rule import Span, set_initial_weights
+from prism.rules.rule import Span, check_nonnegative, set_initial_weights
 
 KEYS = ("own", "orthogonal", "convolved", "rotated", "previous", "shared")
 RESIDUALS = ("anchored", "value", "below")
@@ -77,6 +77,8 @@ class ResidualWrites(nn.Module):
     ) -> None:
         super().__init__()
         check_scale(step_scale)
+        if up_std is not None:
+            check_nonnegative(up_std=up_std)
         if keys == "rotated" and key_dim % 2:
             raise ValueError(f"key_dim must be even for keys='rotated', got {key_dim}")
         self.heads, self.count = heads, steps - 1
