@@ -22,6 +22,7 @@ from prism import Recommender
 from prism.cli import main
 from prism.language.settings import BLANK_RUN, command_line
 from prism.models import PrismForCausalLM
+from prism.rules.options import RULE_DEFAULTS
 from prism.train.run import stored_settings
 
 SAVED = Path(__file__).parent / "saved"
@@ -95,7 +96,7 @@ def test_a_run_cannot_change_its_gate(saved: Path, capsys: pytest.CaptureFixture
             at = words.index("--model.rule-defaults")
             words[words.index("--out") + 1] = run
             assert main([*words[:at], *words[at + 2 :]]) == 0
-            assert gates(saved / run / "model") == (1, ["silu"])  # of bytes
+            assert gates(saved / run / "model") == (RULE_DEFAULTS, ["silu"])  # of bytes
         assert main(["train", "lm", "--out", run, "--steps", "14", "--model.rule-defaults", number]) == 2
         assert f"now it is {now}" in capsys.readouterr().err
 

@@ -18,6 +18,7 @@ from prism.language.settings import ModelSettings, Settings
 from prism.models import PrismConfig, PrismForCausalLM, PrismForRecommendation, PrismRecConfig
 from prism.models.loading import config_sha256, open_weights
 from prism.nn.pattern import format_layers, parse_layers
+from prism.rules.options import RULE_DEFAULTS
 from prism.rules.prism import Prism
 
 SIZES = {"vocab_size": 16, "hidden_size": 16, "num_heads": 2}
@@ -42,7 +43,7 @@ def test_a_model_of_an_earlier_version_keeps_its_defaults(layers: str, tmp_path:
     assert again.config.rule_defaults == 0
     assert torch.equal(again(tokens).logits, then(tokens).logits)
     assert config_sha256(then) != config_sha256(now)
-    assert "rule_defaults" in str(config_error(tmp_path / "now", 2))
+    assert "rule_defaults" in str(config_error(tmp_path / "now", RULE_DEFAULTS + 1))
 
 
 def config_error(folder: Path, number: int) -> ValueError:
@@ -57,7 +58,7 @@ def config_error(folder: Path, number: int) -> ValueError:
 def without_number(folder: Path) -> dict[str, Any]:
     """The config.json of a model folder as version 0.1.0 wrote it."""
     config = json.loads((folder / "config.json").read_text())
-    assert config.pop("rule_defaults") == 1
+    assert config.pop("rule_defaults") == RULE_DEFAULTS
     (folder / "config.json").write_text(json.dumps(config))
     return dict(config)
 
@@ -79,7 +80,10 @@ def gates(model: Any) -> list[str | None]:
 )
 def test_every_way_to_read_a_configuration_keeps_them(read: Callable[..., PrismConfig], tmp_path: Path) -> None:
     PrismForCausalLM(PrismConfig(**SIZES, layers="prism")).save_pretrained(tmp_path)
-    assert read(tmp_path / "config.json", json.loads((tmp_path / "config.json").read_text())).rule_defaults == 1
+    assert (
+        read(tmp_path / "config.json", json.loads((tmp_path / "config.json").read_text())).rule_defaults
+        == RULE_DEFAULTS
+    )
     values = without_number(tmp_path)
     config = read(tmp_path / "config.json", values)
     assert config.rule_defaults == 0 and config.layer_plan[0].options == {"gate_by": "silu"}
@@ -105,8 +109,10 @@ def test_single_token_titans_of_an_earlier_version_keep_their_rate(tmp_path: Pat
     assert largest_rates(model) == [0.5, 0.5, 0.2, 1.0]
     model.save_pretrained(tmp_path)
     assert largest_rates(open_weights(PrismForCausalLM, tmp_path, "cpu")) == [0.5, 0.5, 0.2, 1.0]
-    without_number(tmp_path)
-    assert largest_rates(open_weights(PrismForCausalLM, tmp_path, "cpu")) == [1.0, 1.0, 0.2, 1.0]
+    path, config = tmp_path / "config.json", without_number(tmp_path)
+    for earlier in ({}, {"rule_defaults": 1}):
+        path.write_text(json.dumps({**config, **earlier}))
+        assert largest_rates(open_weights(PrismForCausalLM, tmp_path, "cpu")) == [1.0, 1.0, 0.2, 1.0]
 
 
 def largest_rates(model: Any) -> list[float]:
@@ -116,7 +122,7 @@ def largest_rates(model: Any) -> list[float]:
 
 def test_settings_build_models_with_their_defaults() -> None:
     settings = ModelSettings(hidden_size=16, num_heads=2, num_hidden_layers=1)
-    for number, gate_by in ((None, "sigmoid"), (1, "sigmoid"), (0, "silu")):
+    for number, gate_by in ((None, "sigmoid"), (RULE_DEFAULTS, "sigmoid"), (1, "sigmoid"), (0, "silu")):
         model = build_model(ModelSettings(**{**vars(settings), "rule_defaults": number}), 600, 0)
         assert gates(model) == [gate_by]
 
