@@ -148,7 +148,7 @@ def facts_sentence(evidence: Evidence, count: int = 4) -> str:
     if ours is None or theirs is None or min(ours.count, theirs.count) < FEWEST:
         return ""
     guess = ", a guess among them" if abs(theirs.mean - 1 / count) < 0.02 else ""
-    said = f"Where a token carries {WORDS[count]} facts, rank 2 with maps of a key's rank recalls {shown(ours, 2)} of them and"
+    said = f"Where a token carries {WORDS[count]} facts, rank 2 with full keys recalls {shown(ours, 2)} of them and"
     said += f" rank 1 {shown(theirs, 2)}{guess}"
     shared = found.get(SHARED_KEY, {}).get(count)
     if shared is not None and shared.score().count >= FEWEST:

@@ -288,7 +288,7 @@ def test_what_readme_says_of_facts_in_a_token(tmp_path: Path) -> None:
     assert task_comparisons.facts_sentence(of(ours)) == "" and task_comparisons.facts_sentence(of(few, theirs)) == ""
     said = task_comparisons.facts_sentence(of(ours, theirs, runs("gated_delta", [1.0], 2, **alike)))
     assert said == (
-        "Where a token carries four facts, rank 2 with maps of a key's rank recalls .99 ± .01 of them and rank 1 .25 ± .00, a"
+        "Where a token carries four facts, rank 2 with full keys recalls .99 ± .01 of them and rank 1 .25 ± .00, a"
         " guess among them (3 seeds)."
     )
     assert "along one key, rank 2's maps give .30 ± .00" in task_comparisons.facts_sentence(of(ours, theirs, shared))

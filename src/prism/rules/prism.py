@@ -84,8 +84,8 @@ class Prism(GatedDelta):
             token) or `"shared"` (k₁).
         shared_key: whether all L corrections are written along k₁, as with keys="shared".
         rank: rank of the low-rank maps; by default max(8, width / 32), which adds less than 10 % to the mixer's parameters.
-            Take `key_dim` where one token carries several facts: the keys of a narrow map cannot tell many of them apart.
-        key_rank: rank of the map to keys 2 … L, by default `rank`; 0 is a full linear map.
+        key_rank: rank of the map to keys 2 … L, by default `rank`; 0 is a full linear map. Where one token carries several
+            facts, take `key_dim`: the keys of a narrower map cannot tell many facts apart.
         up_std: initial standard deviation of the second halves of the low-rank maps to keys 2 … L and gains; None: as a
             model initialises every linear map (`initializer_range`).
         step_scale: initial value of γ: a number, or two, between which heads are spread evenly in log (a single head gets
