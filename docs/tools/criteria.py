@@ -92,11 +92,6 @@ def against(pairs: Sequence[Pair], label: str | None = None) -> str:
     return joined(*(table(["task", *names, "better by", "seeds"], rows) for names, rows in tables.items()))
 
 
-def gains_of(pairs: Sequence[Pair]) -> list[str]:
-    """The gains of the largest pairs as short phrases, text first."""
-    return [phrase(*named) for named in named_gains(pairs)]
-
-
 def named_gains(pairs: Sequence[Pair]) -> list[tuple[str, Estimate, int]]:
     """Task, gain and its digits of the largest pairs, text first."""
     ordered = sorted(largest(pairs), key=lambda pair: pair.first.kind != "text")

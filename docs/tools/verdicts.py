@@ -21,7 +21,6 @@ from criteria import (
     Finding,
     against,
     both_ways,
-    gains_of,
     judge,
     judge_equal,
     named_gains,
@@ -43,7 +42,7 @@ from evidence import (
     ranks_with,
 )
 from scripted import anchor, forgetting, parameters, rank
-from wording import brief, joined, paragraph, shown, table
+from wording import joined, paragraph, shown, table
 
 from prism.compare.statistics import FEWEST, Estimate
 
@@ -347,7 +346,7 @@ def shared_keys(evidence: Evidence) -> Finding:
     ]
     if not pairs:
         return Finding(NOT_RUN, "", NOTHING)
-    return Finding(judge([pair.gain for pair in largest(pairs)]), brief(*gains_of(pairs)), against(pairs))
+    return Finding(judge([pair.gain for pair in largest(pairs)]), both_ways(named_gains(pairs)), against(pairs))
 
 
 def hybrid(evidence: Evidence) -> Finding:
