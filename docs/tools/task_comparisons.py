@@ -12,6 +12,8 @@ from prism.compare.statistics import FEWEST, estimate
 
 COLUMNS = 4
 """Tasks side by side in a table, so that its lines fit."""
+COLUMNS_WIDTH = 84
+"""Characters of their names."""
 RANK_1, RANK_2, SHARED_KEY = "rank 1", "rank 2, maps of rank 32", "rank 1 with these maps"
 _SPREAD = {"timescales": [1, 1024], "gate_by": "sigmoid"}
 FACTS: dict[str, Test] = {
@@ -95,7 +97,12 @@ def budget(groups: list[Group]) -> str:
 
 def _columns(tasks: list[str]) -> list[list[str]]:
     """Tasks by table, so that its lines fit."""
-    return [tasks[start : start + COLUMNS] for start in range(0, len(tasks), COLUMNS)]
+    found: list[list[str]] = [[]]
+    for task in tasks:
+        if len(found[-1]) == COLUMNS or sum(len(name) + 3 for name in (*found[-1], task)) > COLUMNS_WIDTH:
+            found.append([])
+        found[-1].append(task)
+    return [columns for columns in found if columns]
 
 
 def learning(evidence: Evidence) -> str:
@@ -170,7 +177,7 @@ def facts_table(evidence: Evidence) -> str:
             values = [] if group is None else [*group.values().values()]
             # Above .9: a guess among the facts of the right token gets half at most.
             cells.append(
-                "" if group is None else f"{shown(group.score(), 2)}, {sum(v > 0.9 for v in values)} of {len(values)}"
+                "" if group is None else f"{shown(group.score(), 2)}, {sum(v > 0.9 for v in values)}/{len(values)}"
             )
         rows.append([name, *cells])
     said = paragraph(

@@ -360,8 +360,9 @@ def hybrid(evidence: Evidence) -> Finding:
     gains = [pair.first.gain(pair.second, label) for label in labels]
     both = [shown(group.score(labels[-1]), 2) for group in (pair.first, pair.second)]
     figure = f"{labels[-1]}: {' against '.join(both)}"
-    verdict, why = judge(gains), ""
-    if verdict == HOLDS and pair.second.score(labels[0]).mean < 0.5:
+    verdict = judge(gains)
+    why = f"At length {labels[-1].removeprefix('length ')} the hybrid is better by {shown(gains[-1], 3, sign=True)}."
+    if pair.second.score(labels[0]).mean < 0.5:
         verdict = UNSEEN
         why = "The memory alone did not learn the task at any length, so nothing was lost that attention could restore."
     said = paragraph(

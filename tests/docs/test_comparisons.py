@@ -295,8 +295,8 @@ def test_what_readme_says_of_facts_in_a_token(tmp_path: Path) -> None:
     better = runs("gated_delta", [0.5] * 3, 4, **alike)
     assert "guess" not in task_comparisons.facts_sentence(of(ours, better))
     table = task_comparisons.facts_table(of(ours, theirs, runs("gated_delta", [1.0], 2, **alike)))
-    assert "| facts in a token | 2 | 4 |" in table and "| rank 1 | 1.00, 1 of 1 | .25 ± .00, 0 of 3 |" in table
-    assert "| rank 2, maps of rank 32 | | .99 ± .01, 3 of 3 |" in table
+    assert "| facts in a token | 2 | 4 |" in table and "| rank 1 | 1.00, 1/1 | .25 ± .00, 0/3 |" in table
+    assert "| rank 2, maps of rank 32 | | .99 ± .01, 3/3 |" in table
 
 
 @pytest.mark.parametrize(
