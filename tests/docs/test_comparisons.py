@@ -330,3 +330,29 @@ def test_scores_stand_next_to_oracle_and_guess(tmp_path: Path) -> None:
     said = task_comparisons.probes(evidence)
     assert "**`text`**, accuracy (two), sequence accuracy (four), up to 1 seeds; settings are not stored:" in said
     assert "| prism | .500 | .250 |\n| *ceiling* | 1.000 | 1.000 |\n| *baseline* | .062 | .062 |" in said
+
+
+@pytest.mark.parametrize(
+    ("alone", "verdict"),
+    [([0.7, 0.72, 0.71], "holds"), ([0.01, 0.02, 0.01], "not seen"), ([0.99, 0.98, 0.99], "not seen")],
+)
+def test_attention_restores_only_what_a_memory_that_learned_has_lost(
+    tmp_path: Path, alone: list[float], verdict: str
+) -> None:
+    runs = {"prism+softmax": [0.98, 0.99, 0.985], "prism+prism": alone}
+    lines = [
+        line(
+            stack,
+            seed,
+            None,
+            task="hybrid recall",
+            function="",
+            settings={"task": "hybrid"},
+            result={"scores": {"length 256": score, "length 512": score}, "better": "higher", "metric": "accuracy"},
+        )
+        for stack, scores in runs.items()
+        for seed, score in enumerate(scores)
+    ]
+    found = verdicts.hybrid(write(tmp_path, *lines))
+    assert found.verdict == verdict
+    assert ("did not learn" in found.text) == (alone[0] < 0.5)
