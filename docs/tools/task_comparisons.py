@@ -124,7 +124,7 @@ def learning(evidence: Evidence) -> str:
     seeds = max(len(group.runs) for group in groups)
     said = paragraph(
         f"Steps until {number(goal, 3)} of the answers on validation are right, at the learning rate that was best in the",
-        f"search, {seeds} seeds, one head, no convolution. Where a seed did not get there: how many did, and the mean",
+        f"search, up to {seeds} seeds, one head, no convolution. Where a seed did not get there: how many did, and the mean",
         "accuracy of all on test.",
     )
     return joined(said, table(header, [[rule, *cells] for rule, cells in rows.items()]))
