@@ -43,7 +43,9 @@ def verdict(what: str, groups: dict[str, Group]) -> str:
     for rule, subject in (("prism", "the PRISM adapter"), ("both", "the combination of both")):
         if rule in groups:
             gain = groups[rule].gain(groups["lora"])
-            relation = ("beats" if gain.mean > 0 else "loses to") if gain.significant else "does not differ significantly from"
+            relation = (
+                ("beats" if gain.mean > 0 else "loses to") if gain.significant else "does not differ significantly from"
+            )
             said.append(f"{subject} **{relation}** LoRA alone ({shown(gain, 3, sign=True)})")
     return f"On {what}, {', and '.join(said)}."
 
