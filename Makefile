@@ -34,6 +34,7 @@ test: lint
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 typecheck: $(VENV)/ready
 	$(BIN)/mypy
