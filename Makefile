@@ -44,6 +44,7 @@ test: lint
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 typecheck: $(VENV)/ready
 	$(BIN)/mypy
@@ -62,12 +63,10 @@ test-newest:
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
 
-# The tests that need a GPU: kernels, CUDA graphs and synchronisation; `make test` never uses one. Takes minutes, most of them
-# for flash-linear-attention, which autotunes its kernels first.
+# The tests marked gpu: kernels, CUDA graphs, synchronisation; `make test` never uses one. Takes minutes, most of them for
+# flash-linear-attention, which autotunes its kernels first.
 test-gpu: $(VENV)/ready
-	PRISM_TEST_GPU=1 $(BIN)/python -m pytest -m "not slow" tests/engine/kernels tests/engine/test_pieces.py \
-		tests/engine/networks/test_serial_mlp.py tests/models/test_replay.py tests/train/test_synchronisation.py \
-		tests/train/test_step.py
+	$(BIN)/python -m pytest -m gpu
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/cpu.py

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.adapters.bases import FAMILIES, FUNCTIONS, OWN
-
 
 @pytest.fixture(autouse=True)
 def _restored_functions() -> Iterator[None]:
+    from tests.adapters.bases import FAMILIES, FUNCTIONS, OWN
+
     names = [f"transformers.models.{family}.modeling_{family}" for family in FAMILIES if family not in OWN]
     before = {name: {f: getattr(sys.modules[name], f) for f in FUNCTIONS} for name in names if name in sys.modules}
     yield

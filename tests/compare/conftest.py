@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prism.language.corpus import write_splits
-from prism.language.tokenizer import train_bpe
-
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from prism.language.corpus import write_splits
+    from prism.language.tokenizer import train_bpe
+
     folder = tmp_path_factory.mktemp("tokens")
     lines = [
         f"the {a} {b} sat on the {c}. " for a in ("old", "new") for b in ("cat", "dog") for c in ("mat", "bed", "hat")

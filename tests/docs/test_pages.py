@@ -1,4 +1,4 @@
-"""What pages say about the project is true: commands, flags, files, versions, the table of rules, and lines fit."""
+"""What pages say about the project is true: commands, flags, files, versions and the table of rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from prism.rules import parts
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-WIDTH = 100
 _SHELL = re.compile(r"^( *)```sh\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 _INLINE = re.compile(r"`((?:prism|python|make|torchrun) [^`]+)`")
 
@@ -36,23 +35,6 @@ def tool(stem: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def long_lines(text: str) -> list[str]:
-    """Lines over the width, except a link that has no shorter form."""
-    lines = [line for line in text.splitlines() if len(line) > WIDTH]
-    return [line for line in lines if not re.fullmatch(r"\S*\s?\[?\S*https?://\S+", line)]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_lines_fit(page: Path) -> None:
-    assert not long_lines(page.read_text(encoding="utf-8"))
-
-
-def test_a_long_line_is_found() -> None:
-    assert long_lines("x" * WIDTH) == []
-    assert long_lines("ok\n" + "word " * 30) == ["word " * 30]
-    assert long_lines("[1]: https://example.org/" + "x" * 100) == []
 
 
 def commands(text: str) -> list[str]:

@@ -16,7 +16,7 @@ from prism.dropin.documents import document_numbers, document_starts
 from prism.dropin.families import modeling_file
 from prism.engine import pieces
 from tests.dropin.models import tiny
-from tests.engine.kernels.where import needs_kernels
+from tests.engine.kernels.where import DEVICE, needs_kernels
 
 
 def doubles(*shape: int) -> torch.Tensor:
@@ -197,9 +197,9 @@ def test_norms_agree_with_the_originals(
 
 @needs_kernels
 def test_the_norm_behind_the_memory_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = import_module(modeling_file("qwen3_5")).Qwen3_5RMSNormGated(16, eps=1e-3)
+    norm = import_module(modeling_file("qwen3_5")).Qwen3_5RMSNormGated(16, eps=1e-3).to(DEVICE)
     torch.nn.init.normal_(norm.weight)
-    given = [torch.randn(30, 16, requires_grad=True) for _ in range(2)]
+    given = [torch.randn(30, 16, device=DEVICE, requires_grad=True) for _ in range(2)]
 
     def run() -> list[torch.Tensor]:
         y = norm(*given)

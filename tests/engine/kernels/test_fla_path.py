@@ -68,7 +68,6 @@ def errors(kind: str, run: Any, x: dict[str, Tensor]) -> dict[str, float]:
     return {name: ((got[name] - z).norm() / z.norm()).item() for name, z in exact.items()}
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU their kernels are there")
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_inputs_are_the_same_update(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_reference_code(monkeypatch)
