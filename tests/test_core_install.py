@@ -16,7 +16,7 @@ BLOCK = """
 import sys
 
 class Blocker:
-    names = {"tyro", "rich", "tomli", "transformers", "tokenizers", "datasets", "polars", "pandas", "matplotlib",
+    names = {"tyro", "rich", "transformers", "tokenizers", "datasets", "polars", "pandas", "matplotlib",
              "filelock", "tensorboard", "triton", "fla", "lm_eval", "peft", "accelerate"}
 
     def find_spec(self, name, path=None, target=None):

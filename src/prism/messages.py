@@ -15,7 +15,7 @@ INTERRUPTED = 130
 """Exit code after a signal, even if everything was saved: a script must not continue as if the command had finished."""
 CLOSE = 0.6
 """Suggest a known name from this similarity (0 to 1) on."""
-_CLI = ("tyro", "rich", "tomli")
+_CLI = ("tyro", "rich")
 LIBRARIES = {
     "cli": _CLI,
     "plots": ("matplotlib",),
