@@ -16,7 +16,7 @@ BLOCK = """
 import sys
 
 class Blocker:
-    names = {"tyro", "rich", "tomli", "transformers", "tokenizers", "datasets", "polars", "pandas", "matplotlib",
+    names = {"tyro", "rich", "transformers", "tokenizers", "datasets", "polars", "pandas", "matplotlib",
              "filelock", "tensorboard", "triton", "fla", "lm_eval", "peft", "accelerate"}
 
     def find_spec(self, name, path=None, target=None):
@@ -60,9 +60,9 @@ def test_memories_rules_and_layers_need_no_extra() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("rules", "prism rules: needs tyro, from the extra cli: pip install 'prism-sequence[cli]'"),
-        ("train lm --steps 1", "prism train lm: needs tyro, from the extra lm: pip install 'prism-sequence[lm]'"),
-        ("recommend x", "prism recommend: needs tyro, from the extra rec: pip install 'prism-sequence[rec]'"),
+        ("rules", 'prism rules: needs tyro, from the extra cli: pip install ".[cli]"'),
+        ("train lm --steps 1", 'prism train lm: needs tyro, from the extra lm: pip install ".[lm]"'),
+        ("recommend x", 'prism recommend: needs tyro, from the extra rec: pip install ".[rec]"'),
     ],
 )
 def test_the_command_says_what_to_install(words: str, sentence: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prism.nn import Mixer, State
     from prism.recommend import Recommender
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Mixer", "Recommender", "State", "Update", "__version__", "accelerate", "memory", "restore", "rules"]
 
 _LAZY = {

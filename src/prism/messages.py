@@ -15,7 +15,7 @@ INTERRUPTED = 130
 """Exit code after a signal, even if everything was saved: a script must not continue as if the command had finished."""
 CLOSE = 0.6
 """Suggest a known name from this similarity (0 to 1) on."""
-_CLI = ("tyro", "rich", "tomli")
+_CLI = ("tyro", "rich")
 LIBRARIES = {
     "cli": _CLI,
     "plots": ("matplotlib",),
@@ -73,6 +73,11 @@ def _similarity(known: str, asked: str) -> float:
     return difflib.SequenceMatcher(None, known, asked).ratio()
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra. It names no distribution: none is published."""
+    return f'pip install ".[{extra}]" in a clone, or "FILE.whl[{extra}]"'
+
+
 def missing_extra(error: BaseException, likely: str) -> str | None:
     """The message for a library of an extra that is not installed; None for any other error.
 
@@ -86,4 +91,4 @@ def missing_extra(error: BaseException, likely: str) -> str | None:
     if not extras:
         return None
     extra = likely if likely in extras else extras[0]
-    return f"needs {module}, from the extra {extra}: pip install 'prism-sequence[{extra}]' (in a clone: '.[{extra}]')"
+    return f"needs {module}, from the extra {extra}: {install(extra)}"

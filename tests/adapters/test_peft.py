@@ -167,4 +167,4 @@ def test_peft_is_optional() -> None:
         "    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "prism.adapters needs peft, from the extra adapters: pip install 'prism-sequence[adapters]'" in done.stdout
+    assert 'prism.adapters needs peft, from the extra adapters: pip install ".[adapters]"' in done.stdout

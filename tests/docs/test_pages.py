@@ -21,7 +21,7 @@ from prism.rules import parts
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 _SHELL = re.compile(r"^( *)```sh\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-_INLINE = re.compile(r"`((?:prism|python|make|torchrun) [^`]+)`")
+_INLINE = re.compile(r"(?<!`)`((?:prism|python|make|torchrun) [^`]+)`")
 
 
 def name(page: Path) -> str:
@@ -80,9 +80,12 @@ def check_python(words: list[str]) -> None:
 
 
 def check_make(words: list[str]) -> None:
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = re.findall(r"^([\w-]+):", makefile, re.MULTILINE)
+    variables = re.findall(r"^(?:export )?(\w+) *[?:]?=", makefile, re.MULTILINE)
     for word in words:
-        assert word in targets, f"the Makefile has no target {word}"
+        name, given, _ = word.partition("=")
+        assert name in (variables if given else targets), f"the Makefile has no {name}"
 
 
 CHECKS = {"prism": check_prism, "python": check_python, "make": check_make}
@@ -104,7 +107,8 @@ def test_a_command_that_a_page_shows_exists(page: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["prism trane lm", "prism train lm --nosuch 1", "python benchmarks/no.py", "make nosuch"]
+    "line",
+    ["prism trane lm", "prism train lm --nosuch 1", "python benchmarks/no.py", "make nosuch", "make demo NOSUCH=1"],
 )
 def test_a_command_that_does_not_exist_is_found(line: str) -> None:
     with pytest.raises(AssertionError):

@@ -332,9 +332,7 @@ def test_a_missing_peft_is_one_sentence(
     for arguments in (train, ["generate", base, "--prompt", "x", "--adapter", run]):
         assert main(arguments) == 2
         said = capsys.readouterr().err.strip()
-        assert (
-            "needs peft, from the extra adapters: pip install 'prism-sequence[adapters]'" in said and "\n" not in said
-        )
+        assert 'needs peft, from the extra adapters: pip install ".[adapters]"' in said and "\n" not in said
     assert not (tmp_path / "run").exists()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from prism.files import write_json
+from prism.messages import install
 
 COLORS = ("#2f5fd0", "#d9621e", "#1f9268", "#8a4fc4", "#c2316a", "#0f8aa3", "#8d6a1e", "#6b7280", "#b8860b", "#64b5cd")
 """Colours of the reports' light theme (page.css)."""
@@ -48,7 +49,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'prism-sequence[plots]'") from error
+        raise ImportError(f"plots need matplotlib: {install('plots')}") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
