@@ -37,7 +37,9 @@ def check_advice(command: list[str | Path], empty: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=empty)
     advice = done.stderr.strip()
     if done.returncode != 2 or "pip install" not in advice or "\n" in advice:
-        raise ValueError(f"{command} ended with {done.returncode}, expected 2 and a sentence with pip install:\n{advice}")
+        raise ValueError(
+            f"{command} ended with {done.returncode}, expected 2 and a sentence with pip install:\n{advice}"
+        )
 
 
 def main() -> None:
