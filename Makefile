@@ -7,8 +7,11 @@ EXTRAS := lm,rec,serve,adapters,baselines,onnx,trackers,gpu,fla
 UV := $(shell command -v uv)
 ifneq ($(UV),)
 NEW_VENV = uv venv --quiet --seed --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
-INSTALL = uv pip install --quiet --python $(BIN)/python --constraint constraints.txt $(if $(TORCH),--torch-backend $(TORCH))
+INSTALL = uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 COMPILE = true
+ifneq ($(TORCH),)
+export UV_TORCH_BACKEND := $(TORCH)
+endif
 else
 NEW_VENV = $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 INSTALL = $(if $(TORCH),$(error TORCH=$(TORCH) needs uv: pip install uv)) \

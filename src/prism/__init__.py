@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from prism.autoload import register_with_transformers
-from prism.messages import missing_extra
+from prism.messages import needs_extra
 
 if TYPE_CHECKING:
     from prism import dropin as dropin
@@ -40,13 +40,8 @@ _SUBPACKAGES = ("dropin", "engine", "models", "nn", "rules")
 def __getattr__(name: str) -> Any:
     if name not in _LAZY and name not in _SUBPACKAGES:
         raise AttributeError(f"module 'prism' has no attribute {name!r}")
-    try:
+    with needs_extra(f"prism.{name}", "rec" if name == "Recommender" else "lm"):
         module = import_module(f"prism.{_LAZY.get(name, name)}")
-    except ModuleNotFoundError as error:
-        advice = missing_extra(error, "rec" if name == "Recommender" else "lm")
-        if advice is None:
-            raise
-        raise ImportError(f"prism.{name} {advice}") from error
     return getattr(module, name) if name in _LAZY else module
 
 

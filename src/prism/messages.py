@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,20 +17,22 @@ INTERRUPTED = 130
 CLOSE = 0.6
 """Suggest a known name from this similarity (0 to 1) on."""
 _CLI = ("tyro", "rich")
+_LM = ("transformers", "tokenizers", "datasets", "tensorboard", "filelock", *_CLI)
+_REC = ("transformers", "polars", "filelock", *_CLI)
 LIBRARIES = {
     "cli": _CLI,
     "plots": ("matplotlib",),
-    "lm": ("transformers", "tokenizers", "datasets", "tensorboard", "filelock", *_CLI),
-    "rec": ("transformers", "polars", "filelock", *_CLI),
-    "eval": ("lm_eval",),
+    "lm": _LM,
+    "rec": _REC,
+    "eval": ("lm_eval", *_LM),
     "gpu": ("triton",),
-    "adapters": ("peft",),
-    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "adapters": ("peft", *_LM),
+    "onnx": ("onnx", "onnxscript", "onnxruntime", *_LM),
     "trackers": ("wandb", "mlflow"),
-    "serve": ("fastapi", "uvicorn", "prometheus_client", "psycopg", "psycopg_pool", "redis", "starlette"),
-    "baselines": ("implicit", "scipy", "threadpoolctl"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "psycopg", "psycopg_pool", "redis", "starlette", *_LM, *_REC),
+    "baselines": ("implicit", "scipy", "threadpoolctl", *_REC),
 }
-"""The libraries that each extra installs."""
+"""The libraries that each extra installs, its own and those of the extras that it includes."""
 
 
 def say(message: str) -> None:
@@ -51,6 +54,18 @@ def verbatim(cells: Iterable[str], style: str = "") -> list[Text]:
     from rich.text import Text
 
     return [Text(cell, style) for cell in cells]
+
+
+@contextmanager
+def needs_extra(package: str, extra: str) -> Iterator[None]:
+    """Around imports of `package`: an error for a library that is missing says which extra installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        advice = missing_extra(error, extra)
+        if advice is None:
+            raise
+        raise ModuleNotFoundError(f"{package} {advice}", name=error.name) from error
 
 
 def did_you_mean(asked: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:

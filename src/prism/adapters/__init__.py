@@ -10,19 +10,14 @@ those of transformers; slots.py keeps their states in a cache. Import this packa
 peft knows its type.
 """
 
-from prism.messages import missing_extra
+from prism.messages import needs_extra
 
-try:
+with needs_extra("prism.adapters", "adapters"):
     from peft.utils import register_peft_method
 
     from prism.adapters.compat import add_peft_type
     from prism.adapters.config import NAME, PrismAdapterConfig
     from prism.adapters.tuner import PrismTuner
-except ModuleNotFoundError as error:
-    advice = missing_extra(error, "adapters")
-    if advice is None:
-        raise
-    raise ImportError(f"prism.adapters {advice}") from error
 
 add_peft_type(NAME)
 register_peft_method(name=NAME.lower(), config_cls=PrismAdapterConfig, model_cls=PrismTuner, prefix=PrismTuner.prefix)

@@ -77,7 +77,7 @@ def test_their_inputs_are_the_same_update(kind: str, monkeypatch: pytest.MonkeyP
 
 def use_reference_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace their kernels by their naive implementations."""
-
+    pytest.importorskip("fla", reason="needs flash-linear-attention, which needs Triton: not on macOS")
     from fla.ops.gdn2.naive import naive_recurrent_gdn2
     from fla.ops.generalized_delta_rule.dplr.naive import dplr_recurrence
     from fla.ops.gla.naive import naive_recurrent_gla
