@@ -1,6 +1,7 @@
 # Every command that users and CI run. `make demo` and `make test` set up what they need from a bare clone: with uv if it is on
 # PATH (seconds), else with pip. `make demo TORCH=cpu` takes torch's CPU build, without gigabytes of CUDA (needs uv).
 PYTHON ?= python3
+TORCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := lm,rec,serve,adapters,baselines,onnx,trackers,gpu,fla
