@@ -29,7 +29,7 @@ import torch
 
 import prism
 from common import paired
-from prism.dropin.families import FAMILIES, modeling_file
+from prism.hf.families import FAMILIES, modeling_file
 from prism.reports.results import write_results
 
 Timer = Callable[[Callable[[], None], Callable[[], None]], tuple[float, float, float]]

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import prism
 from dropin import use_torch_functions
-from prism.dropin.families import modeling_file
+from prism.hf.families import modeling_file
 from prism.reports.results import write_results
 
 FAMILY, LAYER, RULE = "qwen3_5", "Qwen3_5GatedDeltaNet", "torch_chunk_gated_delta_rule"

@@ -35,8 +35,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from prism import __version__
-from prism.adapters import PrismAdapterConfig
 from prism.compare.statistics import estimate
+from prism.hf.adapters import PrismAdapterConfig
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.probes.mqar import Recall
 from prism.probes.task import IGNORE

@@ -12,13 +12,13 @@ from prism.autoload import register_with_transformers
 from prism.messages import needs_extra
 
 if TYPE_CHECKING:
-    from prism import dropin as dropin
     from prism import engine as engine
+    from prism import hf as hf
     from prism import models as models
     from prism import nn as nn
     from prism import rules as rules
-    from prism.dropin import accelerate, restore
     from prism.engine import Update, memory
+    from prism.hf import accelerate, restore
     from prism.nn import Mixer, State
     from prism.recommend import Recommender
 
@@ -30,11 +30,11 @@ _LAZY = {
     "Recommender": "recommend",
     "State": "nn",
     "Update": "engine",
-    "accelerate": "dropin",
+    "accelerate": "hf",
     "memory": "engine",
-    "restore": "dropin",
+    "restore": "hf",
 }
-_SUBPACKAGES = ("dropin", "engine", "models", "nn", "rules")
+_SUBPACKAGES = ("hf", "engine", "models", "nn", "rules")
 
 
 def __getattr__(name: str) -> Any:
