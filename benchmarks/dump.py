@@ -28,6 +28,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -344,10 +345,14 @@ def train(dump: Dump, work: Path, name: str, arguments: str) -> None:
         if not key.endswith("_per_second"):
             dump.value(f"products/{name}/log/{key}", values)
     dump.tensors(f"products/{name}/weights", load_file(work / run / "model" / "model.safetensors"))
+    prepared = defaultdict(list)
     for path in sorted((work / f"{run}-cache").rglob("*.*")):
         if path.is_file() and path.suffix != ".lock":
             place = path.relative_to(work / f"{run}-cache").as_posix()
-            dump.value(f"products/{name}/prepared/{place}", hashlib.sha256(path.read_bytes()).hexdigest())
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            prepared[re.sub("[0-9a-f]{16,}", "KEY", place)].append(digest)  # a key may depend on where the sources are
+    for place, digests in prepared.items():
+        dump.value(f"products/{name}/prepared/{place}", sorted(digests))
 
 
 def write_texts(dump: Dump, work: Path) -> None:
