@@ -42,6 +42,32 @@ def everything() -> dict[str, Any]:
     return found
 
 
+def _factor() -> int:
+    return 2
+
+
+def _scaled(x: int) -> int:
+    return x * _factor()
+
+
+def test_a_function_that_holds_itself_is_rebuilt_and_holds_the_new_one() -> None:
+    def wrapped(function: Any) -> Any:
+        def outermost(x: int) -> Any:
+            return function(x), outermost
+
+        return outermost
+
+    function = wrapped(wrapped(_scaled))
+    rebuilt = patch._rebuilt(function, {"_factor": lambda: 3})
+    (value, inner), outer = rebuilt(5)
+    assert (value, outer) == (15, rebuilt)
+    assert inner(5) == (15, inner)
+    (value, inner), outer = function(5)
+    assert (value, outer) == (10, function)
+    assert inner(5) == (10, inner)
+    assert patch._rebuilt(function, {"another": _factor}) is function
+
+
 @pytest.mark.parametrize(("family", "name"), MODELS, ids=[name for _, name in MODELS])
 def test_transformers_has_the_functions_relied_on(family: Any, name: str) -> None:
     file = import_module(modeling_file(name))

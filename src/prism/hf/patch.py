@@ -229,6 +229,8 @@ def _rebuilt(function: Any, ours: Mapping[str, Any]) -> Any:
         return function
     cells = list(function.__closure__ or ())
     for i, cell in enumerate(cells):
+        if cell.cell_contents is function:
+            continue
         inner = _rebuilt(cell.cell_contents, ours)
         if inner is not cell.cell_contents:
             cells[i] = types.CellType(inner)
@@ -240,7 +242,11 @@ def _rebuilt(function: Any, ours: Mapping[str, Any]) -> Any:
         scope = {**scope, **ours}
         # torch.compile looks names up in the module of this name, where the original functions are.
         scope.pop("__name__", None)
+    # A function that holds itself, to ask whether it is the outermost one, holds the new one then.
+    itself = types.CellType()
+    cells = [itself if cell.cell_contents is function else cell for cell in cells]
     new = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, tuple(cells) or None)
+    itself.cell_contents = new
     new.__kwdefaults__, new.__module__ = function.__kwdefaults__, function.__module__
     new.__dict__.update(function.__dict__)
     new.__qualname__, new.__doc__ = function.__qualname__, function.__doc__

@@ -131,3 +131,23 @@ def test_a_layer_that_skips_its_functions_is_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(layer.base_layer, "forward", lambda hidden_states, **_: hidden_states)
     with pytest.raises(RuntimeError, match="was not computed by a function of its module"):
         logits(model, tokens())
+
+
+def test_branches_see_a_query_and_a_key_for_each_head_of_the_values() -> None:
+    """Whether the layer repeats those of a group, or the function that it calls."""
+    q, v = torch.randn(1, 5, 2, 3), torch.randn(1, 5, 6, 3)
+    seen = []
+
+    def memory(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, None]:
+        assert query is q and key is q
+        return value, None
+
+    def branches(o: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        seen.extend(given)
+        return o
+
+    compat._listening(memory)(q, q, v, **{compat.PASSED_ON: branches})
+    query, key, value = seen
+    assert value is v
+    for x in (query, key):
+        assert torch.equal(x.unflatten(2, (2, 3)), q.unsqueeze(3).expand(1, 5, 2, 3, 3))

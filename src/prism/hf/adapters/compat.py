@@ -127,7 +127,13 @@ def _listening(function: Callable[..., Any]) -> Callable[..., Any]:
     def listening(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         branches = kwargs.pop(PASSED_ON, None)
         o, state = function(query, key, value, *args, **kwargs)
-        return (o if branches is None else branches(o, query, key, value, **kwargs)), state
+        if branches is None:
+            return o, state
+        # Before transformers 5.23 the layer repeats the heads of queries and keys for those of the values, then its function.
+        repeats = value.shape[2] // key.shape[2]
+        if repeats > 1:
+            query, key = (x.repeat_interleave(repeats, dim=2) for x in (query, key))
+        return branches(o, query, key, value, **kwargs), state
 
     setattr(listening, _LISTENS, listening)  # itself: a function that imitates this one may copy its attributes
     return listening
