@@ -29,11 +29,12 @@ def run(part: str, items: int, users: int, events: int, width: int, threads: int
     import numpy as np
     import torch
 
-    from prism.models import PrismForRecommendation, PrismRecConfig
     from prism.recommend import Recommender
+    from prism.recommend.config import PrismRecConfig
     from prism.recommend.evaluate import evaluate_split
     from prism.recommend.events import Catalogue, Histories, leave_one_out
     from prism.recommend.filters import Excluded
+    from prism.recommend.model import PrismForRecommendation
     from prism.recommend.top_items import best_items
 
     torch.set_num_threads(threads)

@@ -100,9 +100,9 @@ def run_ours(path: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
 
     if settings["prepared"] is None:
         import polars  # noqa: F401  (otherwise the import would be timed with reading the events)
-    from prism.models import PrismForRecommendation
     from prism.overrides import override
     from prism.recommend.evaluate import evaluate_split
+    from prism.recommend.model import PrismForRecommendation
     from prism.recommend.settings import PRESETS, preset
     from prism.recommend.task import RecTask, prepare_dataset, train_rec
 

@@ -70,8 +70,8 @@ def run(job: tuple[str, str, int, tuple[str, ...], bool, int], out: Path | None 
     source, model, seed, common, validation_only, threads = job
     import torch
 
-    from prism.models import PrismForRecommendation
     from prism.recommend.events import open_dataset
+    from prism.recommend.model import PrismForRecommendation
     from prism.recommend.task import train_rec
     from prism.train.run import read_log
 

@@ -34,10 +34,10 @@ import torch
 
 from http_load import Connection
 from prism.lab.results import write_results
-from prism.models import PrismForRecommendation, PrismRecConfig
-from prism.models.config import SASREC
 from prism.recommend import Recommender
+from prism.recommend.config import SASREC, PrismRecConfig
 from prism.recommend.events import Catalogue
+from prism.recommend.model import PrismForRecommendation
 from prism.serve.rec.pool import StatePool
 from prism.serve.rec.seen import NONE_SEEN, add_seen, pack_seen
 from prism.serve.rec.service import claim_store, identity

@@ -79,9 +79,16 @@ def test_help_needs_no_extra_and_names_one(words: list[str], code: int) -> None:
     assert done.stderr.startswith("\nprism needs tyro, from the extra lm: pip install")
 
 
-@pytest.mark.parametrize(("package", "extra"), [("models", "lm"), ("recommend", "rec"), ("hf.adapters", "adapters")])
-def test_a_package_says_what_to_install(package: str, extra: str) -> None:
-    done = run(f"import prism.{package}")
+@pytest.mark.parametrize(
+    ("statement", "package", "extra"),
+    [
+        ("import prism.models", "models", "lm"),
+        ("from prism.recommend import Recommender", "recommend", "rec"),
+        ("import prism.hf.adapters", "hf.adapters", "adapters"),
+    ],
+)
+def test_a_package_says_what_to_install(statement: str, package: str, extra: str) -> None:
+    done = run(statement)
     assert re.search(rf"^ModuleNotFoundError: prism.{package} needs \w+, from the extra {extra}: ", done.stderr, re.M)
 
 

@@ -40,7 +40,7 @@ def register_with_transformers() -> None:
 
 def _register() -> None:
     try:
-        import_module("prism.models")  # registers on import
+        import_module("prism.recommend.config")  # registers on import, and so does prism.models, which it imports
     except ImportError as error:  # a transformers too old must still work for everything else
         warnings.warn(f"PRISM's models are not registered with transformers: {error}", stacklevel=2)
 

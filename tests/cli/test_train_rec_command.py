@@ -16,8 +16,8 @@ import pytest
 from prism.cli import main
 from prism.cli.train_rec import parse
 from prism.files import write_json
-from prism.models.config import PrismRecConfig, hstu, sasrec
 from prism.overrides import override, to_plain, train_command
+from prism.recommend.config import PrismRecConfig, hstu, sasrec
 from prism.recommend.events import prepare_dataset
 from prism.recommend.settings import PRESETS, RecSettings, preset
 from tests.recommend.test_recommender import recommender

@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 import prism
 from prism.engine import compat as torch_compat
 from prism.models import PrismForCausalLM, ReplayedCache, compat
-from prism.models.config import PrismRecConfig
+from prism.recommend.config import PrismRecConfig
 from tests.models.stacks import model, tokens
 
 CLASSES = (PreTrainedModel, GenerationMixin, PreTrainedConfig)

@@ -15,9 +15,11 @@ from transformers import AutoConfig
 from prism import rules
 from prism.language.model import build_model, started_from
 from prism.language.settings import ModelSettings, Settings
-from prism.models import PrismConfig, PrismForCausalLM, PrismForRecommendation, PrismRecConfig
+from prism.models import PrismConfig, PrismForCausalLM
 from prism.models.loading import config_sha256, open_weights
 from prism.nn.pattern import format_layers, parse_layers
+from prism.recommend.config import PrismRecConfig
+from prism.recommend.model import PrismForRecommendation
 from prism.rules.options import RULE_DEFAULTS
 from prism.rules.prism import Prism
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from prism.models.cross_entropy import rows_at_once
-from prism.models.losses import (
+from prism.recommend.losses import (
     LOSSES,
     InBatch,
     Negatives,
@@ -72,7 +72,7 @@ def test_full_softmax_keeps_rows_without_target_out_on_any_device() -> None:
     targets[::2] = 0
     expected = full_softmax(hidden, vectors, targets)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prism.models.losses.values_may_be_read", lambda x: False)
+        patch.setattr("prism.recommend.losses.values_may_be_read", lambda x: False)
         loss = full_softmax(hidden, vectors, targets, 4)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(gradients(loss, hidden, vectors), gradients(expected, hidden, vectors))

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from prism.engine import dispatch, using
-from prism.models import PrismConfig, PrismForCausalLM, PrismForRecommendation, PrismRecConfig, ReplayedCache
+from prism.models import PrismConfig, PrismForCausalLM, ReplayedCache
 from prism.models.loading import config_sha256
+from prism.recommend.config import PrismRecConfig
+from prism.recommend.model import PrismForRecommendation
 from tests.models.stacks import model, tokens
 
 

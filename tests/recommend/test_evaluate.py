@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from prism.lab.recommender import report
-from prism.models import PrismForRecommendation, PrismRecConfig
+from prism.recommend.config import PrismRecConfig
 from prism.recommend.evaluate import (
     Sampled,
     evaluate_ranking,
@@ -25,6 +25,7 @@ from prism.recommend.events.dataset import reindex_items
 from prism.recommend.events.ids import Catalogue
 from prism.recommend.events.synthetic import synthetic_dataset
 from prism.recommend.lists import TopKCounts
+from prism.recommend.model import PrismForRecommendation
 
 ITEMS = 30
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import prism
-from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender, UserStates
+from prism.recommend.config import PrismRecConfig
 from prism.recommend.events import Catalogue, Histories, Users
 from prism.recommend.events.synthetic import synthetic_dataset
+from prism.recommend.model import PrismForRecommendation
 
 ITEMS = 12
 NAMES = [f"i{n}" for n in range(1, ITEMS + 1)]

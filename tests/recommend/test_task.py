@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from prism.models.losses import full_softmax
 from prism.recommend.evaluate import rank_targets
 from prism.recommend.events import Dataset, EventRecipe
 from prism.recommend.events.recipe import Synthetic
 from prism.recommend.events.synthetic import synthetic_dataset
 from prism.recommend.learner import make_loss
+from prism.recommend.losses import full_softmax
 from prism.recommend.settings import LossSettings, RecDataSettings
 from prism.recommend.task import RecTask
 from prism.train.distributed import World

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from prism import rules
-from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender, UserStates
+from prism.recommend.config import PrismRecConfig
 from prism.recommend.events import Catalogue, Feature, Users
+from prism.recommend.model import PrismForRecommendation
 from prism.recommend.reading import as_histories
 
 ITEMS, LONG = 40, 1000

@@ -16,9 +16,10 @@ from typing import Any
 import httpx
 import torch
 
-from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender
+from prism.recommend.config import PrismRecConfig
 from prism.recommend.events import Catalogue
+from prism.recommend.model import PrismForRecommendation
 from prism.serve.metrics import Metrics
 from prism.serve.rec.app import rec_app
 from prism.serve.rec.service import RecService

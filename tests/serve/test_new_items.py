@@ -14,10 +14,11 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend import Recommender
+from prism.recommend.config import PrismRecConfig
 from prism.recommend.events import Catalogue
 from prism.recommend.events.ids import Feature
+from prism.recommend.model import PrismForRecommendation
 from prism.serve.rec.new_items import Kind, NewItems, features_of
 from tests.serve.services import event, recommender, replayed, serving, until
 from tests.serve.test_rec_service import post, recommended, rereading

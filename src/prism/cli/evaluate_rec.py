@@ -19,11 +19,11 @@ from prism.lab.recommender import FEW_TARGETS, SHOWN_AT, baseline_table, group_t
 from prism.lab.recommender import report as write_report
 from prism.lab.results import write_results
 from prism.messages import progress_bars, say, verbatim
-from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
 from prism.recommend.baselines.compare import compare_baselines, named
 from prism.recommend.evaluate import Sampled, measure_split, protocol_line
 from prism.recommend.events import Dataset
+from prism.recommend.model import PrismForRecommendation
 from prism.recommend.saved import model_folder, training_of
 from prism.train.run import read_log
 

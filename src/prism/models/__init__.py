@@ -1,4 +1,7 @@
-"""transformers models: one language model and one recommender for all rules.
+"""transformers models: one backbone and one language model for all rules, its cache, loading and conversion.
+
+What enters here is a model that transformers can save, open and generate with; it knows layers (nn/), not products. Start with
+config.py and language.py, then cache.py (the state of a model) and loading.py.
 
 Importing this package registers PRISM's configurations with `AutoConfig`. Creating a configuration registers its models with
 `AutoModel` and `AutoModelForCausalLM` (see auto.py). Nothing heavier than a configuration is imported before that.
@@ -13,14 +16,13 @@ from prism.messages import needs_extra
 
 with needs_extra("prism.models", "lm"):
     from prism.models import auto  # noqa: F401 - registers with transformers
-    from prism.models.config import PrismConfig, PrismRecConfig
+    from prism.models.config import PrismConfig
 
 if TYPE_CHECKING:
     from prism.models.cache import PrismCache
     from prism.models.convert import convert_model
     from prism.models.language import PrismForCausalLM, PrismModel
     from prism.models.lean import LeanCache
-    from prism.models.recommender import PrismForRecommendation
     from prism.models.replay import ReplayedCache
 
 _LAZY = {
@@ -28,7 +30,6 @@ _LAZY = {
     "PrismCache": "prism.models.cache",
     "PrismModel": "prism.models.language",
     "PrismForCausalLM": "prism.models.language",
-    "PrismForRecommendation": "prism.models.recommender",
     "ReplayedCache": "prism.models.replay",
     "convert_model": "prism.models.convert",
 }
@@ -45,9 +46,7 @@ __all__ = [
     "PrismCache",
     "PrismConfig",
     "PrismForCausalLM",
-    "PrismForRecommendation",
     "PrismModel",
-    "PrismRecConfig",
     "ReplayedCache",
     "convert_model",
 ]

@@ -9,14 +9,16 @@ with code do (`auto_map`): transformers then asks for `trust_remote_code=True`, 
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
+import transformers
 from transformers.models.auto.configuration_auto import AutoConfig
 
 from prism.files import read_json, write_json
-from prism.models.config import PrismConfig, PrismRecConfig
+from prism.models.config import PrismConfig
 
-_registered: set[type[PrismConfig]] = set()
+_waiting: dict[type, dict[str, str]] = {}
 _CODE = "modeling_prism"
 # In `try`: for a plain import transformers advises `pip install prism`, which is another project.
 _SOURCE = '''"""The classes of this model, which are in the package prism."""
@@ -30,23 +32,18 @@ __all__ = ["PrismConfig", "PrismForCausalLM", "PrismModel"]
 '''
 
 
+def register(kind: type[PrismConfig], **models: str) -> None:
+    """Register a kind of configuration, and models of it, `AutoModel="module:class"`, when the first one is created."""
+    AutoConfig.register(kind.model_type, kind, exist_ok=True)
+    _waiting[kind] = models
+
+
 def register_models(config: PrismConfig) -> None:
-    """Register the models of this kind of configuration with `AutoModel` and `AutoModelForCausalLM`."""
-    kind = PrismRecConfig if isinstance(config, PrismRecConfig) else PrismConfig
-    if kind in _registered:
-        return
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    if kind is PrismRecConfig:
-        from prism.models.recommender import PrismForRecommendation
-
-        AutoModel.register(PrismRecConfig, PrismForRecommendation, exist_ok=True)
-    else:
-        from prism.models.language import PrismForCausalLM, PrismModel
-
-        AutoModel.register(PrismConfig, PrismModel, exist_ok=True)
-        AutoModelForCausalLM.register(PrismConfig, PrismForCausalLM, exist_ok=True)
-    _registered.add(kind)
+    """Register the models of this kind of configuration with transformers' Auto classes."""
+    for kind in type(config).__mro__:
+        for auto, home in _waiting.pop(kind, {}).items():
+            module, name = home.split(":")
+            getattr(transformers, auto).register(kind, getattr(import_module(module), name), exist_ok=True)
 
 
 def name_classes(folder: Path) -> None:
@@ -57,6 +54,9 @@ def name_classes(folder: Path) -> None:
     (folder / f"{_CODE}.py").write_text(_SOURCE, encoding="utf-8")
 
 
-AutoConfig.register("prism", PrismConfig, exist_ok=True)
-AutoConfig.register("prism_rec", PrismRecConfig, exist_ok=True)
+register(
+    PrismConfig,
+    AutoModel="prism.models.language:PrismModel",
+    AutoModelForCausalLM="prism.models.language:PrismForCausalLM",
+)
 PrismConfig.on_creation.append(register_models)

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prism.models import PrismForRecommendation
 from prism.recommend.events.histories import Histories, contexts
 from prism.recommend.events.split import Split, Targets
 from prism.recommend.lists import TopKCounts, serendipity
+from prism.recommend.model import PrismForRecommendation
 from prism.recommend.ranking import EVENTS_AT_ONCE, SCORES_AT_ONCE, Ranking, candidates, count, ranks
 from prism.recommend.scorer import ModelScorer, Scorer
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from prism.files import json_bytes
 from prism.models.loading import without_progress_bars
-from prism.models.losses import full_softmax
 from prism.overrides import train_command
 from prism.recommend.events import Catalogue, Users
 from prism.recommend.events.dataset import ITEMS, TRAINING, USERS
 from prism.recommend.learner import Learner, build_recommender
+from prism.recommend.losses import full_softmax
 from prism.recommend.settings import RecSettings, preset
 from prism.train import export
 from prism.train.checkpoint import Checkpoint

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from prism.models import PrismForRecommendation
 from prism.recommend.events import Catalogue, Dataset, Histories, Users
 from prism.recommend.events.columns import AUTO
 from prism.recommend.frames import Source
+from prism.recommend.model import PrismForRecommendation
 from prism.recommend.saved import Training
 
 

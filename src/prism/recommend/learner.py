@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor, nn
 
-from prism.models.config import PrismRecConfig
-from prism.models.losses import ItemLoss, item_loss
-from prism.models.recommender import PrismForRecommendation
+from prism.recommend.config import PrismRecConfig
 from prism.recommend.events import Catalogue, RecBatch, Users
+from prism.recommend.losses import ItemLoss, item_loss
+from prism.recommend.model import PrismForRecommendation
 from prism.recommend.settings import LossSettings, RecSettings
 from prism.train.model import drawn_start, initialize, rule_options
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from prism.models import PrismForRecommendation
-from prism.models.grow import grow_model
 from prism.recommend.events import Catalogue
 from prism.recommend.events.columns import KeyedColumns
 from prism.recommend.learner import described
+from prism.recommend.model import PrismForRecommendation
+from prism.recommend.resize import grow_model
 
 NO_FEATURES = "the model has no features of items: it scores the items that it was trained on"
 

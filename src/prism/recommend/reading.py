@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from prism import rules
-from prism.models import PrismCache, PrismForRecommendation
+from prism.models import PrismCache
 from prism.models.loading import stable_fingerprint
 from prism.recommend.arguments import check_count
 from prism.recommend.events import Catalogue, Histories
 from prism.recommend.events.histories import contexts
 from prism.recommend.events.ids import as_list
+from prism.recommend.model import PrismForRecommendation
 from prism.recommend.ranking import EVENTS_AT_ONCE
 from prism.recommend.seen import SeenItems
 from prism.recommend.states import UserStates

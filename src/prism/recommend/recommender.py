@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from prism.files import seal_weights, whole_folder, write_json
-from prism.models import PrismForRecommendation
 from prism.models.loading import fingerprint_mismatch, open_weights, without_progress_bars
 from prism.recommend.arguments import check_count, check_list, check_share, one_of
 from prism.recommend.events import Catalogue, Dataset, EventRecipe, Histories, Users
@@ -34,6 +33,7 @@ from prism.recommend.events.ids import as_list
 from prism.recommend.filters import Excluded, allowed_items, unwanted_items
 from prism.recommend.frames import Source, free_name
 from prism.recommend.growing import Growing
+from prism.recommend.model import PrismForRecommendation
 from prism.recommend.reading import Unknown, advance, as_histories, encode, initial_state
 from prism.recommend.rerank import diverse_items
 from prism.recommend.results import Recommendations

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prism.models import PrismForRecommendation
 from prism.recommend.filters import Excluded
+from prism.recommend.model import PrismForRecommendation
 from prism.recommend.top_items import best_items, unit
 
 CANDIDATES = 5

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.models import PrismForRecommendation
 from prism.recommend.events.histories import Histories, contexts
 from prism.recommend.events.split import Targets
+from prism.recommend.model import PrismForRecommendation
 from prism.rules.parts import at_least_float32
 
 

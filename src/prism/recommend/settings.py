@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from prism.messages import did_you_mean
-from prism.models.config import HSTU, SASREC
 from prism.overrides import override
+from prism.recommend.config import HSTU, SASREC
 from prism.recommend.events.recipe import RecDataSettings
 from prism.train.settings import (
     BatchSettings,

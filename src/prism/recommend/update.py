@@ -28,14 +28,14 @@ from torch import Tensor, nn
 
 from prism.files import not_there, write_atomically
 from prism.messages import say
-from prism.models import PrismForRecommendation
-from prism.models.grow import grow, padded
 from prism.models.loading import is_run, open_weights
 from prism.overrides import override, to_plain
 from prism.recommend.events import Dataset, Samples, open_dataset, prepare_dataset
 from prism.recommend.events.merge import merge
 from prism.recommend.events.recipe import make_dataset, parquet_parts
+from prism.recommend.model import PrismForRecommendation
 from prism.recommend.new_items import with_vectors
+from prism.recommend.resize import grow, padded
 from prism.recommend.saved import Training, model_folder, training_of
 from prism.recommend.settings import RecSettings
 from prism.train import tensors

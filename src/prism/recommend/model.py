@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from prism.models.cache import PrismCache
-from prism.models.config import PrismRecConfig
 from prism.models.language import PrismModel, PrismPreTrainedModel
+from prism.recommend.config import PrismRecConfig
 from prism.rules.parts import at_least_float32
 
 GAP_BUCKETS = 64

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from prism.models import PrismConfig, PrismForCausalLM, PrismForRecommendation, PrismRecConfig
-from prism.models.config import hstu, sasrec
-from prism.models.losses import full_softmax
-from prism.models.recommender import GAP_BUCKETS, gap_bucket
+from prism.models import PrismConfig, PrismForCausalLM
+from prism.recommend.config import PrismRecConfig, hstu, sasrec
+from prism.recommend.losses import full_softmax
+from prism.recommend.model import GAP_BUCKETS, PrismForRecommendation, gap_bucket
 
 ITEMS = 30
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.models.config import PrismRecConfig
 from prism.models.loading import config_sha256
-from prism.models.recommender import PrismForRecommendation
+from prism.recommend.config import PrismRecConfig
+from prism.recommend.model import PrismForRecommendation
 
 IDS = "model.embed_tokens.weight"
 """Name of the items' embeddings."""
