@@ -20,9 +20,9 @@ from torch import Tensor
 import prism
 from low_precision import low_precision
 from prism.engine import fused
+from prism.engine.inputs import repeat_heads, repeat_mask
 from prism.engine.kernels.configurations import Configuration, forced
 from prism.engine.linear.steps import at_substep
-from prism.engine.padding import repeat_heads, repeat_mask
 
 Tensors = dict[str, Tensor]
 

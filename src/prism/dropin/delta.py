@@ -19,8 +19,8 @@ from torch import Tensor
 from prism.dropin import norms
 from prism.dropin.documents import document_numbers, document_starts
 from prism.engine import Update, fused, memory, pieces
-from prism.engine.checks import InvalidValueError
 from prism.engine.fused import UNIT_EPS
+from prism.engine.inputs import InvalidValueError
 
 Result = tuple[Tensor, Tensor | None]
 

@@ -21,6 +21,7 @@ from prism.dropin import norms
 from prism.dropin.conv import causal_conv1d_fn, span_back, taps_over
 from prism.engine import Update, memory
 from prism.engine.fused import UNIT_EPS
+from prism.engine.inputs import repeat_heads
 from prism.engine.linear.chunks import (
     EraseSegment,
     Kept,
@@ -33,7 +34,6 @@ from prism.engine.linear.chunks import (
     to_chunks,
 )
 from prism.engine.linear.chunkwise import MOST_ROWS, chunk_length
-from prism.engine.padding import repeat_heads
 
 Layout = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], Tensor]]
 """Outputs of linear maps → views of them `[B, T, g, c]`: the channels of the convolution, in order, and the gate."""

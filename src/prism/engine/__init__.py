@@ -4,9 +4,9 @@ Read update.py (the normal form), linear/recurrent.py (its definition) and linea
 """
 
 from prism.engine import registry  # noqa: F401 - registers every memory with `memory`
-from prism.engine.checks import InvalidValueError
 from prism.engine.defaults import BACKENDS, FORMS, using
 from prism.engine.dispatch import engine_of, memory, memory_
+from prism.engine.inputs import InvalidValueError
 from prism.engine.linear.recurrent import step
 from prism.engine.update import Update
 

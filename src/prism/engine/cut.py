@@ -21,11 +21,11 @@ from torch import Tensor
 
 from prism.engine.context import Context
 from prism.engine.dispatch import memory
+from prism.engine.inputs import real_resets, repeat_heads, zero_padding
 from prism.engine.memories.attention import Attend, Cache, advance, append
 from prism.engine.memories.diagonal import Diagonal, as_real, total_decay
 from prism.engine.memories.least_squares import LeastSquares
 from prism.engine.memories.slots import Memories, Slots
-from prism.engine.padding import real_resets, repeat_heads, zero_padding
 from prism.engine.update import Update
 
 

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from prism.engine import compat
-from prism.engine.checks import (
+from prism.engine.inputs import (
     check_device,
     check_flags,
     check_floating,
     check_integer,
     check_log_decay,
     check_shape,
+    packed_starts,
     values_may_be_read,
 )
-from prism.engine.packed import packed_starts
 
 _OPTIONAL = ("log_decay", "erase_key", "erase_strength", "erase_write")
 

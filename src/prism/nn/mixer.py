@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from prism import rules
 from prism.engine import engine_of, memory, memory_, using
-from prism.engine.checks import check_flags
 from prism.engine.context import Context
 from prism.engine.dispatch import cut_refuses, in_place_equivalent
-from prism.engine.packed import packed_starts
+from prism.engine.inputs import check_flags, packed_starts
 from prism.nn.parameters import aligned_weights, assign, full_precision, gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.parts import fewest_tokens

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prism.engine.padding import real_resets, repeat_heads, repeat_mask, zero_padding
+from prism.engine.inputs import real_resets, repeat_heads, repeat_mask, zero_padding
 from prism.engine.update import Update
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.autocast import without_autocast
-from prism.engine.checks import check_integer, check_shape
+from prism.engine.inputs import check_integer, check_shape
 from prism.engine.linear.block import from_blocks, incoming_states, to_blocks
 from prism.engine.linear.decay import HeadDecay
 from prism.engine.linear.steps import resolve
