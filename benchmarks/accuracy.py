@@ -22,7 +22,7 @@ from low_precision import low_precision
 from prism.engine import fused
 from prism.engine.inputs import repeat_heads, repeat_mask
 from prism.engine.kernels.configurations import Configuration, forced
-from prism.engine.linear.steps import at_substep
+from prism.engine.update import at_substep
 
 Tensors = dict[str, Tensor]
 

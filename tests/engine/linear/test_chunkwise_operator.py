@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import prism
 from prism.engine.linear.chunks import Fields, Kind
 from prism.engine.linear.chunkwise import _operator, in_chunks
-from prism.engine.linear.steps import Steps
+from prism.engine.update import Steps
 from tests.helpers import examples
 
 ERASES = ("none", "groups", "write", "first")

@@ -22,8 +22,7 @@ from prism.engine import compat
 from prism.engine.autocast import without_autocast
 from prism.engine.linear.block import affine, from_blocks, to_blocks
 from prism.engine.linear.chunks import Fields, Kept, Kind, backward, forward, segment_rows
-from prism.engine.linear.steps import Steps, resolve_keeping_first
-from prism.engine.update import Update
+from prism.engine.update import Steps, Update, steps_keeping_first
 
 BLOCK_ROWS = 512
 """Rows whose blocks are computed at once where autograd differentiates the block equations."""
@@ -37,7 +36,7 @@ def chunkwise(update: Update, state: Tensor | None = None, chunk: int | None = N
     `chunk` is the number of tokens in a chunk. Work inside a chunk grows with its length; work between chunks, with the
     size of the state.
     """
-    steps = resolve_keeping_first(update, groups=not update.erases and not update.per_channel)
+    steps = steps_keeping_first(update, groups=not update.erases and not update.per_channel)
     S = steps.initial(state)
     if chunk is None:
         chunk = chunk_length(update.key_dim, update.value_dim)

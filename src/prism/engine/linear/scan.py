@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prism.engine.linear.steps import Steps, resolve
-from prism.engine.update import Update
+from prism.engine.update import Steps, Update, steps_of
 
 
 def scan(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns `[B, T, H, V]` and the memory after the last token."""
-    steps = resolve(update)
+    steps = steps_of(update)
     S0 = steps.initial(state)
     P, D = _maps(steps)
     D = torch.cat([(apply_map(P[:, :1], S0.unsqueeze(1)) + D[:, :1]), D[:, 1:]], 1)  # the first map starts from S0
