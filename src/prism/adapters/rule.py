@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prism.adapters.branch import First, Sizes
 from prism.adapters.layer import AdapterLayer
 from prism.engine import Update, memory
-from prism.engine.dispatch import Engine, register
+from prism.engine.memory import Engine, register
 from prism.engine.step_plan import DeltaPlan
 from prism.rules.delta import GatedDelta
 from prism.rules.parts import Carry
@@ -57,7 +57,7 @@ def superpose(update: Superposed, state: Any, form: str, backend: str) -> tuple[
     return o, after if update.branches else new
 
 
-register(Superposed, Engine(paths={}, choose=lambda update: "auto", check_state=check_superposed, delegate=superpose))
+register(Superposed, Engine({}, choose=lambda update: "auto", check_state=check_superposed, delegate=superpose))
 
 
 def sizes_of_rule(module: nn.Module) -> Sizes | None:

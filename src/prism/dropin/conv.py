@@ -16,8 +16,8 @@ from torch import Tensor
 
 from prism.dropin.documents import document_numbers
 from prism.engine import fused
-from prism.engine.autocast import without_autocast
 from prism.engine.compat import have_tangents
+from prism.engine.memory import without_autocast
 
 _SILU = ("silu", "swish")
 _CACHED = 2**19

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.engine.compat import have_tangents
-from prism.engine.defaults import resolve
 from prism.engine.kernels import available
+from prism.engine.memory import resolve
 
 UNIT_EPS = 1e-6
 SOLVERS = ("gelu", "closed")

@@ -114,7 +114,7 @@ def test_there_is_no_warning_where_no_kernel_would_run(monkeypatch: pytest.Monke
 def test_the_serial_form_warns_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "PROBLEM", "needs Triton 3.6 to 3.9 (pip install …), but 3.10 is installed")
     monkeypatch.setattr(available, "_warned", False)
-    path = engine_of(InnerUpdate).paths["serial", "triton"]
+    path = engine_of(InnerUpdate).forms["serial"][0]
     with pytest.warns(UserWarning, match="torch is used"):
         path.automatic(SimpleNamespace(q=on_gpu()))
 

@@ -12,8 +12,8 @@ import torch
 
 import prism
 from prism.engine import fused
-from prism.engine.dispatch import choose_path, engine_of
 from prism.engine.kernels import available
+from prism.engine.memory import chosen, engine_of
 from tests.engine.kernels.problems import SMALLEST, leaves, tiles, update
 from tests.engine.kernels.where import CAN_START, DEVICE, needs_kernels
 
@@ -44,7 +44,7 @@ def test_the_recurrent_form_has_gradients_on_the_kernels_too() -> None:
 def test_automatic_choice_on_a_cpu_is_torch() -> None:
     with torch.device("cpu"):
         u = update(leaves(4, dtype=torch.float32))
-    assert choose_path(engine_of(prism.Update), u).run.__module__ == "prism.engine.linear.chunkwise"
+    assert chosen(engine_of(prism.Update), u)[1].run.__module__ == "prism.engine.linear.chunkwise"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ column's write that remains at each row. PRISM with L writes has J = L columns, 
 DeltaNet. An erase along another key than the first one written gets its own column 0, with W_0 = 0: J = L + 1. Heads may share
 queries and keys, and a token may take several rows (sub-steps): `tiles.py` says how.
 
-**One call.** `engine/dispatch.py` asks `serve.py` whether the kernels serve an update. `serve.py` turns the update into
+**One call.** `engine/memory.py` asks `serve.py` whether the kernels serve an update. `serve.py` turns the update into
 `KernelInputs` and calls the operator in `memory.py`, which runs the passes in order:
 
     forward     prepare (T⁻¹ and the products inside each chunk), then a scan that carries the state from chunk to chunk

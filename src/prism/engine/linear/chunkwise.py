@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from prism.engine import compat
-from prism.engine.autocast import without_autocast
 from prism.engine.linear.block import affine, from_blocks, to_blocks
 from prism.engine.linear.chunks import Fields, Kept, Kind, backward, forward, segment_rows
+from prism.engine.memory import without_autocast
 from prism.engine.update import Steps, Update, steps_keeping_first
 
 BLOCK_ROWS = 512

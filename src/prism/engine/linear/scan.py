@@ -2,7 +2,7 @@
 
 Work is linear and depth logarithmic in T, but every state is materialised and, for rules that erase, a composition is a
 K×K product. It is a form to reason with, not the fast one. The same maps, of whole parts of a sequence, let several
-processes share one (engine/cut.py).
+processes share one (engine/sequence_parallel.py).
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.engine.autocast import without_autocast
 from prism.engine.inputs import check_integer, check_shape
 from prism.engine.linear.block import from_blocks, incoming_states, to_blocks
 from prism.engine.linear.decay import HeadDecay
+from prism.engine.memory import without_autocast
 from prism.engine.update import Update, steps_of
 from prism.engine.update import check_state as check_linear_state
 
