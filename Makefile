@@ -47,7 +47,7 @@ test-slow: $(VENV)/ready
 # The tests that need a GPU: kernels, CUDA graphs and synchronisation; `make test` never uses one. Takes minutes, most of them
 # for flash-linear-attention, which autotunes its kernels first.
 test-gpu: $(VENV)/ready
-	PRISM_TEST_GPU=1 $(BIN)/python -m pytest -m "not slow" tests/engine/kernels tests/engine/test_pieces.py \
+	PRISM_TEST_GPU=1 $(BIN)/python -m pytest -m "not slow" tests/engine/kernels tests/engine/test_layer_ops.py \
 		tests/engine/networks/test_serial_mlp.py tests/models/test_replay.py tests/train/test_synchronisation.py \
 		tests/train/test_step.py
 

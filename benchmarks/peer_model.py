@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import prism
 from candidates import compile_candidates_together
-from prism.engine.fused import Columns
+from prism.engine.layer_ops import Columns
 from prism.engine.memory import Engine, Implementation, engine_of, register
 from prism.models import PrismForCausalLM
 from prism.nn import Block, State

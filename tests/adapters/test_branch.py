@@ -12,7 +12,7 @@ from prism.adapters import PrismAdapterConfig
 from prism.adapters.branch import Branch, First, Sizes
 from prism.adapters.delta_net import Visit, document_starts
 from prism.adapters.rule import AdaptedRule
-from prism.engine.fused import l2_normalize, solved_writes
+from prism.engine.layer_ops import l2_normalize, solved_writes
 from prism.rules.rule import Span
 from tests.adapters.bases import close
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prism
-from prism.engine import BACKENDS, FORMS, fused, using
+from prism.engine import BACKENDS, FORMS, layer_ops, using
 from prism.engine.kernels import available
 from prism.engine.memory import in_place_equivalent
 
@@ -143,10 +143,10 @@ def test_torch_turns_off_the_kernels_around_the_memory(
     monkeypatch.setattr(available, "PROBLEM", None)
     monkeypatch.setattr(available, "outdated", lambda x: False)
     with using(backend=backend):
-        assert fused.use_kernel(_OnGpu()) is used  # type: ignore[arg-type]
+        assert layer_ops.use_kernel(_OnGpu()) is used  # type: ignore[arg-type]
     seen: list[bool] = []
     mixer = prism.Mixer("gated_delta", 16, 2)
-    monkeypatch.setattr(mixer.rule, "output", lambda o, x, extra: seen.append(fused.use_kernel(_OnGpu())) or x)
+    monkeypatch.setattr(mixer.rule, "output", lambda o, x, extra: seen.append(layer_ops.use_kernel(_OnGpu())) or x)
     if backend in ("auto", "torch"):
         mixer(torch.randn(1, 3, 16), backend=backend)
         assert seen == [used]

@@ -8,7 +8,7 @@ from typing import Any
 from peft import PeftConfig
 
 from prism.adapters.compat import add_peft_type
-from prism.engine.fused import SOLVERS
+from prism.engine.layer_ops import SOLVERS
 from prism.rules.parts.writes import SCALINGS
 from prism.rules.rule import check_choices, check_integers
 

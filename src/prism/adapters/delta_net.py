@@ -12,7 +12,7 @@ from prism.adapters import compat, slots
 from prism.adapters.branch import ANCHOR, Branch, First, Sizes
 from prism.adapters.layer import AdapterLayer
 from prism.engine import memory
-from prism.engine.fused import l2_normalize
+from prism.engine.layer_ops import l2_normalize
 from prism.rules.rule import Span
 
 CLASSES = {

@@ -20,8 +20,8 @@ from torch import Tensor
 from prism.dropin import norms
 from prism.dropin.conv import causal_conv1d_fn, span_back, taps_over
 from prism.engine import Update, memory
-from prism.engine.fused import UNIT_EPS
 from prism.engine.inputs import repeat_heads
+from prism.engine.layer_ops import UNIT_EPS
 from prism.engine.linear.chunks import (
     EraseSegment,
     Kept,
