@@ -19,10 +19,10 @@ from torch import Tensor
 
 import prism
 from low_precision import low_precision
-from prism.engine import fused
+from prism.engine import layer_ops
+from prism.engine.inputs import repeat_heads, repeat_mask
 from prism.engine.kernels.configurations import Configuration, forced
-from prism.engine.linear.steps import at_substep
-from prism.engine.padding import repeat_heads, repeat_mask
+from prism.engine.update import at_substep
 
 Tensors = dict[str, Tensor]
 
@@ -232,9 +232,9 @@ def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
 
 
 def around_the_memory(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Check the kernels of the operations around the memory (prism.engine.fused) in the same way."""
-    from prism.engine.fused import UNIT_EPS, Corrections, delta_columns, solve
+    """Check the kernels of the operations around the memory (prism.engine.layer_ops) in the same way."""
     from prism.engine.kernels import columns, short_conv, solver
+    from prism.engine.layer_ops import UNIT_EPS, Corrections, delta_columns, solve
 
     B, T, H, L, K, V = 2, 333, 2, 3, 128, 128
     generator = torch.Generator(device).manual_seed(1)
@@ -289,12 +289,12 @@ def around_the_memory(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any
 
 @contextmanager
 def _no_kernels() -> Iterator[None]:
-    """Compute the operations of `prism.engine.fused` in torch."""
-    chosen, fused.use_kernel = fused.use_kernel, lambda x: False
+    """Compute the operations of `prism.engine.layer_ops` in torch."""
+    chosen, layer_ops.use_kernel = layer_ops.use_kernel, lambda x: False
     try:
         yield
     finally:
-        fused.use_kernel = chosen
+        layer_ops.use_kernel = chosen
 
 
 def _compare(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import prism
 from candidates import compile_candidates_together
-from prism.engine import dispatch
-from prism.engine.fused import Columns
+from prism.engine.layer_ops import Columns
+from prism.engine.memory import Engine, Implementation, engine_of, register
 from prism.models import PrismForCausalLM
 from prism.nn import Block, State
 from prism.rules import delta
@@ -112,12 +112,12 @@ def fla_kernels(active: bool) -> Iterator[None]:
             use_qk_l2norm_in_kernel=True,
         )
 
-    ours, engine = delta.delta_columns, dispatch.engine_of(prism.Update)
-    path = dispatch.Path(torch.compiler.disable(run))
-    dispatch.register(prism.Update, dispatch.Engine({("chunkwise", "fla"): path}, lambda update: "chunkwise"))
+    ours, engine = delta.delta_columns, engine_of(prism.Update)
+    forms = {"chunkwise": [Implementation(torch.compiler.disable(run), "fla")]}
+    register(prism.Update, Engine(forms, lambda update: "chunkwise"))
     delta.delta_columns = unscaled
     try:
         yield
     finally:
         delta.delta_columns = ours
-        dispatch.register(prism.Update, engine)
+        register(prism.Update, engine)

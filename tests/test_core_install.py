@@ -30,7 +30,7 @@ CORE = """
 import importlib, pkgutil, torch, prism
 from prism import engine, nn, rules
 
-kernels = ("prism.engine.kernels.", "online_kernels")
+kernels = ("prism.engine.kernels.", "prism.engine.layer_ops_cuda")
 for package in (engine, nn, rules):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if not any(part in module.name for part in kernels):  # Triton's language

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prism import rules
 from prism.engine import engine_of
-from prism.engine.dispatch import path_taken
+from prism.engine.memory import chosen
 from prism.nn.mixer import Span
 
 README = Path(__file__).parents[2] / "README.md"
@@ -34,7 +34,7 @@ def table() -> str:
         paper = "" if kind.paper is None else f"[{kind.paper.authors}][{number}]"
         if kind.paper is not None:
             links.append(f"[{number}]: {kind.paper.url}")
-        cpu, _ = path_taken(*_engine_and_update(name))
+        cpu, _ = chosen(*_engine_and_update(name))
         objective = kind.objective.text.replace("|", "\\|")
         lines.append(f"| `{name}` | {paper} | {objective} | {cpu} | {_own_kernel(name)} |")
     return "\n".join([*lines, "", *links])
@@ -60,7 +60,7 @@ def _gpu_backend(name: str, form: str = "auto", **options: Any) -> str | None:
     try:
         engine, update = _engine_and_update(name, **options)
         with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
-            return path_taken(engine, _on_gpu(update), form)[1]
+            return chosen(engine, _on_gpu(update), form)[1].backend
     except ValueError:
         return None
 

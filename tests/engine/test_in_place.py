@@ -11,7 +11,7 @@ from torch import Tensor
 
 import prism
 from prism.engine import memory_
-from prism.engine.dispatch import in_place_equivalent
+from prism.engine.memory import in_place_equivalent
 from prism.nn.state import State
 from tests.helpers import Problem, examples, problems
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib import import_module
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prism
-from prism.engine import BACKENDS, FORMS, defaults, dispatch, fused, using
-from prism.engine.dispatch import in_place_equivalent
+from prism.engine import BACKENDS, FORMS, layer_ops, using
 from prism.engine.kernels import available
+from prism.engine.memory import in_place_equivalent
 
+engine = import_module("prism.engine.memory")  # the package's attribute of that name is the function
 UPDATE = prism.Update(torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 1, 8), torch.randn(1, 5, 2, 1, 4))
 
 
@@ -25,15 +27,16 @@ UPDATE = prism.Update(torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 1, 8), torch
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
     """The form and backend of every call of `memory`."""
     calls: list[tuple[str, str]] = []
-    original = dispatch.path_taken
+    original = engine.chosen
 
-    def spy(*arguments: object) -> tuple[str, str]:
-        calls.append(original(*arguments))
-        return calls[-1]
+    def spy(*arguments: object) -> tuple[str, object]:
+        form, implementation = original(*arguments)
+        calls.append((form, implementation.backend))
+        return form, implementation
 
-    monkeypatch.setattr(dispatch, "path_taken", spy)
+    monkeypatch.setattr(engine, "chosen", spy)
     yield calls
-    assert defaults.resolve() == defaults.AUTO and not defaults._entered, "a block is still open"
+    assert engine.resolve() == engine.AUTO and not engine._entered, "a block is still open"
 
 
 def test_auto_is_the_choice_of_the_block(taken: list[tuple[str, str]]) -> None:
@@ -54,17 +57,17 @@ def test_the_innermost_name_counts(blocks: list[tuple[str, str]], asked: tuple[s
     with ExitStack() as stack:
         for block in blocks:
             stack.enter_context(using(*block))
-        for place, got in enumerate(defaults.resolve(*asked)):
+        for place, got in enumerate(engine.resolve(*asked)):
             named = [choice[place] for choice in [*blocks, asked] if choice[place] != "auto"]
             assert got == (named[-1] if named else "auto")
-        assert defaults._latest == defaults.resolve()
-    assert defaults.resolve() == defaults._latest == defaults.AUTO
+        assert engine._latest == engine.resolve()
+    assert engine.resolve() == engine._latest == engine.AUTO
 
 
 def test_an_error_ends_the_block() -> None:
     with pytest.raises(KeyError), using(form="scan"):
         raise KeyError
-    assert defaults.resolve() == defaults.AUTO and not defaults._entered
+    assert engine.resolve() == engine.AUTO and not engine._entered
 
 
 def test_threads_and_tasks_choose_independently() -> None:
@@ -74,7 +77,7 @@ def test_threads_and_tasks_choose_independently() -> None:
     def in_thread(form: str) -> None:
         with using(form=form):
             both.wait(10)
-            seen[f"thread {form}"] = defaults.resolve()[0]
+            seen[f"thread {form}"] = engine.resolve()[0]
             both.wait(10)
 
     threads = [threading.Thread(target=in_thread, args=(form,)) for form in ("scan", "parallel")]
@@ -83,12 +86,12 @@ def test_threads_and_tasks_choose_independently() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        seen["thread recurrent"] = defaults.resolve()[0]
+        seen["thread recurrent"] = engine.resolve()[0]
 
     async def in_task(form: str) -> None:
         with using(form=form):
             await asyncio.sleep(0)
-            seen[f"task {form}"] = defaults.resolve()[0]
+            seen[f"task {form}"] = engine.resolve()[0]
             await asyncio.sleep(0)
 
     async def tasks() -> None:
@@ -96,7 +99,7 @@ def test_threads_and_tasks_choose_independently() -> None:
 
     asyncio.run(tasks())
     assert len(seen) == 5 and all(name.split()[1] == form for name, form in seen.items())
-    assert not defaults._entered
+    assert not engine._entered
 
 
 @pytest.mark.parametrize(
@@ -140,10 +143,10 @@ def test_torch_turns_off_the_kernels_around_the_memory(
     monkeypatch.setattr(available, "PROBLEM", None)
     monkeypatch.setattr(available, "outdated", lambda x: False)
     with using(backend=backend):
-        assert fused.use_kernel(_OnGpu()) is used  # type: ignore[arg-type]
+        assert layer_ops.use_kernel(_OnGpu()) is used  # type: ignore[arg-type]
     seen: list[bool] = []
     mixer = prism.Mixer("gated_delta", 16, 2)
-    monkeypatch.setattr(mixer.rule, "output", lambda o, x, extra: seen.append(fused.use_kernel(_OnGpu())) or x)
+    monkeypatch.setattr(mixer.rule, "output", lambda o, x, extra: seen.append(layer_ops.use_kernel(_OnGpu())) or x)
     if backend in ("auto", "torch"):
         mixer(torch.randn(1, 3, 16), backend=backend)
         assert seen == [used]
@@ -151,7 +154,7 @@ def test_torch_turns_off_the_kernels_around_the_memory(
 
 def test_compiled_code_follows_the_block_around_it() -> None:
     def asked(x: Tensor) -> Tensor:
-        return x + (10 if defaults.resolve()[0] == "scan" else 1)
+        return x + (10 if engine.resolve()[0] == "scan" else 1)
 
     compiled = torch.compile(asked, backend="eager", fullgraph=True)
     zero = torch.zeros(())

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-from prism.engine import pieces
+from prism.engine import layer_ops
 from prism.hf import conv, delta, lightning, mamba2, mlstm, norms, rg_lru
 from prism.hf.documents import document_numbers, document_starts
 from prism.hf.families import modeling_file
@@ -210,7 +210,7 @@ def test_the_norm_behind_the_memory_in_one_kernel(monkeypatch: pytest.MonkeyPatc
 
     wanted = run()
     monkeypatch.setattr(type(norm), "forward", delta.gated_norm(type(norm).forward))
-    monkeypatch.setattr(pieces, "use_kernel", lambda x: True)
+    monkeypatch.setattr(layer_ops, "use_kernel", lambda x: True)
     found = run()
     assert "GatedNorm" in found[0].grad_fn.name()  # type: ignore[union-attr]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

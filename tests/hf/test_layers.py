@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
 import prism
-from prism.engine.linear import chunk_segment
-from prism.engine.linear.chunk_segment import Kind
+from prism.engine.linear import chunks
+from prism.engine.linear.chunks import Kind
 from prism.hf import delta_layer, delta_segments, linear_maps, rotary
 from prism.hf.families import modeling_file
 from prism.hf.linear_maps import is_linear, is_plain
@@ -52,7 +52,7 @@ def results(layer: Any, x: Tensor, **more: Any) -> list[Tensor]:
 @pytest.mark.parametrize("name", DELTA)
 def test_delta_layers_agree_with_the_originals(name: str, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one segment and in several, the last of them short, with left padding and without."""
-    monkeypatch.setattr(chunk_segment, "_CACHED", cached)
+    monkeypatch.setattr(chunks, "CACHED", cached)
     torch.manual_seed(0)
     x = torch.randn(2, 171, 32, requires_grad=True)
     mask = torch.ones(2, 171, dtype=torch.long)

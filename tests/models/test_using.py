@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
-from prism.engine import dispatch, using
+from prism.engine import using
 from prism.models import PrismConfig, PrismForCausalLM, ReplayedCache
 from prism.models.loading import config_sha256
 from prism.recommend.config import PrismRecConfig
@@ -19,14 +20,15 @@ from tests.models.stacks import model, tokens
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     forms: list[str] = []
-    original = dispatch.path_taken
+    engine = import_module("prism.engine.memory")  # the package's attribute of that name is the function
+    original = engine.chosen
 
-    def spy(*arguments: object) -> tuple[str, str]:
-        form, backend = original(*arguments)
+    def spy(*arguments: object) -> tuple[str, object]:
+        form, implementation = original(*arguments)
         forms.append(form)
-        return form, backend
+        return form, implementation
 
-    monkeypatch.setattr(dispatch, "path_taken", spy)
+    monkeypatch.setattr(engine, "chosen", spy)
     return forms
 
 

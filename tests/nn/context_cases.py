@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prism import Mixer
-from prism.engine.context import Context
+from prism.engine.sequence_parallel import Context
 from tests.helpers import relative_error
 
 WIDTH, HEADS = 8, 2

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from prism import Mixer, rules
 from prism.engine import memory
-from prism.engine.context import Context
 from prism.engine.memories.diagonal import Diagonal, as_real, total_decay
+from prism.engine.sequence_parallel import Context
 from prism.engine.update import Update
 from prism.rules.rule import Carry, Rule, Span
 from tests.children import finish, start_children

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import prism
 from prism import Mixer
-from prism.engine.packed import packed_starts
+from prism.engine.inputs import packed_starts
 
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any)
 

@@ -15,8 +15,8 @@ from tyro.conf import Positional
 
 from prism import rules as registry
 from prism.engine import FORMS, engine_of
-from prism.engine.dispatch import path_taken
 from prism.engine.memories.folded import Folded
+from prism.engine.memory import chosen
 from prism.files import check_target
 from prism.rules.description import HEADS, WIDTH
 from prism.rules.options import options_of
@@ -92,7 +92,8 @@ def paths_taken(width: int, heads: int) -> dict[str, list[str]]:
             update, *_ = rule.update(x, {}, Span(None, None))
         while isinstance(update, Folded):
             update = update.update
-        taken.setdefault(", ".join(path_taken(engine_of(type(update)), update)), []).append(name)
+        form, implementation = chosen(engine_of(type(update)), update)
+        taken.setdefault(f"{form}, {implementation.backend}", []).append(name)
     return dict(sorted(taken.items()))
 
 

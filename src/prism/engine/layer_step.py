@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from prism.engine import compat
-from prism.engine.defaults import resolve
-from prism.engine.fused import UNIT_EPS
 from prism.engine.kernels import available
+from prism.engine.layer_ops import UNIT_EPS
+from prism.engine.memory import resolve
 from prism.engine.step_plan import DeltaPlan, GluPlan, Norm
 
 STATE_DTYPES = (torch.float32, torch.bfloat16)

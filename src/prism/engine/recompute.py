@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from prism.engine.compat import saved_tensor_hooks_active, transforms_active
-from prism.engine.defaults import resolve, using
+from prism.engine.memory import resolve, using
 
 Rest = TypeVar("Rest")
 Function = Callable[..., tuple[tuple[Tensor, ...], Rest]]

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.engine import fused
-from prism.engine.autocast import without_autocast
+from prism.engine import layer_ops
 from prism.engine.compat import have_tangents
+from prism.engine.inputs import without_autocast
 from prism.hf.documents import document_numbers
 
 _SILU = ("silu", "swish")
@@ -51,7 +51,7 @@ def causal_conv1d_fn(
         y = _Convolution.apply(*given) if torch.is_grad_enabled() else _convolve(*given)
     else:
         x = x if x.is_cuda else _wide(x)
-        y = fused.short_conv(x, weight.t(), bias, documents=numbers, activation=silu)
+        y = layer_ops.short_conv(x, weight.t(), bias, documents=numbers, activation=silu)
     if activation is not None and not silu:
         y = _activation(activation)(y)
     return y.to(hidden_states.dtype).transpose(1, 2)
@@ -128,7 +128,7 @@ class _Convolution(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: the gradient itself will be differentiated
             inputs = [z for z in (x, weight, bias) if z is not None and z.requires_grad]
-            again = fused.short_conv(x, weight.t(), bias, activation=ctx.silu)
+            again = layer_ops.short_conv(x, weight.t(), bias, activation=ctx.silu)
             found = iter(torch.autograd.grad(again, inputs, d_out, create_graph=True))
             return (*[next(found) if z is not None and z.requires_grad else None for z in (x, weight, bias)], None)
         return (*_backward(x, weight, bias, ctx.silu, _tokens_first(d_out)), None)

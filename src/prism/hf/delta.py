@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.engine import Update, fused, memory, pieces
-from prism.engine.checks import InvalidValueError
-from prism.engine.fused import UNIT_EPS
+from prism.engine import Update, layer_ops, memory
+from prism.engine.inputs import InvalidValueError
+from prism.engine.layer_ops import UNIT_EPS
 from prism.hf import norms
 from prism.hf.documents import document_numbers, document_starts
 
@@ -135,8 +135,8 @@ def gated_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def forward(self: Any, hidden_states: Tensor, gate: Tensor) -> Tensor:
         given, eps = (hidden_states, gate, self.weight), self.variance_epsilon
-        if self.activation == "silu" and pieces.gated_norm_serves(*given):
-            return pieces.gated_norm(*given, eps)
+        if self.activation == "silu" and layer_ops.gated_norm_serves(*given):
+            return layer_ops.gated_norm(*given, eps)
         if self.activation == "silu" and norms.serves(*given):
             return norms.gated_norm(*given, eps, gate_first=False)
         return original(self, hidden_states, gate)
@@ -145,7 +145,7 @@ def gated_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _half_on_gpu(x: Tensor) -> bool:
-    return x.dtype in (torch.bfloat16, torch.float16) and fused.use_kernel(x)
+    return x.dtype in (torch.bfloat16, torch.float16) and layer_ops.use_kernel(x)
 
 
 def _half_rows(query: Tensor, key: Tensor, normalise: bool, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ def _half_rows(query: Tensor, key: Tensor, normalise: bool, scale: float | None)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if not normalise:
         return query * scale, key
-    return fused.l2_normalize(query, scale=scale), fused.l2_normalize(key)
+    return layer_ops.l2_normalize(query, scale=scale), layer_ops.l2_normalize(key)
 
 
 def _rows(query: Tensor, key: Tensor, normalise: bool, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -18,12 +18,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.engine import Update, memory
-from prism.engine.fused import UNIT_EPS
-from prism.engine.linear import erase_chunks
-from prism.engine.linear.chunk_rows import copy_from_chunks, copy_to_chunks
-from prism.engine.linear.chunk_segment import Kind, Segment, decays_of, fitting_rows
-from prism.engine.linear.chunkwise import HEAD_SEGMENT, chunk_length
-from prism.engine.padding import repeat_heads
+from prism.engine.inputs import repeat_heads
+from prism.engine.layer_ops import UNIT_EPS
+from prism.engine.linear.chunks import (
+    EraseSegment,
+    Kept,
+    Kind,
+    decays,
+    erase_backward,
+    erase_forward,
+    fitting_rows,
+    from_chunks,
+    to_chunks,
+)
+from prism.engine.linear.chunkwise import MOST_ROWS, chunk_length
 from prism.hf import norms
 from prism.hf.conv import causal_conv1d_fn, span_back, taps_over
 
@@ -104,25 +112,25 @@ def in_steps(sizes: Sizes, sources: Sequence[Tensor], weights: Weights, g: Tenso
 
 
 _KEPT = 10
-"""Tensors that a segment keeps: what the engine keeps (erase_chunks.py), [N; M], the decays, and the outputs of the memory."""
+"""Tensors that a segment keeps: what the engine keeps (`Kept`), [N; M], the decays, and the outputs of the memory."""
 
 
 def _forward(
     sizes: Sizes, sources: Sequence[Tensor], weights: Weights, g: Tensor, beta: Tensor, keep: bool
-) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+) -> tuple[Tensor, list[tuple[Any, ...]]]:
     """The outputs, and with `keep` the tensors that `_backward` needs of each segment."""
     parts, gate = sizes.layout(sources)
     (B, T, H), V = g.shape, len(weights.norm)
-    y, S = g.new_empty(B, T, H * V), g.new_zeros(B, H, sizes.key, V)
-    kept: list[tuple[Tensor, ...]] = []
+    y, S = g.new_empty(B, T, H * V), g.new_zeros(B * H, sizes.key, V)
+    kept: list[tuple[Any, ...]] = []
     kind, length = _kind(sizes, g, V)
     for start in range(0, T, length):
         now = slice(start, min(start + length, T))
         tokens = _tokens(sizes, parts, weights, H, now, keep=False)
         s = _chunks(sizes, tokens, g, beta, now, kind)
         writes = s.x.new_empty(*s.x.shape[:2], V)
-        copy_to_chunks(writes, tokens.v, 0, now.stop - start, beta[:, now].unsqueeze(-1))
-        part, S, found, MN = erase_chunks.chunks_forward(s, writes, S)
+        to_chunks(tokens.v * beta[:, now].unsqueeze(-1), writes)
+        part, S, found, MN = erase_forward(s, writes, S)
         o = _rows(part, g, now)
         opened = gate[:, now].reshape(-1, V)
         out = norms.gated_norm_forward(o.view(-1, V), opened, weights.norm, sizes.eps, gate_first=False)
@@ -138,7 +146,7 @@ def _backward(
     weights: Weights,
     g: Tensor,
     beta: Tensor,
-    kept: Sequence[Sequence[Tensor]],
+    kept: Sequence[Sequence[Any]],
     d_y: Tensor,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the weights, g, beta and the sources."""
@@ -148,11 +156,13 @@ def _backward(
     d_bias = None if weights.bias is None else torch.zeros_like(weights.bias)
     d_g, d_beta = torch.empty_like(g), torch.empty_like(beta)
     (B, T, H), V = g.shape, len(weights.norm)
-    dS, after = g.new_zeros(B, H, sizes.key, V), g.new_zeros(B, weights.taps.shape[1] - 1, weights.taps.shape[0])
+    dS, after = g.new_zeros(B * H, sizes.key, V), g.new_zeros(B, weights.taps.shape[1] - 1, weights.taps.shape[0])
     kind, length = _kind(sizes, g, V)
     for index in reversed(range(len(kept))):
         now = slice(index * length, min((index + 1) * length, T))
-        *found, MN, gamma, start, end, carry, o = kept[index]
+        *engine, MN, gamma, start, end, carry, o = kept[index]
+        found = Kept(*engine)
+        assert found.first is not None
         tokens = _tokens(sizes, parts, weights, H, now, keep=True)
         s = _chunks(sizes, tokens, g, beta, now, kind, (gamma, start, end, carry))
         d_o, d_opened, d_weight = norms.gated_norm_back(
@@ -162,11 +172,11 @@ def _backward(
         d_gate[:, now] = d_opened.view_as(d_gate[:, now])
         d_norm += d_weight
         d_rows = s.z.new_empty(*s.z.shape[:2], V)
-        copy_to_chunks(d_rows[:, : s.chunk], d_o.view_as(o), 0, o.shape[1])
-        d = erase_chunks.chunks_backward(s, MN, found, found[2], d_rows, dS, kind)
+        to_chunks(d_o.view_as(o), d_rows[:, : s.chunk])
+        d = erase_backward(s, MN, found, found.first, d_rows, dS, kind)
         assert d.decay is not None and d.strength is not None
         dS = d.incoming
-        copy_from_chunks(d_g, d.decay, now.start, o.shape[1])
+        from_chunks(d.decay, d_g[:, now])
         d_q, d_k, d_w = (_rows(x, g, now) for x in (d.z[:, : s.chunk], d.x, d.y))
         d_beta[:, now] = _rows(d.strength, g, now) + (d_w * tokens.v).sum(-1)
         d_x = _rows_back(sizes, tokens, d_q, d_k, d_w, beta[:, now])
@@ -195,27 +205,26 @@ def _tokens(sizes: Sizes, parts: Sequence[Tensor], weights: Weights, H: int, now
 
 
 def _chunks(
-    sizes: Sizes, tokens: _Tokens, g: Tensor, beta: Tensor, now: slice, kind: Kind, decays: Any = None
-) -> Segment:
-    """Queries and keys of length 1 in chunks, as the engine wants them; without `decays` these are computed."""
+    sizes: Sizes, tokens: _Tokens, g: Tensor, beta: Tensor, now: slice, kind: Kind, weights: Any = None
+) -> EraseSegment:
+    """Queries and keys of length 1 in chunks, as the engine wants them; without `weights` the decays are computed."""
     (B, _, H), n, C = g.shape, now.stop - now.start, kind.chunk
     q, k, _ = (repeat_heads(x, H) for x in _heads(tokens.x, sizes, H))
     to_q, to_k = (repeat_heads(x, H) for x in tokens.inverse.split(sizes.heads, 2))
     m = -(-n // C) * B * H
     z, x, strength = q.new_empty(m, 2 * C, sizes.key), q.new_empty(m, C, sizes.key), q.new_empty(m, C)
-    copy_to_chunks(z[:, :C], q, 0, n, to_q * sizes.key**-0.5)
-    copy_to_chunks(x, k, 0, n, to_k)
-    copy_to_chunks(strength, beta, now.start, n)
+    to_chunks(q * (to_q * sizes.key**-0.5), z[:, :C])
+    to_chunks(k * to_k, x)
+    to_chunks(beta[:, now], strength)
     torch.mul(x, strength.unsqueeze(-1), out=z[:, C:])
-    if decays is None:
-        decays = decays_of(z, g, None, now.start, n, kind, H)
-    return Segment(z, x, strength.unsqueeze(-1), *decays)
+    weights = decays(beta[:, now], g[:, now], None, C, kind.read_before) if weights is None else weights
+    return EraseSegment(z, x, strength.unsqueeze(-1), *weights)
 
 
 def _rows(chunks: Tensor, g: Tensor, now: slice) -> Tensor:
     """`[m, C, …]` → `[B, n, H, …]`."""
     rows = chunks.new_empty(g.shape[0], now.stop - now.start, g.shape[2], *chunks.shape[2:])
-    copy_from_chunks(rows, chunks, 0, rows.shape[1])
+    from_chunks(chunks, rows)
     return rows
 
 
@@ -262,5 +271,5 @@ def _scatter(parts: Sequence[Tensor], rows: Tensor, now: slice) -> None:
 def _kind(sizes: Sizes, g: Tensor, V: int) -> tuple[Kind, int]:
     """The engine's settings, and the tokens of a segment, which it computes at once."""
     chunk = chunk_length(sizes.key, V)
-    kind = Kind(chunk, HEAD_SEGMENT // chunk * chunk, look_before=False, read_before=False)
+    kind = Kind(chunk, MOST_ROWS // chunk * chunk, look_before=False, read_before=False)
     return kind, fitting_rows(g.shape[0] * g.shape[2] * max(sizes.key, V), kind)

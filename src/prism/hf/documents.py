@@ -20,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.engine.checks import describe, values_may_be_read
-from prism.engine.packed import check_offsets, check_offsets_tensor
+from prism.engine.inputs import check_offsets, check_offsets_tensor, describe, values_may_be_read
 
 DOCUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q")
 """Arguments of a model that say which documents its rows hold."""

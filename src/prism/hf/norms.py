@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.engine.compat import have_tangents, transforms_active
-from prism.engine.fused import UNIT_EPS
+from prism.engine.layer_ops import UNIT_EPS
 
 _SPAN = 2**20
 """Numbers of a span. Measured: shorter ones cost more calls, longer ones outgrow the cache."""

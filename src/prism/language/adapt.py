@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prism.engine.context import Context
+from prism.engine.sequence_parallel import Context
 from prism.language.adapt_export import write_adapter
 from prism.language.adapt_settings import AdaptSettings
 from prism.language.adapted import Base, attach, open_base

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.context import Context
+from prism.engine.sequence_parallel import Context
 from prism.language.adapt_settings import AdaptSettings
 from prism.language.corpus import Corpus, prepare
 from prism.language.export import write_model

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from prism.documents import document_starts, needed_starts
-from prism.engine.context import Context
+from prism.engine.sequence_parallel import Context
 from prism.files import read_json, sha256, write_json
 from prism.models.cross_entropy import IGNORED
 from prism.train.order import sequence_of

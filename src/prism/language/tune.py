@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from prism.engine.context import Context
+from prism.engine.sequence_parallel import Context
 from prism.files import read_json
 from prism.language.adapted import Base, attach, open_base
 from prism.language.adapter_files import CONFIG

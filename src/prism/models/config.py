@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from transformers.configuration_utils import PreTrainedConfig
 
 from prism import rules
-from prism.engine.defaults import check_choice
+from prism.engine.memory import check_choice
 from prism.models.compat import warn_of_missing
 from prism.nn.pattern import LayerSpec, parse_layers
 from prism.rules.options import RULE_DEFAULTS

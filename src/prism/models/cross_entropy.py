@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from prism.engine.fused import token_losses
+from prism.engine.layer_ops import token_losses
 
 IGNORED = -100
 REDUCTIONS = ("mean", "sum")

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from prism.documents import needed_starts, starts_of_positions
-from prism.engine.checks import values_may_be_read
-from prism.engine.padding import moved_starts
+from prism.engine.inputs import moved_starts, values_may_be_read
 
 
 def padding_mask(attention_mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:

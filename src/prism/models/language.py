@@ -26,8 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from prism.engine.compat import is_unmodified
-from prism.engine.context import Context
-from prism.engine.defaults import resolve
+from prism.engine.memory import resolve
+from prism.engine.sequence_parallel import Context
 from prism.models.cache import PrismCache
 from prism.models.compat import is_loaded, require_marks, tokens_to_record, warn_of_missing
 from prism.models.config import PrismConfig

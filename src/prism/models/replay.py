@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from prism.engine import compat
-from prism.engine.defaults import Choice, resolve
+from prism.engine.memory import Choice, resolve
 from prism.models.cache import CachedModel, PrismCache
 from prism.models.rollback import Inputs
 from prism.nn.state import State

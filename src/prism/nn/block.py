@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from prism import rules
 from prism.engine import compat, layer_step
-from prism.engine.context import Context
-from prism.engine.pieces import plain_linear, residual_norm, residual_sum, swiglu
+from prism.engine.layer_ops import plain_linear, residual_norm, residual_sum, swiglu
 from prism.engine.recompute import recomputing
+from prism.engine.sequence_parallel import Context
 from prism.engine.step_plan import GluPlan, Norm
 from prism.nn.mixer import Mixer
 from prism.nn.state import State

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from prism import rules
 from prism.engine import engine_of, memory, memory_, using
-from prism.engine.checks import check_flags
-from prism.engine.context import Context
-from prism.engine.dispatch import cut_refuses, in_place_equivalent
-from prism.engine.packed import packed_starts
+from prism.engine.inputs import check_flags, packed_starts
+from prism.engine.memory import cannot_be_shared, in_place_equivalent
+from prism.engine.sequence_parallel import Context
 from prism.nn.parameters import aligned_weights, assign, full_precision, gates, keep_gates_exact
 from prism.nn.state import State
 from prism.rules.parts import fewest_tokens
@@ -84,8 +83,8 @@ class Mixer(nn.Module):
                 compiled code, where only `prism.engine.using` around the call chooses those.
             shared: in a stack, one dict for all layers, new for every forward pass. Some rules store a tensor there for the
                 layers above (RWKV-7 its first value).
-            context: the processes over which a sequence is cut (`prism.engine.context`). x is then this process's part of it,
-                `state` the one before the first part, and the new state the one after this part. Padding is refused.
+            context: the processes that share a sequence (`prism.engine.sequence_parallel`). x is then this process's part of
+                it, `state` the one before the first part, and the new state the one after this part. Padding is refused.
             cu_seqlens: offsets `[n + 1]` of n documents packed into one row, x `[1, T, width]`, instead of `reset`. The first
                 document continues `state`, also if it is empty; the new state is that of the last one with real tokens.
         """
@@ -148,9 +147,9 @@ class Mixer(nn.Module):
         update, _, _ = self._call_rule(
             torch.zeros(1, 1, self.rule.width, dtype=like.dtype, device=like.device), {}, Span()
         )
-        self._refuse_cut(cut_refuses(update))
-        cut = engine_of(type(update)).cut
-        fewest = max(fewest_tokens(self.rule), 1 if cut is None else cut.shortest(update))
+        self._refuse_cut(cannot_be_shared(update))
+        shared = engine_of(type(update)).sequence_parallel
+        fewest = max(fewest_tokens(self.rule), 1 if shared is None else shared.shortest(update))
         if tokens < fewest:
             raise ValueError(
                 f"rule {self.rule.name!r} needs parts of at least {fewest} tokens where processes share a sequence, got "
@@ -161,7 +160,7 @@ class Mixer(nn.Module):
         """In a part of a sequence, refuse an update that cannot be cut, and a carry that is not exchanged."""
         if span.context is None:
             return
-        self._refuse_cut(cut_refuses(update))
+        self._refuse_cut(cannot_be_shared(update))
         known = {id(value) for value in span.exchanged}
         for name, value in carry.items():
             if value.numel() and id(value) not in known:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.engine.checks import values_may_be_read
+from prism.engine.inputs import values_may_be_read
 from prism.models.cross_entropy import linear_cross_entropy
 from prism.rules.parts import at_least_float32
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prism.engine.context import Context
+from prism.engine.sequence_parallel import Context
 from prism.messages import did_you_mean, say
 from prism.overrides import override, to_plain
 from prism.recommend.evaluate import rank_targets

@@ -20,8 +20,15 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.compat import is_unmodified
-from prism.engine.fused import Columns, Corrections, conv_columns, delta_columns, one_operator_serves
-from prism.engine.pieces import Convolution, products_serve
+from prism.engine.layer_ops import (
+    Columns,
+    Convolution,
+    Corrections,
+    conv_columns,
+    delta_columns,
+    one_operator_serves,
+    products_serve,
+)
 from prism.engine.recompute import cheap
 from prism.engine.step_plan import DeltaPlan
 from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan, recall_taps

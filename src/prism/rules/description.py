@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from prism.engine.defaults import FORMS
+from prism.engine.memory import FORMS
 from prism.rules.options import Option, options_of
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from prism.engine import Update
-from prism.engine.fused import UNIT_EPS, delta_columns
+from prism.engine.layer_ops import UNIT_EPS, delta_columns
 from prism.engine.recompute import cheap
 from prism.rules.delta import DeltaFamily
 from prism.rules.parts import Carry, split_heads

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.engine.fused import delta_columns
+from prism.engine.layer_ops import delta_columns
 from prism.engine.step_plan import DecayPlan
 from prism.rules.delta import DeltaFamily
 from prism.rules.parts import Carry, LowRank, fused_linears, split_heads

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.autocast import without_autocast
+from prism.engine.inputs import without_autocast
 from prism.engine.memories.folded import Folded, fold, unfold
 from prism.rules.parts import BlockLinear, Carry, at_least_float32
 from prism.rules.rule import Objective, Paper, Rule, Span, check_integers, check_nonnegative, depth, rule_named

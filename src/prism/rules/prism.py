@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.engine.fused import SOLVERS, Corrections, solved_writes
-from prism.engine.pieces import Convolution
+from prism.engine.layer_ops import SOLVERS, Convolution, Corrections, solved_writes
 from prism.engine.step_plan import DeltaPlan
 from prism.rules.delta import RECALL, GatedDelta
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, split_heads

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine import FORMS
-from prism.engine.context import Context
+from prism.engine.sequence_parallel import Context
 from prism.engine.step_plan import DeltaPlan
 
 Carry = Mapping[str, Tensor]

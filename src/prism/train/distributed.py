@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from prism.device import pick_device, without_subnormals
-from prism.engine.context import Context
+from prism.engine.sequence_parallel import Context
 from prism.train.settings import ParallelSettings
 
 T = TypeVar("T")

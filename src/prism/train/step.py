@@ -4,7 +4,7 @@ The loop (loop.py) draws samples and settles what a step found. A benchmark make
 `Stepper(task, World(device), model)`, `prepare()`, then `compute(…)`.
 
 What makes steps fast is here or is chosen here: bfloat16 products, kernels and recomputation in the layers
-(`prism.engine.pieces`, `prism.engine.recompute`), compilation, fused optimizers.
+(`prism.engine.layer_ops`, `prism.engine.recompute`), compilation, fused optimizers.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prism.engine.context import Context
+from prism.engine.sequence_parallel import Context
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.settings import RunSettings

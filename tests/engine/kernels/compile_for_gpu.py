@@ -151,7 +151,7 @@ def channels() -> None:
 
 
 def around_the_memory() -> None:
-    """The kernels of `prism.engine.fused`."""
+    """The kernels of `prism.engine.layer_ops`."""
     from prism.engine.kernels.columns import columns
     from prism.engine.kernels.conv_columns import conv_columns
     from prism.engine.kernels.cross_entropy import token_losses
@@ -182,7 +182,7 @@ def around_the_memory() -> None:
 
 
 def pieces_of_a_layer() -> None:
-    """The kernels of `prism.engine.pieces`."""
+    """The kernels of `prism.engine.layer_ops`."""
     from prism.engine.kernels import pieces
 
     x, delta, weight = torch.zeros(5, 768), torch.zeros(5, 768, dtype=torch.bfloat16), torch.zeros(768)

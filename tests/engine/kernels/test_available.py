@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prism
-from prism.engine import engine_of, fused
+from prism.engine import engine_of, layer_ops
 from prism.engine.kernels import available, serve
 from prism.engine.networks import Averaged, InnerUpdate, Network
 
@@ -88,11 +88,11 @@ def test_falling_back_to_torch_is_warned_about_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(available, "PROBLEM", "needs Triton 3.6 to 3.9 (pip install …), but 3.10 is installed")
     monkeypatch.setattr(available, "_warned", False)
     with pytest.warns(UserWarning, match=r"torch is used .* slower: backend 'triton' needs Triton"):
-        assert not fused.use_kernel(on_gpu())
+        assert not layer_ops.use_kernel(on_gpu())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert serve.on_gpu(SimpleNamespace(w=on_gpu()))
-        assert not fused.use_kernel(on_gpu())
+        assert not layer_ops.use_kernel(on_gpu())
 
 
 def test_there_is_no_warning_where_no_kernel_would_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,18 +103,18 @@ def test_there_is_no_warning_where_no_kernel_would_run(monkeypatch: pytest.Monke
         warnings.simplefilter("error")
         prism.memory(small())
         prism.Mixer("prism", 16, 1)(torch.randn(1, 3, 16))
-        fused.use_kernel(SimpleNamespace(is_cuda=True, dtype=torch.float64))  # no kernel serves float64
+        layer_ops.use_kernel(SimpleNamespace(is_cuda=True, dtype=torch.float64))  # no kernel serves float64
     monkeypatch.setattr(available, "PROBLEM", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert fused.use_kernel(on_gpu())
+        assert layer_ops.use_kernel(on_gpu())
 
 
 def test_the_serial_form_warns_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "PROBLEM", "needs Triton 3.6 to 3.9 (pip install …), but 3.10 is installed")
     monkeypatch.setattr(available, "_warned", False)
-    path = engine_of(InnerUpdate).paths["serial", "triton"]
+    path = engine_of(InnerUpdate).forms["serial"][0]
     with pytest.warns(UserWarning, match="torch is used"):
         path.automatic(SimpleNamespace(q=on_gpu()))
 

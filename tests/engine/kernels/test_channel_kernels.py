@@ -17,10 +17,10 @@ from torch import Tensor
 import prism
 from prism import rules
 from prism.engine import memory
-from prism.engine.dispatch import engine_of, path_taken
 from prism.engine.kernels.channel_configurations import ChannelConfiguration, default
 from prism.engine.kernels.configurations import Tiling, forced
 from prism.engine.memories.slots import Slots
+from prism.engine.memory import chosen, engine_of
 from prism.rules.parts import l2_normalize
 from prism.rules.rule import Span
 from tests.engine.kernels.problems import SMALLEST
@@ -196,7 +196,7 @@ def test_rules_with_a_decay_per_channel_run_on_these_kernels(name: str) -> None:
         update, *_ = rule.update(torch.zeros(1, 4, 32), {}, Span())
     while hasattr(update, "update"):  # an update that only wraps another
         update = update.update
-    assert path_taken(engine_of(type(update)), update, "chunkwise", "triton") == ("chunkwise", "triton")
+    assert chosen(engine_of(type(update)), update, "chunkwise", "triton")[1].backend == "triton"
 
 
 def test_slots_read_their_values_through_these_kernels() -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import prism
-from prism.engine import fused
-from prism.engine.dispatch import choose_path, engine_of
+from prism.engine import layer_ops
 from prism.engine.kernels import available
+from prism.engine.memory import chosen, engine_of
 from tests.engine.kernels.problems import SMALLEST, leaves, tiles, update
 from tests.engine.kernels.where import CAN_START, DEVICE, needs_kernels
 
@@ -24,11 +24,11 @@ if CAN_START:
 
 
 def test_a_tensor_with_a_tangent_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "have_tangents", lambda x: x.dual)
+    monkeypatch.setattr(layer_ops, "have_tangents", lambda x: x.dual)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for dual in (False, True):
         x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32, dual=dual)
-        assert fused.use_kernel(x) is not dual
+        assert layer_ops.use_kernel(x) is not dual
 
 
 def test_the_recurrent_form_has_gradients_on_the_kernels_too() -> None:
@@ -44,7 +44,7 @@ def test_the_recurrent_form_has_gradients_on_the_kernels_too() -> None:
 def test_automatic_choice_on_a_cpu_is_torch() -> None:
     with torch.device("cpu"):
         u = update(leaves(4, dtype=torch.float32))
-    assert choose_path(engine_of(prism.Update), u).run.__module__ == "prism.engine.linear.chunkwise"
+    assert chosen(engine_of(prism.Update), u)[1].run.__module__ == "prism.engine.linear.chunkwise"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_kernels_around_the_memory_need_the_same_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
-    assert fused.use_kernel(tensor) is served
+    assert layer_ops.use_kernel(tensor) is served
 
 
 @pytest.mark.parametrize(("key_dim", "expected"), [(128, 8), (256, 1)])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import prism
-from prism.engine import fused
-from prism.engine.fused import UNIT_EPS, Columns, Corrections, delta_columns, one_operator_serves, short_conv
+from prism.engine import layer_ops
+from prism.engine.layer_ops import UNIT_EPS, Columns, Corrections, delta_columns, one_operator_serves, short_conv
 from prism.nn.block import Block
 from tests.engine.kernels.where import CAN_START, needs_kernels
 from tests.helpers import assert_close, unwritten_memory_is_nan
@@ -151,7 +151,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return run(*inputs)
 
-    monkeypatch.setattr(fused, "use_kernel", lambda x: True)
+    monkeypatch.setattr(layer_ops, "use_kernel", lambda x: True)
     monkeypatch.setattr(kernel, "conv_columns", counted)
     return calls
 

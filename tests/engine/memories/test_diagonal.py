@@ -13,9 +13,9 @@ from torch import Tensor
 
 import prism
 from prism.engine import InvalidValueError, engine_of
+from prism.engine.implementations import LONGEST_CONVOLUTION
 from prism.engine.memories import diagonal
 from prism.engine.memories.diagonal import Diagonal
-from prism.engine.registry import LONGEST_CONVOLUTION
 from tests.helpers import assert_close, examples
 from tests.rules.rule_cases import small_mixer, small_tokens, update_and_extra
 

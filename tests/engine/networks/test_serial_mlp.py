@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import prism
-from prism.engine.dispatch import engine_of, path_taken
 from prism.engine.kernels import available
+from prism.engine.memory import chosen, engine_of
 from prism.engine.networks import Averaged, InnerUpdate, Network
 from prism.engine.networks.serial import kernel_refuses
 
@@ -128,7 +128,8 @@ def test_without_a_gpu_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_automatic_choice_on_a_cpu_is_torch() -> None:
     """Also where Triton's interpreter could run the kernel."""
-    assert path_taken(engine_of(InnerUpdate), draw(1, 1)) == ("serial", "torch")
+    form, implementation = chosen(engine_of(InnerUpdate), draw(1, 1))
+    assert (form, implementation.backend) == ("serial", "torch")
 
 
 def test_a_gpu_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prism import Mixer
-from prism.engine.fused import l2_normalize, solved_writes
+from prism.engine.layer_ops import l2_normalize, solved_writes
 from prism.hf.adapters import PrismAdapterConfig
 from prism.hf.adapters.branch import Branch, First, Sizes
 from prism.hf.adapters.delta_net import Visit, document_starts

@@ -13,7 +13,7 @@ column's write that remains at each row. PRISM with L writes has J = L columns, 
 DeltaNet. An erase along another key than the first one written gets its own column 0, with W_0 = 0: J = L + 1. Heads may share
 queries and keys, and a token may take several rows (sub-steps): `tiles.py` says how.
 
-**One call.** `engine/dispatch.py` asks `serve.py` whether the kernels serve an update. `serve.py` turns the update into
+**One call.** `engine/memory.py` asks `serve.py` whether the kernels serve an update. `serve.py` turns the update into
 `KernelInputs` and calls the operator in `memory.py`, which runs the passes in order:
 
     forward     prepare (T⁻¹ and the products inside each chunk), then a scan that carries the state from chunk to chunk
@@ -35,7 +35,7 @@ configurations; nothing is tuned at run time. The first call of a kind compiles 
 | segments.py | how a sequence is cut into segments, and the kernel that links them |
 | decode.py | one token at a time: kernel, launch and operator |
 | token_maps.py, token_memory.py | one token through a whole layer (engine/layer_step.py): its maps, its memory |
-| short_conv.py, solver.py, columns.py | kernel, launch and operator of each operation around the memory (engine/fused.py) |
+| short_conv.py, solver.py, columns.py | kernel, launch and operator of each operation around the memory (engine/layer_ops.py) |
 | conv_columns.py, strips.py | convolution and columns in one: launch and operator, kernels |
 | serial_mlp.py | kernel, launch and operator of online gradient descent of a two-layer network (engine/networks/serial.py) |
 | configurations.py | measured tile sizes per shape and GPU |

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism.engine.inputs import real_resets, repeat_heads, repeat_mask, zero_padding
 from prism.engine.kernels.available import tile_width
-from prism.engine.linear.steps import at_substep
-from prism.engine.padding import real_resets, repeat_heads, repeat_mask, zero_padding
-from prism.engine.update import Update, wants_gradients
+from prism.engine.update import Update, at_substep, wants_gradients
 
 
 def by_channel(u: Update) -> bool:

@@ -5,7 +5,7 @@
 q̃, k̃ and v are stored in one row per token, as the preceding convolution writes them, and so is their gradient. In torch, the
 norms, the scalings and the concatenation of first and later columns move each of these tensors several times. One program
 takes ROWS tokens of one head. Only the inputs are saved for the backward. The definition in torch is `delta_columns` in
-`engine/fused.py`.
+`engine/layer_ops.py`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     x = silu(conv(projected))        q = K^-½ · unit(x_q)        k_1 = unit(x_k)        w_1 = β x_v        later columns
 
-The definition in torch is `short_conv`, then `delta_columns` (`engine/fused.py`). short_conv.py and columns.py compute the same
-in two passes; here x is never in memory (kernels: strips.py, strips_backward.py). Only the inputs are saved for the backward.
-The gradients of weights and γ are summed over each strip in the kernel, and over strips by torch, in a fixed order.
+The definition in torch is `short_conv`, then `delta_columns` (`engine/layer_ops.py`). short_conv.py and columns.py compute
+the same in two passes; here x is never in memory (kernels: strips.py, strips_backward.py). Only the inputs are saved for the
+backward. The gradients of weights and γ are summed over each strip in the kernel, and over strips by torch, in a fixed order.
 """
 
 from __future__ import annotations

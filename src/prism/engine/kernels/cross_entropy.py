@@ -2,7 +2,7 @@
 
 One program takes one row and passes it twice: once for the log-sum-exp, with a running maximum, and once for the gradient. A
 row of 32,000 float32 logits is still in the cache at its second pass, so that memory is read once and written once. The
-definition in torch is `token_losses` in `engine/fused.py`.
+definition in torch is `token_losses` in `engine/layer_ops.py`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def token_losses_kernel(
 def token_losses(
     logits: Tensor, targets: Tensor, ignore_index: int, z_loss: float, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Arguments and results as in `engine/fused.py`. Called inside an operator or an autograd function, it has no gradient."""
+    """Arguments and results as in `engine/layer_ops.py`. Called inside operators and autograd functions, it has no gradient."""
     rows, V = logits.shape
     losses = logits.new_empty(rows)
     gradient = None if dtype is None else logits.new_empty(rows, V, dtype=dtype)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prism.engine.inputs import repeat_heads, zero_padding
 from prism.engine.kernels.available import installed_version
-from prism.engine.padding import repeat_heads, zero_padding
 from prism.engine.update import Update
 
 INSTALLED = (installed_version("flash-linear-attention", "fla-core") or (0, 0)) >= (0, 6)

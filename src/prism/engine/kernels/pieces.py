@@ -8,7 +8,7 @@ In torch, under autocast, the sum, the norm in float32 and the cast to half prec
 six. Here both ways are one: only s is saved, whose gradient is added inside the kernel. The other two backward kernels also
 return h and y themselves. So they are not kept for the linear map that follows: its weights' gradient takes them from there.
 A norm's weight gets its gradient as a sum per program; torch adds these in a fixed order. The definitions in torch, and those
-maps, are in `engine/pieces.py`.
+maps, are in `engine/layer_ops.py`.
 """
 
 from __future__ import annotations

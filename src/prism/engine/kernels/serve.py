@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism.engine.inputs import real_resets, repeat_heads, repeat_mask, zero_padding
 from prism.engine.kernels import available
 from prism.engine.kernels.available import device_refuses, tile_widths
 from prism.engine.kernels.channel_serve import by_channel, run_channels
-from prism.engine.padding import real_resets, repeat_heads, repeat_mask, zero_padding
 from prism.engine.update import Update, wants_gradients
 
 WIDEST_KEY, WIDEST_VALUE = 256, 512

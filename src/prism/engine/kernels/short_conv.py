@@ -2,7 +2,7 @@
 
 Taps that reach before x read `window`, the conv state, if there is one; taps that reach into an earlier document read zeros.
 The backward computes the sum before the SiLU again, and from it dx and each program's part of the weights' gradient, in one
-pass. The parts are summed by torch, in a fixed order. The definition in torch is `short_conv` in `engine/fused.py`.
+pass. The parts are summed by torch, in a fixed order. The definition in torch is `short_conv` in `engine/layer_ops.py`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 One program takes ROWS tokens of one head. Only the inputs are saved; the backward computes the L residuals again. γ's
 gradient is summed over each program's tokens in the kernel and over programs by torch, in a fixed order. The definition
-in torch is `solved_writes` in `engine/fused.py`.
+in torch is `solved_writes` in `engine/layer_ops.py`.
 """
 
 from __future__ import annotations

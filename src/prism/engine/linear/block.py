@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.linear.decay import ChannelDecay, Documents, HeadDecay, Rows
-from prism.engine.linear.steps import Steps, resolve
-from prism.engine.update import Update
+from prism.engine.update import Steps, Update, steps_of
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def from_blocks(o: Tensor, rows: int) -> Tensor:
 
 def parallel(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The whole sequence as one block. Returns `[B, T, H, V]` and the memory after the last token."""
-    steps = resolve(update)
+    steps = steps_of(update)
     S = steps.initial(state)
     rows = to_blocks(steps, steps.rows)
     if update.erases:

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.engine.linear.steps import Steps, resolve
-from prism.engine.update import Update, check_state
+from prism.engine.update import Steps, Update, check_state, steps_of
 
 
 def recurrent(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the outputs `[B, T, H, V]` and the memory after the last token `[B, H, K, V]`."""
-    steps = resolve(update)  # one row per (sub-)step, with all heads; padding becomes the identity
+    steps = steps_of(update)  # one row per (sub-)step, with all heads; padding becomes the identity
     S = steps.initial(state)
     outputs = []
     for row in _rows(steps):

@@ -2,7 +2,7 @@
 
 Work is linear and depth logarithmic in T, but every state is materialised and, for rules that erase, a composition is a
 K×K product. It is a form to reason with, not the fast one. The same maps, of whole parts of a sequence, let several
-processes share one (engine/cut.py).
+processes share one (engine/sequence_parallel.py).
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prism.engine.linear.steps import Steps, resolve
-from prism.engine.update import Update
+from prism.engine.update import Steps, Update, steps_of
 
 
 def scan(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns `[B, T, H, V]` and the memory after the last token."""
-    steps = resolve(update)
+    steps = steps_of(update)
     S0 = steps.initial(state)
     P, D = _maps(steps)
     D = torch.cat([(apply_map(P[:, :1], S0.unsqueeze(1)) + D[:, :1]), D[:, 1:]], 1)  # the first map starts from S0

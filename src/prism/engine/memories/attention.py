@@ -19,15 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from prism.engine.checks import (
+from prism.engine.inputs import (
     check_flags,
     check_integer,
     check_padding_last,
     check_shape,
     describe,
+    real_resets,
+    repeat_heads,
     values_may_be_read,
+    zero_padding,
 )
-from prism.engine.padding import real_resets, repeat_heads, zero_padding
 
 Cache = dict[str, Tensor]  # k [B, S, G, K], v [B, S, G, V], length [B]
 

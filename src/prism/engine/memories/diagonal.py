@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from prism.engine.checks import check_flags, check_log_decay, check_shape, describe, values_may_be_read
+from prism.engine.inputs import check_flags, check_log_decay, check_shape, describe, values_may_be_read, zero_padding
 from prism.engine.linear.scan import prefixes
-from prism.engine.padding import zero_padding
 
 Factors: TypeAlias = Tensor | tuple[Tensor, ...]
 _FACTORED = ("write", "log_decay", "forget", "read")

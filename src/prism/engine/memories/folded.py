@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from prism.engine.checks import check_integer
-from prism.engine.dispatch import memory
+from prism.engine.inputs import check_integer
+from prism.engine.memory import memory
 
 _ALONE = "memories"
 """Key for a state that is one tensor."""

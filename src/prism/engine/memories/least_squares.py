@@ -19,12 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.engine.autocast import without_autocast
-from prism.engine.checks import check_integer, check_shape
+from prism.engine.inputs import check_integer, check_shape, without_autocast
 from prism.engine.linear.block import from_blocks, incoming_states, to_blocks
 from prism.engine.linear.decay import HeadDecay
-from prism.engine.linear.steps import resolve
-from prism.engine.update import Update
+from prism.engine.update import Update, steps_of
 from prism.engine.update import check_state as check_linear_state
 
 CHUNK = 64
@@ -65,7 +63,7 @@ class LeastSquares:
 
 def recurrent(update: LeastSquares, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The definition, one token after the other. Returns `[B, T, H, V]` and the memory `[B, H, K, V + K]`."""
-    steps, V = resolve(update.linear), update.value_dim
+    steps, V = steps_of(update.linear), update.value_dim
     S = steps.initial(state)
     ridge = update.ridge.to(S.dtype).unsqueeze(1)  # [H, 1, K]
     outputs = []
@@ -82,7 +80,7 @@ def recurrent(update: LeastSquares, state: Tensor | None = None) -> tuple[Tensor
 
 def chunkwise(update: LeastSquares, state: Tensor | None = None, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
     """Chunks of `chunk` tokens in matrix products; one solve for all tokens."""
-    steps, V = resolve(update.linear), update.value_dim
+    steps, V = steps_of(update.linear), update.value_dim
     rows = to_blocks(steps, min(chunk, steps.rows))
     incoming, S = incoming_states(rows, steps.initial(state))
     decay = rows.decay()

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from prism.engine.inputs import repeat_heads, zero_padding
 from prism.engine.memories.attention import Attend, Cache, advance, append, first_seen, without_padding
-from prism.engine.padding import repeat_heads, zero_padding
 
 NEAR, FAR_PER_DOUBLING = 32, 8
 DISTANCES = 128

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from prism.engine.checks import check_flags, check_shape
-from prism.engine.padding import zero_padding
+from prism.engine.inputs import check_flags, check_shape, zero_padding
 
 
 @dataclass(frozen=True, eq=False)

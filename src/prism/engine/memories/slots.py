@@ -15,15 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prism.engine.checks import describe
+from prism.engine.inputs import describe, zero_padding
 from prism.engine.kernels import serve
 from prism.engine.linear.block import from_blocks, incoming_states, to_blocks
 from prism.engine.linear.chunkwise import chunkwise as linear_chunkwise
 from prism.engine.linear.decay import ChannelDecay
 from prism.engine.linear.recurrent import recurrent as linear_recurrent
-from prism.engine.linear.steps import Steps, resolve
-from prism.engine.padding import zero_padding
-from prism.engine.update import Update
+from prism.engine.update import Steps, Update, steps_of
 from prism.engine.update import check_state as check_linear_state
 
 Memories = dict[str, Tensor]
@@ -128,7 +126,7 @@ def check_state(update: Slots, state: Memories | None) -> None:
 
 def _keys(u: Slots, state: Memories | None) -> tuple[Steps, Tensor]:
     """The steps of K̃, with the update's own q as queries, and K̃ before the first."""
-    steps = resolve(u.written(u.k))
+    steps = steps_of(u.written(u.k))
     q = zero_padding(u.q.to(steps.q.dtype), u.mask)
     return replace(steps, q=q), steps.initial(None if state is None else state["keys"])
 

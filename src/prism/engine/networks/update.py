@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prism.engine.checks import (
+from prism.engine.inputs import (
     check_flags,
     check_integer,
     check_log_decay,
     check_padding_last,
     check_shape,
     describe,
+    real_resets,
     values_may_be_read,
+    zero_padding,
 )
 from prism.engine.networks.network import Network
-from prism.engine.padding import real_resets, zero_padding
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prism.engine import compat
-from prism.engine.checks import without_value_checks
+from prism.engine.inputs import without_value_checks
 
 SHAPE_ONLY = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 """Operations that read no value of their tensors: their results are constants."""

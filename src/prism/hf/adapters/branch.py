@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.engine.fused import l2_normalize, solved_writes
+from prism.engine.layer_ops import l2_normalize, solved_writes
 from prism.rules.parts import Carry
 from prism.rules.parts.writes import ResidualWrites
 from prism.rules.rule import Span

@@ -7,7 +7,7 @@ from typing import Any
 
 from peft import PeftConfig
 
-from prism.engine.fused import SOLVERS
+from prism.engine.layer_ops import SOLVERS
 from prism.hf.adapters.compat import add_peft_type
 from prism.rules.parts.writes import SCALINGS
 from prism.rules.rule import check_choices, check_integers

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import memory
-from prism.engine.fused import l2_normalize
+from prism.engine.layer_ops import l2_normalize
 from prism.hf.adapters import compat, slots
 from prism.hf.adapters.branch import ANCHOR, Branch, First, Sizes
 from prism.hf.adapters.layer import AdapterLayer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine import Update, memory
-from prism.engine.dispatch import Engine, register
+from prism.engine.memory import Engine, register
 from prism.engine.step_plan import DeltaPlan
 from prism.hf.adapters.branch import First, Sizes
 from prism.hf.adapters.layer import AdapterLayer
@@ -57,7 +57,7 @@ def superpose(update: Superposed, state: Any, form: str, backend: str) -> tuple[
     return o, after if update.branches else new
 
 
-register(Superposed, Engine(paths={}, choose=lambda update: "auto", check_state=check_superposed, delegate=superpose))
+register(Superposed, Engine({}, choose=lambda update: "auto", check_state=check_superposed, delegate=superpose))
 
 
 def sizes_of_rule(module: nn.Module) -> Sizes | None:

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine.compat import is_unmodified
-from prism.engine.fused import UNIT_EPS as UNIT_EPS
-from prism.engine.fused import history, short_conv
-from prism.engine.fused import l2_normalize as l2_normalize
-from prism.engine.pieces import Convolution, plain_linear, products, products_serve, widened
+from prism.engine.layer_ops import UNIT_EPS as UNIT_EPS
+from prism.engine.layer_ops import Convolution, history, plain_linear, products, products_serve, short_conv, widened
+from prism.engine.layer_ops import l2_normalize as l2_normalize
 from prism.engine.step_plan import LowRankPlan
 from prism.rules.rule import Carry, Span, set_initial_weights, uniform
 
@@ -42,7 +41,7 @@ def linear_groups(
     x: Tensor, *groups: tuple[nn.Module, ...], conv: Convolution | None = None
 ) -> tuple[list[list[Tensor]], Tensor, Tensor | None] | None:
     """`fused_linears` of several groups of maps, one product each, x for all else that reads it, and its convolution: the
-    products sum the gradient of x (`products` in pieces.py).
+    products sum the gradient of x (`products` in layer_ops.py).
 
     None if the products cannot do that here, or a map was replaced, hooked or quantised: call `fused_linears` then.
     """

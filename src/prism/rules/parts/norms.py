@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine import pieces
+from prism.engine import layer_ops
 from prism.engine.compat import is_unmodified
 from prism.engine.step_plan import Norm
 
@@ -39,7 +39,7 @@ def gated_output(norm: HeadNorm, o: Tensor, gate: Tensor, out: nn.Module, by: st
     """out(norm(o, silu(gate))), or by `"sigmoid"`: o `[B, T, H, V]`, gate `[B, T, H·V]` → `[B, T, width]`."""
     if type(norm) is not HeadNorm or not is_unmodified(norm):
         return out(norm(o, gate.sigmoid() if by == "sigmoid" else F.silu(gate)))
-    return pieces.gated_output(o, gate, norm, norm.norm, out, by)
+    return layer_ops.gated_output(o, gate, norm, norm.norm, out, by)
 
 
 class WidthNorm(nn.Module):

@@ -1,7 +1,7 @@
 """Writes 2 … L of PRISM's `lm` layer: what is written, γ_l ⊙ β_l δ_l, and along which keys.
 
-The residual r = v - e is reduced by the solver in engine/fused.py. e, what the memory is expected to answer, and the solver's
-gains are low-rank maps of the anchor u, a short convolution of the input. The keys are one of
+The residual r = v - e is reduced by the solver in engine/layer_ops.py. e, what the memory is expected to answer, and the
+solver's gains are low-rank maps of the anchor u, a short convolution of the input. The keys are one of
 
     own          k_l = unit(W_l u)
     orthogonal   own keys without their part along k₁: these writes leave what k₁ reads untouched
@@ -21,8 +21,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from prism.engine.fused import Corrections
-from prism.engine.pieces import Convolution, plain_linear
+from prism.engine.layer_ops import Convolution, Corrections, plain_linear
 from prism.engine.step_plan import LowRankPlan, WritesPlan
 from prism.rules.parts import (
     Carry,

@@ -12,13 +12,12 @@ from hypothesis import given
 from torch import Tensor
 
 import prism
-from prism.engine.checks import check_integer, check_log_decay, check_shape
+from prism.engine.inputs import check_integer, check_log_decay, check_shape, repeat_heads, zero_padding
 from prism.engine.memories.attention import Attend
 from prism.engine.memories.diagonal import Diagonal
 from prism.engine.memories.scalar_cells import ScalarCells
 from prism.engine.memories.slots import Slots
 from prism.engine.networks import Averaged, InnerUpdate, Network
-from prism.engine.padding import repeat_heads, zero_padding
 from tests.helpers import examples
 
 B, T, H, K = 2, 5, 2, 4

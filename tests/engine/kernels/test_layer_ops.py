@@ -1,4 +1,4 @@
-"""The kernels around the memory (solver, delta columns, short convolution) against their torch definitions in fused.py."""
+"""The kernels around the memory (solver, delta columns, short convolution) against their torch definitions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import prism
-from prism.engine import fused
-from prism.engine.fused import Columns, Corrections, delta_columns, solve, solved_writes
+from prism.engine import layer_ops
+from prism.engine.layer_ops import Columns, Corrections, delta_columns, solve, solved_writes
 from prism.nn.block import Block
 from prism.rules.parts import UNIT_EPS, ShortConv
 from prism.rules.rule import Span
@@ -196,7 +196,7 @@ def test_a_convolution_state_has_a_gradient_by_the_kernel_too(monkeypatch: pytes
     span = Span(reset=torch.tensor([[False] * 5, [False, True, False, False, True]]))
 
     def results(by_kernel: bool) -> list[Tensor]:
-        monkeypatch.setattr(fused, "use_kernel", lambda x: by_kernel)
+        monkeypatch.setattr(layer_ops, "use_kernel", lambda x: by_kernel)
         given = [x.clone().requires_grad_(), window.clone().requires_grad_(), *conv.parameters()]
         y, _ = conv(given[0], given[1], span)
         return [y, *torch.autograd.grad(y.square().sum(), given)]
@@ -218,10 +218,10 @@ def test_a_layer_on_these_kernels_equals_the_layer_in_torch(
         y = checkpoint(lambda z: mixer(z)[0], leaf, use_reentrant=False) if again else mixer(leaf)[0]
         return [y, *torch.autograd.grad(y.square().sum(), [leaf, *mixer.parameters()])]
 
-    monkeypatch.setattr(fused, "use_kernel", lambda x: False)
+    monkeypatch.setattr(layer_ops, "use_kernel", lambda x: False)
     expected = gradients(False)
     exact = gradients(False, copy.deepcopy(mixer).double(), x.double())
-    monkeypatch.setattr(fused, "use_kernel", lambda x: True)
+    monkeypatch.setattr(layer_ops, "use_kernel", lambda x: True)
     for again in (False, True):
         for got, ours, wanted in zip(gradients(again), expected, exact, strict=True):
             assert_close("layer", got, wanted, max(2 * relative_error(ours, wanted), 1e-5))
@@ -231,7 +231,7 @@ def test_a_layer_on_these_kernels_equals_the_layer_in_torch(
 def test_a_recomputing_layer_on_these_kernels_has_the_same_gradients_to_the_bit(
     rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "use_kernel", lambda x: True)
+    monkeypatch.setattr(layer_ops, "use_kernel", lambda x: True)
     layer, x, reset = Block(rule, 32, 2, 64).train(), torch.randn(1, 19, 32), torch.rand(1, 19) < 0.1
     results = []
     for layer.recompute in (False, True):
@@ -248,7 +248,7 @@ def test_token_losses(outputs: int, z_loss: float) -> None:
     logits, targets = 3 * torch.randn(7, outputs), torch.randint(0, outputs, (7,))
     logits[3] += 100.0
     targets[2] = -7
-    wanted = fused.token_losses(logits.double(), targets, -7, z_loss, torch.float64)
+    wanted = layer_ops.token_losses(logits.double(), targets, -7, z_loss, torch.float64)
     with unwritten_memory_is_nan():
         got = token_losses(logits, targets, -7, z_loss, torch.float32)
         rounded = token_losses(logits, targets, -7, z_loss, torch.bfloat16)[1]

@@ -1,18 +1,18 @@
-"""Register every memory of this package with `prism.memory`: one table of types, forms and backends."""
+"""Every memory of this package: the table of update types, forms and backends from which `prism.memory` chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from prism.engine import cut
-from prism.engine.dispatch import Cut, Engine, Path, register
+from prism.engine import sequence_parallel as shared
 from prism.engine.kernels import fla, serve
 from prism.engine.linear.block import parallel
 from prism.engine.linear.chunkwise import chunkwise
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.linear.scan import scan
 from prism.engine.memories import attention, diagonal, folded, least_squares, pointwise, scalar_cells, slots
+from prism.engine.memory import Engine, Implementation, register
 from prism.engine.networks import state as network_state
 from prism.engine.networks.chunkwise import chunkwise as network_chunkwise
 from prism.engine.networks.recurrent import recurrent as network_recurrent
@@ -24,6 +24,7 @@ from prism.engine.networks.serial import (
     serial_refuses,
 )
 from prism.engine.networks.update import InnerUpdate
+from prism.engine.sequence_parallel import SequenceParallel
 from prism.engine.update import Update, check_state
 
 LONGEST_CONVOLUTION = 4096
@@ -60,36 +61,40 @@ def _choose_network(update: InnerUpdate) -> str:
 register(
     Update,
     Engine(
-        paths={
-            ("recurrent", "triton"): Path(serve.run_step, serve.refuses, serve.on_gpu),
-            ("recurrent", "torch"): Path(recurrent),
-            ("parallel", "torch"): Path(parallel),
-            ("chunkwise", "triton"): Path(serve.run_chunks, serve.refuses, serve.on_gpu),
-            ("chunkwise", "fla"): Path(fla.run, fla.refuses, serve.on_gpu),
-            ("chunkwise", "torch"): Path(chunkwise),
-            ("scan", "torch"): Path(scan),
+        {
+            "recurrent": [
+                Implementation(serve.run_step, "triton", serve.refuses, serve.on_gpu),
+                Implementation(recurrent),
+            ],
+            "parallel": [Implementation(parallel)],
+            "chunkwise": [
+                Implementation(serve.run_chunks, "triton", serve.refuses, serve.on_gpu),
+                Implementation(fla.run, "fla", fla.refuses, serve.on_gpu),
+                Implementation(chunkwise),
+            ],
+            "scan": [Implementation(scan)],
         },
         choose=_choose_linear,
         check_state=check_state,
-        cut=Cut(cut.linear),
+        sequence_parallel=SequenceParallel(shared.linear),
     ),
 )
 
 register(
     attention.Attend,
     Engine(
-        paths={("recurrent", "torch"): Path(attention.recurrent), ("parallel", "torch"): Path(attention.parallel)},
+        {"recurrent": [Implementation(attention.recurrent)], "parallel": [Implementation(attention.parallel)]},
         choose=lambda update: "parallel",
         check_state=attention.check_state,
         autocast=True,
-        cut=Cut(cut.window, cut.window_refuses, lambda update: update.slots or 1),
+        sequence_parallel=SequenceParallel(shared.window, shared.window_refuses, lambda update: update.slots or 1),
     ),
 )
 
 register(
     pointwise.Pointwise,
     Engine(
-        paths={("recurrent", "torch"): Path(attention.recurrent), ("parallel", "torch"): Path(pointwise.parallel)},
+        {"recurrent": [Implementation(attention.recurrent)], "parallel": [Implementation(pointwise.parallel)]},
         choose=lambda update: "parallel",
         check_state=attention.check_state,
         autocast=True,
@@ -99,49 +104,53 @@ register(
 register(
     diagonal.Diagonal,
     Engine(
-        paths={
-            ("recurrent", "torch"): Path(diagonal.recurrent),
-            ("scan", "torch"): Path(diagonal.scan),
-            ("parallel", "torch"): Path(diagonal.convolution, diagonal.convolution_refuses),
+        {
+            "recurrent": [Implementation(diagonal.recurrent)],
+            "scan": [Implementation(diagonal.scan)],
+            "parallel": [Implementation(diagonal.convolution, refuses=diagonal.convolution_refuses)],
         },
         choose=_choose_diagonal,
         check_state=diagonal.check_state,
-        cut=Cut(cut.diagonal),
+        sequence_parallel=SequenceParallel(shared.diagonal),
     ),
 )
 
 register(
     slots.Slots,
     Engine(
-        paths={
-            ("recurrent", "torch"): Path(slots.recurrent),
-            ("recurrent", "triton"): Path(slots.chunkwise_by_kernel, slots.kernel_refuses, lambda update: False),
-            ("chunkwise", "triton"): Path(slots.chunkwise_by_kernel, slots.kernel_refuses, slots.on_gpu),
-            ("chunkwise", "torch"): Path(slots.chunkwise),
+        {
+            "recurrent": [
+                Implementation(slots.recurrent),
+                Implementation(slots.chunkwise_by_kernel, "triton", slots.kernel_refuses, lambda update: False),
+            ],
+            "chunkwise": [
+                Implementation(slots.chunkwise_by_kernel, "triton", slots.kernel_refuses, slots.on_gpu),
+                Implementation(slots.chunkwise),
+            ],
         },
         choose=_recurrent_or("chunkwise"),
         check_state=slots.check_state,
-        cut=Cut(cut.slots),
+        sequence_parallel=SequenceParallel(shared.slots),
     ),
 )
 
 register(
     least_squares.LeastSquares,
     Engine(
-        paths={
-            ("recurrent", "torch"): Path(least_squares.recurrent),
-            ("chunkwise", "torch"): Path(least_squares.chunkwise),
+        {
+            "recurrent": [Implementation(least_squares.recurrent)],
+            "chunkwise": [Implementation(least_squares.chunkwise)],
         },
         choose=_recurrent_or("chunkwise"),
         check_state=least_squares.check_state,
-        cut=Cut(cut.least_squares),
+        sequence_parallel=SequenceParallel(shared.least_squares),
     ),
 )
 
 register(
     scalar_cells.ScalarCells,
     Engine(
-        paths={("recurrent", "torch"): Path(scalar_cells.recurrent)},
+        {"recurrent": [Implementation(scalar_cells.recurrent)]},
         choose=lambda update: "recurrent",
         check_state=scalar_cells.check_state,
     ),
@@ -149,19 +158,24 @@ register(
 
 register(
     folded.Folded,
-    Engine(paths={}, choose=lambda update: "auto", check_state=folded.check_state, delegate=folded.delegate),
+    Engine({}, choose=lambda update: "auto", check_state=folded.check_state, delegate=folded.delegate),
 )
 
 register(
     InnerUpdate,
     Engine(
-        paths={
-            ("recurrent", "torch"): Path(network_recurrent),
-            ("chunkwise", "torch"): Path(network_chunkwise),
-            ("serial", "triton"): Path(
-                serial_by_kernel, lambda update: serial_refuses(update) or kernel_refuses(update), kernel_is_automatic
-            ),
-            ("serial", "torch"): Path(serial, serial_refuses),
+        {
+            "recurrent": [Implementation(network_recurrent)],
+            "chunkwise": [Implementation(network_chunkwise)],
+            "serial": [
+                Implementation(
+                    serial_by_kernel,
+                    "triton",
+                    lambda update: serial_refuses(update) or kernel_refuses(update),
+                    kernel_is_automatic,
+                ),
+                Implementation(serial, refuses=serial_refuses),
+            ],
         },
         choose=_choose_network,
         check_state=network_state.check_state,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from prism.engine import Update
-from prism.engine.linear import chunk_segment
+from prism.engine.linear import chunks
 from prism.engine.linear.chunkwise import chunkwise
 from prism.engine.linear.recurrent import recurrent
 
@@ -43,8 +43,8 @@ def test_inverses_are_made_in_float64_where_they_amplify_rounding(
     strength: float, alike: bool, double: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    original = chunk_segment.unit_lower_inverse
-    monkeypatch.setattr(chunk_segment, "unit_lower_inverse", lambda lower: seen.append(lower.dtype) or original(lower))
+    original = chunks.unit_lower_inverse
+    monkeypatch.setattr(chunks, "unit_lower_inverse", lambda lower: seen.append(lower.dtype) or original(lower))
     unit = F.normalize(torch.randn(1, 20, 2, 1, 60), dim=-1)
     if alike:
         unit = unit[:, :1].expand_as(unit)

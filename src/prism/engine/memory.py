@@ -1,32 +1,51 @@
 """Compute a memory through one call: `memory`, and `memory_` for decoding in place.
 
-An *engine* serves one type of update. It has a *path* for each form and backend, which says what it cannot serve. All engines
-are registered in registry.py; a type of update from outside the package is added with `register`.
+An *engine* serves one type of update. For each form it has *implementations*, which say what they cannot serve. Those of this
+package are in implementations.py; a type of update from outside is added with `register`.
+
+`using` sets what `"auto"` stands for. The choice belongs to the thread or async task that made it. Compiled code cannot read
+such a variable: it follows the block entered last in the process, and is recompiled when that changes. Enter the block outside
+compiled code. Another thread (the backward pass on a GPU) does not see the choice, so a model resolves it once per forward pass
+and passes it to its layers: recomputed activations take the same form.
+
+Memories compute in the precision of their inputs, whatever `torch.autocast` says. If `backward()` runs inside an autocast
+block, the hand-written backward passes (the chunk form with decay per head, the kernels) still keep their precision. Operations
+differentiated by PyTorch are cast there: call `backward()` outside the block, as PyTorch advises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from prism.engine.autocast import without_autocast
-from prism.engine.context import Context
-from prism.engine.defaults import BACKENDS, FORMS, resolve
+from prism.engine.inputs import without_autocast
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.update import Update, check_state, wants_gradients
+
+if TYPE_CHECKING:
+    from prism.engine.sequence_parallel import Context, SequenceParallel
+
+FORMS = ("recurrent", "parallel", "chunkwise", "scan")
+BACKENDS = ("torch", "triton", "fla")
+SPECIAL_FORMS = ("serial",)
+"""Forms that only one type of memory has: online learning of a network."""
 
 Form = Callable[[Any, Any], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Path:
+class Implementation:
     """One way to compute a form."""
 
     run: Form
+    backend: str = "torch"
     refuses: Callable[[Any], str | None] = lambda update: None
     """Says in one clause why it cannot serve an update; None if it can."""
     automatic: Callable[[Any], bool] = lambda update: True
@@ -34,23 +53,11 @@ class Path:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a memory runs over a sequence that is cut into parts, one per process."""
-
-    run: Callable[[Any, Any, str, str, Context], tuple[Any, Any]]
-    """(update, state before the first part, form, backend, processes) → the outputs of this part and the state after it."""
-    refuses: Callable[[Any], str | None] = lambda update: None
-    """Says in one clause why an update cannot be cut; None if it can."""
-    shortest: Callable[[Any], int] = lambda update: 1
-    """The fewest tokens that a part must have, given an update."""
-
-
-@dataclass(frozen=True)
 class Engine:
     """Computes one type of update."""
 
-    paths: Mapping[tuple[str, str], Path]
-    """By (form, backend), best backend first."""
+    forms: Mapping[str, Sequence[Implementation]]
+    """The implementations of each form, best first."""
     choose: Callable[[Any], str]
     """The form that `"auto"` stands for, given an update."""
     check_state: Callable[[Any, Any], None] = lambda update, state: None
@@ -59,13 +66,8 @@ class Engine:
     """Whether `torch.autocast` may choose the precision inside. A memory that sums over tokens sets its precision itself."""
     delegate: Callable[[Any, Any, str, str], tuple[Any, Any]] | None = None
     """For an update that only wraps others: calls `memory` on them with the requested form and backend."""
-    cut: Cut | None = None
-    """How it runs over a sequence that is cut over processes; None: it cannot be cut."""
-    forms: tuple[str, ...] = field(init=False)
-    """Those of its paths. Computed once, and not on demand: compiled code cannot enter a cached property's lock."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "forms", tuple(dict.fromkeys(form for form, _ in self.paths)))
+    sequence_parallel: SequenceParallel | None = None
+    """How it runs over a sequence that processes share; None: it cannot."""
 
 
 _engines: dict[type, Engine] = {}
@@ -96,7 +98,7 @@ def memory(
         form: `"recurrent"`, `"parallel"`, `"chunkwise"`, `"scan"`, or `"auto"`. Networks also have `"serial"`, online
             learning (networks/serial.py).
         backend: `"torch"`, `"triton"`, `"fla"`, or `"auto"`.
-        context: the processes over which a sequence is cut. The tokens are then this process's part of it, `state` the
+        context: the processes that share the sequence. The tokens are then this process's part of it, `state` the
             memory before the first part, and the result is this part's.
 
     Inside `with prism.engine.using(form=…, backend=…)`, `"auto"` stands for that choice.
@@ -124,55 +126,48 @@ def memory(
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}: choose from auto, {', '.join(BACKENDS)}")
     engine.check_state(update, state)
-    run = choose_path(engine, update, form, backend).run
+    run = chosen(engine, update, form, backend)[1].run
     return run(update, state) if engine.autocast else without_autocast(run, update, state)
 
 
 def _run_part(engine: Engine, update: Any, state: Any, form: str, backend: str, context: Context) -> tuple[Any, Any]:
-    problem = cut_refuses(update)
-    if problem is not None or engine.cut is None:
+    problem = cannot_be_shared(update)
+    if problem is not None or engine.sequence_parallel is None:
         raise ValueError(f"{type(update).__name__} {problem}: compute the whole sequence in one process")
-    shortest = engine.cut.shortest(update)
+    shortest = engine.sequence_parallel.shortest(update)
     if update.tokens < shortest:
         raise ValueError(
             f"this part has {update.tokens} tokens, but one must have at least {shortest}: use fewer parts"
         )
     engine.check_state(update, state)
-    run = engine.cut.run
+    run = engine.sequence_parallel.run
     if engine.autocast:
         return run(update, state, form, backend, context)
     return without_autocast(run, update, state, form, backend, context)
 
 
-def cut_refuses(update: Any) -> str | None:
-    """Why an update cannot run over a sequence that is cut over processes, in one clause; None if it can."""
-    cut = engine_of(type(update)).cut
-    return "has no map that carries its state over a part at once" if cut is None else cut.refuses(update)
+def cannot_be_shared(update: Any) -> str | None:
+    """Why processes cannot share an update's sequence, in one clause; None if it can."""
+    shared = engine_of(type(update)).sequence_parallel
+    return "has no map that carries its state over a part at once" if shared is None else shared.refuses(update)
 
 
-def choose_path(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> Path:
-    """The path that `memory` runs; ValueError as in `path_taken`."""
-    return engine.paths[path_taken(engine, update, form, backend)]
-
-
-def path_taken(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> tuple[str, str]:
-    """The first (form, backend) that serves an update; ValueError says why none does, and which backend would."""
+def chosen(engine: Engine, update: Any, form: str = "auto", backend: str = "auto") -> tuple[str, Implementation]:
+    """The form, and its first implementation that serves an update; ValueError says why none does, and which would."""
     wanted = engine.choose(update) if form == "auto" else form
     if wanted not in engine.forms:
         raise ValueError(
             f"form {wanted!r} cannot serve {type(update).__name__}, which has the forms {', '.join(engine.forms)}"
         )
     reasons = []
-    for (name, kind), path in engine.paths.items():
-        if name != wanted or backend not in ("auto", kind):
+    for one in engine.forms[wanted]:
+        if backend not in ("auto", one.backend) or (backend == "auto" and not one.automatic(update)):
             continue
-        if backend == "auto" and not path.automatic(update):
-            continue
-        reason = path.refuses(update)
+        reason = one.refuses(update)
         if reason is None:
-            return name, kind
-        reasons.append(f"backend {kind!r} {reason}")
-    serving = [kind for (name, kind), path in engine.paths.items() if name == wanted and path.refuses(update) is None]
+            return wanted, one
+        reasons.append(f"backend {one.backend!r} {reason}")
+    serving = [one.backend for one in engine.forms[wanted] if one.refuses(update) is None]
     why = "; ".join(reasons) or f"backend {backend!r} has no form {wanted!r}"
     raise ValueError(f"{why}: form {wanted!r} is served here by backend {' or '.join(map(repr, serving)) or 'none'}")
 
@@ -210,7 +205,7 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
         raise ValueError(f"state must be contiguous {wanted} to be overwritten, got {state.dtype}{strides}")
     if wants_gradients(*update.tensors, state):
         raise ValueError("memory_ has no gradients: call it under torch.no_grad(), or call memory")
-    if path_taken(engine_of(Update), update, *resolve("recurrent", backend))[1] == "triton":
+    if chosen(engine_of(Update), update, *resolve("recurrent", backend))[1].backend == "triton":
         from prism.engine.kernels import decode
         from prism.engine.kernels.serve import decode_options
 
@@ -226,3 +221,68 @@ def in_place_equivalent(update: Any, form: str, state: Tensor | None = None) -> 
     if type(update) is not Update or (state is not None and state.dtype != update.state_dtype):
         return False
     return (engine_of(Update).choose(update) if form == "auto" else form) == "recurrent"
+
+
+Choice = tuple[str, str]
+"""Form and backend; each may be `"auto"`."""
+
+AUTO: Choice = ("auto", "auto")
+_choice: ContextVar[Choice] = ContextVar("prism_form_and_backend", default=AUTO)
+_entered: list[Choice] = []
+_latest: Choice = AUTO
+_lock = Lock()
+
+
+@contextmanager
+def using(form: str = "auto", backend: str = "auto") -> Iterator[None]:
+    """Set the form and the backend that `"auto"` stands for inside the block.
+
+    Args:
+        form: one of `FORMS`; `"auto"` keeps the choice of an outer block.
+        backend: one of `BACKENDS`; `"auto"` keeps the choice of an outer block. `"torch"` also turns off the kernels around
+            the memory (short convolutions, PRISM's solver).
+
+    A memory that lacks the form or the backend raises ValueError, as if the call had named it. An argument of the call, or
+    of a model's configuration, takes precedence over the block.
+
+    >>> import prism, torch
+    >>> mixer, x = prism.Mixer("gla", 16, 2), torch.randn(1, 6, 16)
+    >>> with prism.engine.using(form="recurrent", backend="torch"):
+    ...     y, state = mixer(x)
+    """
+    check_choice(form, backend)
+    chosen = resolve(form, backend)
+    token = _choice.set(chosen)
+    _update_latest(entered=chosen)
+    try:
+        yield
+    finally:
+        _choice.reset(token)
+        _update_latest(left=chosen)
+
+
+def resolve(form: str = "auto", backend: str = "auto") -> Choice:
+    """This form and backend, with `"auto"` replaced by the choice of the surrounding block."""
+    if form != "auto" and backend != "auto":
+        return form, backend
+    outer = _latest if torch.compiler.is_compiling() else _choice.get()
+    return outer[0] if form == "auto" else form, outer[1] if backend == "auto" else backend
+
+
+def check_choice(form: str, backend: str) -> None:
+    """Raise ValueError for a form or a backend that no memory has."""
+    if form not in ("auto", *FORMS, *SPECIAL_FORMS):
+        raise ValueError(f"unknown form {form!r}: choose from auto, {', '.join((*FORMS, *SPECIAL_FORMS))}")
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"unknown backend {backend!r}: choose from auto, {', '.join(BACKENDS)}")
+
+
+def _update_latest(entered: Choice | None = None, left: Choice | None = None) -> None:
+    """Keep `_latest`, which compiled code reads, up to date. Blocks of several threads may end in any order."""
+    global _latest
+    with _lock:
+        if entered is not None:
+            _entered.append(entered)
+        if left is not None:
+            del _entered[len(_entered) - 1 - _entered[::-1].index(left)]
+        _latest = _entered[-1] if _entered else AUTO

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import prism
-from prism.engine.linear.chunk_segment import Kind
-from prism.engine.linear.head_chunks import FIELDS, head_chunks
-from prism.engine.linear.head_chunks_operator import _operator, head_chunks_operator
-from prism.engine.linear.steps import Steps
+from prism.engine.linear.chunks import Fields, Kind
+from prism.engine.linear.chunkwise import _operator, in_chunks
+from prism.engine.update import Steps
 from tests.helpers import examples
 
 ERASES = ("none", "groups", "write", "first")
@@ -41,7 +40,7 @@ def random_steps(tokens: int, erase: str, decays: bool, resets: bool, seed: int 
         substeps=1,
         out_dtype=torch.float64,
     )
-    for name in FIELDS:
+    for name in Fields._fields[:-1]:
         if getattr(steps, name) is not None:
             object.__setattr__(steps, name, getattr(steps, name).detach().requires_grad_())
     return steps, torch.randn(2, 2, 8, 4, dtype=torch.float64, requires_grad=True)
@@ -58,14 +57,10 @@ def random_steps(tokens: int, erase: str, decays: bool, resets: bool, seed: int 
 def test_the_operator_equals_eager_code(tokens: int, erase: str, decays: bool, resets: bool, seed: int) -> None:
     """Segments of 32 rows in chunks of 8: several segments, and partial last chunks."""
     steps, S = random_steps(tokens, erase, decays, resets, seed)
-    leaves = [S, *(x for name in FIELDS if (x := getattr(steps, name)) is not None)]
+    x, kind = Fields(*(getattr(steps, name) for name in Fields._fields)), Kind(8, 32, seed % 2 == 0, seed % 3 == 0)
+    leaves = [S, *(z for z in x[:-1] if z is not None)]
     results = []
-    for run in (
-        lambda: head_chunks(
-            steps, S, 8, 32, differentiable=lambda *_: pytest.fail("no second derivative was requested")
-        ),
-        lambda: head_chunks_operator(steps, S, 8, 32),
-    ):
+    for run in (lambda: in_chunks(steps, S, 8, 32), lambda: _operator(*x, S, *kind, True)[:2]):
         o, end = run()
         results.append((o, end, *torch.autograd.grad(o.sin().sum() + end.cos().sum(), leaves)))
     for eager, operator in zip(*results, strict=True):
@@ -76,8 +71,8 @@ def test_the_operator_equals_eager_code(tokens: int, erase: str, decays: bool, r
 def test_torch_accepts_the_operator(erase: str) -> None:
     """Schema, shapes without data, autograd and tracing with unknown sizes."""
     steps, S = random_steps(37, erase, True, True)
-    fields = [getattr(steps, name) for name in FIELDS]
-    torch.library.opcheck(_operator, (*fields, steps.reset, S, *Kind(8, 32, False, False), True))
+    x = [getattr(steps, name) for name in Fields._fields]
+    torch.library.opcheck(_operator, (*x, S, *Kind(8, 32, False, False), True))
 
 
 def test_compiled_code_has_one_operator_per_layer_and_serves_other_lengths() -> None:
@@ -92,12 +87,12 @@ def test_compiled_code_has_one_operator_per_layer_and_serves_other_lengths() -> 
         torch.testing.assert_close(compiled(x)[0], mixer(x)[0], rtol=1e-4, atol=1e-5)
     assert counter.frame_count == compilations
     names = [str(node.target) for node in counter.graphs[-1].graph.nodes if node.op == "call_function"]
-    assert sum("prism.head_chunks" in name for name in names) == 1
+    assert sum("prism.chunkwise" in name for name in names) == 1
 
 
 def test_an_operator_that_saved_nothing_refuses_a_backward_pass() -> None:
     steps, S = random_steps(9, "write", True, False)
-    fields = [getattr(steps, name) for name in FIELDS]
-    o, *_ = _operator(*fields, None, S, *Kind(8, 32, False, False), False)
+    x = [getattr(steps, name) for name in Fields._fields]
+    o, *_ = _operator(*x, S, *Kind(8, 32, False, False), False)
     with pytest.raises(RuntimeError, match="save=False"):
         o.sum().backward()

@@ -1,4 +1,6 @@
-"""Define the operations around the memory that also have a Triton kernel, and choose between torch and the kernel.
+"""Define the operations of a layer around its memory in torch, and choose between them and a kernel.
+
+Before the memory:
 
     short_conv      y_t = silu(c + Σ_i weight[W-1-i] x_{t-i}), per channel
     delta_columns   q = K^-½ · unit(q̃),   k_1 = unit(k̃),   w_1 = β v;   PRISM's later writes   k_l = unit(k̃_l),   w_l
@@ -8,27 +10,45 @@
         gelu     δ_l = GELU(p_l ⊙ r_l),   r_{l+1} = r_l - δ_l
         closed   δ_l = P_l ⊙ r_l,         r_{l+1} = r_l - δ_l,   P = σ(p)     =>   δ_l = P_l ⊙ Π_{j<l}(1 - P_j) ⊙ r
 
+Around the mixer:
+
+    residual_norm   s = x + delta,   y = RMSNorm(s) in autocast's dtype
+    residual_sum    x + delta
+    swiglu          down(silu(gate x) ⊙ up x)
+    gated_norm      RMSNorm(o) ⊙ silu(g), per head
+    gated_output    out(RMSNorm(o) ⊙ silu(g)), or ⊙ σ(g), per head
+    products        x W₁ᵀ, x W₂ᵀ …, a short convolution of x, and x: the gradient of x is summed inside the products of the
+                    backward pass
+    widened         y's columns in parts, some of them mapped: the gradients are computed in their places in y's
     token_losses    -log softmax(logits)[target] of each row, and its gradient
 
-Rules call these functions and import no kernel. On a GPU one kernel computes each of them, with the same results up to
-rounding: engine/kernels/short_conv.py, columns.py, conv_columns.py and solver.py. They are imported when they first run, so
-that `import prism` does not import Triton.
+Rules call these functions and import no kernel. On a GPU one kernel computes each of the first group, with the same results up
+to rounding. In training on a GPU an autograd function (layer_ops_cuda.py) takes the place of one of the second, if every module
+in it is an ordinary one without hooks. With `recomputing` (engine/recompute.py) the norms' results are not kept either, and the
+definitions keep as little. Compiled code, dispatch modes and function transforms take the definitions of the second group.
+Kernels are imported when they first run, so that `import prism` does not import Triton.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from prism.engine import compat
 from prism.engine.compat import have_tangents
-from prism.engine.defaults import resolve
 from prism.engine.kernels import available
+from prism.engine.memory import resolve
+from prism.engine.recompute import cheap, replaceable
 
 UNIT_EPS = 1e-6
 SOLVERS = ("gelu", "closed")
+WIDEST_ROW, WIDEST_HEAD = 8192, 4096
+"""Widths up to which the kernels serve a norm over a row of a layer's input, and over a head."""
 
 
 class Corrections(NamedTuple):
@@ -244,6 +264,148 @@ def solve(r: Tensor, p: Tensor | None, steps: int, solver: str, nonlinearity: bo
         corrections.append(delta)
         r = r - delta
     return torch.stack(corrections, -2)
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
+    """x in autocast's dtype if autocast is on: one cast here instead of one for every linear map that reads x."""
+    return x.to(_autocast_dtype(x))
+
+
+def residual_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """x + delta `[…, D]` (x without delta), and its norm for the maps that read it, in autocast's dtype."""
+    if _serves(x) and _plain_norm(norm, x.shape[-1], WIDEST_ROW):
+        from prism.engine import layer_ops_cuda as cuda
+
+        s, y = cuda.ResidualNorm.apply(x, delta, norm.weight, norm.eps, _autocast_dtype(x))
+        return s, replaceable(y, partial(cuda.normed, norm=norm, dtype=y.dtype), s)
+    s = x if delta is None else x + delta
+    return s, replaceable(to_autocast_dtype(norm(s)), lambda z: to_autocast_dtype(norm(z)), s)
+
+
+def residual_sum(x: Tensor, delta: Tensor) -> Tensor:
+    """x + delta `[…, D]`. For a sum of two dtypes torch takes twice as long as memory allows."""
+    if x.dtype == torch.float32 != delta.dtype and x.shape == delta.shape and x.shape[-1] <= WIDEST_ROW and _serves(x):
+        from prism.engine import layer_ops_cuda as cuda
+
+        s: Tensor = cuda.ResidualSum.apply(x, delta)
+        return s
+    return x + delta
+
+
+def swiglu(x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> Tensor:
+    """`[…, D]` → `[…, D]`: down(silu(gate x) ⊙ up x)."""
+    if _serves(x) and x.dtype == _autocast_dtype(x) and all(map(plain_linear, (gate, up, down))):
+        from prism.engine import layer_ops_cuda as cuda
+
+        y: Tensor = cuda.SwiGLU.apply(x, gate.weight, up.weight, down.weight)
+        return y
+    (h,), _ = cheap(lambda g, u: ((F.silu(g) * u,), None), gate(x), up(x))
+    return down(h)
+
+
+def gated_norm_serves(o: Tensor, g: Tensor, weight: Tensor) -> bool:
+    """Whether `gated_norm` computes these rows: on a GPU, with and without gradients."""
+    plain = type(weight) in (Tensor, nn.Parameter) and o.shape == g.shape and o.shape[-1] <= WIDEST_HEAD
+    if not plain or torch.compiler.is_compiling() or o.numel() == 0 or not use_kernel(o):
+        return False
+    return not compat.in_dispatch_mode() and not compat.transforms_active(o)
+
+
+def gated_norm(o: Tensor, g: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """o, g `[…, V]`, weight `[V]` → RMSNorm(o) ⊙ silu(g) in o's dtype, where `gated_norm_serves`."""
+    from prism.engine import layer_ops_cuda as cuda
+
+    y: Tensor = cuda.GatedNorm.apply(o, g, weight, eps)
+    return y
+
+
+def gated_output(
+    o: Tensor, g: Tensor, norm: Callable[[Tensor, Tensor], Tensor], inner: nn.Module, out: nn.Module, by: str = "silu"
+) -> Tensor:
+    """The output map of a gated norm: o `[…, H, V]`, g `[…, H·V]` → out(norm(o, silu(g))), or with σ(g).
+
+    Args:
+        norm: the gated norm itself; `inner` is the RMSNorm over a head's values that it applies.
+        by: `"silu"` or `"sigmoid"`.
+    """
+    by_sigmoid = by == "sigmoid"
+    fits = o.dtype == g.dtype == _autocast_dtype(g) and o.shape[-2] * o.shape[-1] == g.shape[-1]
+    if _serves(o) and fits and plain_linear(out) and _plain_norm(inner, o.shape[-1], WIDEST_HEAD):
+        from prism.engine import layer_ops_cuda as cuda
+
+        y: Tensor = cuda.GatedOutput.apply(o, g, inner.weight, inner.eps, out.weight, by_sigmoid)
+        return y
+    (y,), _ = cheap(lambda o, g: ((norm(o, g.sigmoid() if by_sigmoid else F.silu(g)),), None), o, g)
+    return out(y)
+
+
+def products_serve(x: Tensor) -> bool:
+    """Whether `products` of x sums its gradient inside the products."""
+    return _serves(x) and x.dtype == _autocast_dtype(x)
+
+
+class Convolution(NamedTuple):
+    """A short convolution with SiLU and without a bias, as in `short_conv`. Its conv state gets no gradient."""
+
+    taps: Tensor  # [W, D]
+    window: Tensor | None
+    documents: Tensor | None  # int32
+
+
+def products(
+    x: Tensor, *weights: Tensor, conv: Convolution | None = None
+) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """x `[…, D]` and weights `[N_i, D]` → x W_iᵀ `[…, N_i]` for each weight, x itself for everything else that reads it, and
+    its convolution `[B, T, D]`.
+
+    The gradients of x by each of these, and by all readers of the x that is returned, are otherwise summed by autograd, which
+    reads and writes all of them once more.
+    """
+    if products_serve(x):
+        from prism.engine import layer_ops_cuda as cuda
+
+        *found, same, convolved = cuda.Products.apply(x, *(conv or (None, None, None)), *weights)
+        return found, same, convolved
+    convolved = None if conv is None else short_conv(x, conv.taps, None, conv.window, conv.documents)
+    return [F.linear(x, w) for w in weights], x, convolved
+
+
+def widened(y: Tensor, sizes: list[int], weights: list[Tensor | None]) -> list[Tensor]:
+    """y `[…, N]` in parts of these sizes, which leave out the last columns if they sum up to less than N; part i with a weight
+    `[M_i, size_i]` is mapped by it, `[…, M_i]`: the second halves of low-rank maps."""
+    if products_serve(y):
+        from prism.engine import layer_ops_cuda as cuda
+
+        return list(cuda.Widened.apply(y, sizes, *weights))
+    parts = y.split([*sizes, y.shape[-1] - sum(sizes)], -1)
+    return [part if w is None else F.linear(part, w) for part, w in zip(parts, weights, strict=False)]
+
+
+def plain_linear(m: nn.Module) -> bool:
+    """Whether m computes x Wᵀ with an ordinary tensor W: quantised and sharded weights are of other classes."""
+    plain = type(m) is nn.Linear and m.bias is None and type(m.weight) in (Tensor, nn.Parameter)
+    return plain and compat.is_unmodified(m)
+
+
+def _plain_norm(m: nn.Module, width: int, widest: int) -> bool:
+    """Whether m is an RMSNorm with an epsilon over rows of this width."""
+    plain = type(m) is nn.RMSNorm and m.eps is not None and tuple(m.normalized_shape) == (width,) and width <= widest
+    if not plain or not compat.is_unmodified(m):
+        return False
+    return m.weight is not None and type(m.weight) in (Tensor, nn.Parameter)
+
+
+def _serves(x: Tensor) -> bool:
+    """Whether the functions below may compute on x: in training on a GPU, where nothing else watches or transforms it."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or x.numel() == 0 or not use_kernel(x):
+        return False
+    return not compat.in_dispatch_mode() and not compat.transforms_active(x)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """Autocast's dtype on x's device if autocast is on, otherwise x's own. The meta device has no autocast."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if not x.is_meta and torch.is_autocast_enabled(device) else x.dtype
 
 
 def token_losses(
