@@ -1,16 +1,15 @@
-"""Stores that every test of the service can have: SQLite always, PostgreSQL and Redis where they are installed."""
+"""Stores that every test of the service can have: SQLite always, PostgreSQL where it is installed."""
 
 from __future__ import annotations
 
 import os
 import pwd
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.serve.services import Postgres, RedisServer, postgres_programs
+from tests.serve.services import Postgres, postgres_programs
 
 INSTALL = "`.ci/run` installs it where it is root and has apt"
 
@@ -26,17 +25,6 @@ def postgres() -> Iterator[Postgres]:
     server = Postgres(programs)
     yield server
     server.remove()
-
-
-@pytest.fixture
-def redis_server() -> Iterator[RedisServer]:
-    """A private Redis server."""
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip(f"Redis is not installed: {INSTALL}")
-    server = RedisServer(program)
-    yield server
-    server.stop()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

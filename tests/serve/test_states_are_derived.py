@@ -11,7 +11,7 @@ import pytest
 from prism.serve.rec.memory import UserMemory
 from prism.serve.rec.pool import StatePool
 from prism.serve.rec.settings import make_store
-from tests.serve.services import RedisServer, event, recommender, replayed, serving, until
+from tests.serve.services import event, recommender, replayed, serving, until
 from tests.serve.test_rec_service import post, recommended
 
 MODEL, OTHER = recommender(0), recommender(1)
@@ -127,27 +127,3 @@ def test_two_services_on_one_store_agree(store_url: str) -> None:
         for client in (first, second):
             assert recommended(client, "bob") == replayed(MODEL, [one["ItemId"] for one in log])
             assert recommended(client, "ann") == replayed(MODEL, ["i50"]), "another user of the same name"
-
-
-def test_redis_caches_states_and_may_go_away(tmp_path: Path, redis_server: RedisServer) -> None:
-    import redis
-
-    store = tmp_path / "s.db"
-    with serving(MODEL, store, state_cache=redis_server.url) as client:
-        fill(client)
-        assert recommended(client, "u7") == replayed(MODEL, USERS["u7"])
-    keys = redis.Redis.from_url(redis_server.url).keys("prism:*")
-    assert len(keys) == len(USERS)
-    for path in tmp_path.glob("s.db.states*"):
-        path.unlink()
-    with serving(MODEL, store, state_cache=redis_server.url) as client:
-        until(lambda: client.get("/api/user/u7").json()["StateEvents"] == len(USERS["u7"]))
-        assert recommended(client, "u7") == replayed(MODEL, USERS["u7"])
-        client.delete("/api/user/u7")
-        assert len(redis.Redis.from_url(redis_server.url).keys("prism:*")) == len(USERS) - 1
-        redis_server.stop()
-        post(client, event("u8", "i33", 99))
-        assert recommended(client, "u8") == replayed(MODEL, [*USERS["u8"], "i33"])
-        assert recommended(client, "u9") == replayed(MODEL, USERS["u9"])
-    with pytest.raises(ValueError, match="--state-cache"):
-        next(iter(serving(MODEL, store, state_cache=redis_server.url).gen))

@@ -26,7 +26,6 @@ def serve_rec(
     workers: int = 1,
     api_key_file: Path | None = None,
     rebuild: bool = False,
-    state_cache: str | None = None,
     state_memory: int = 256,
     max_body: int = 4,
     max_length: int | None = None,
@@ -45,7 +44,6 @@ def serve_rec(
         workers: number of processes on the port and the store.
         api_key_file: the key clients must send. None: $PRISM_API_KEY.
         rebuild: read the histories of another model's store again.
-        state_cache: redis://… that caches states.
         state_memory: MiB of memory for states, per worker.
         max_body: largest request, in MiB.
         max_length: events to read again, for models whose state grows.
@@ -66,7 +64,7 @@ def serve_rec(
 
     from prism.serve.rec.settings import RecSettings
 
-    choices = RecSettings(store, state_cache, state_memory * 2**20, max_length, rebuild, wait)
+    choices = RecSettings(store, state_memory * 2**20, max_length, rebuild, wait)
     if workers == 1:
         return _serve(0, run, device, settings, choices, bound, log_level, f"recommender {run}")
 

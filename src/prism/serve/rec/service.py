@@ -22,7 +22,7 @@ from prism.serve.rec.new_items import Follower, NewItems, reply
 from prism.serve.rec.rebuild import FACT, Rebuild
 from prism.serve.rec.schemas import ItemDescription, ItemsStored
 from prism.serve.rec.settings import RecSettings
-from prism.serve.rec.shelf import RedisCache, Shelf
+from prism.serve.rec.shelf import Shelf
 from prism.serve.rec.store import Store, StoreError, Submission
 from prism.serve.rec.writer import Writer
 
@@ -61,11 +61,7 @@ class RecService:
         self._reads_again = settings.reads_again
         self._resumes = claim_store(store, identity(recommender), name, settings.rebuild)
         number = store.model_number(identity(recommender), name)
-        cache = None
-        if settings.state_cache is not None:
-            cache = RedisCache(settings.state_cache, f"prism:{store.identity()}:{identity(recommender)[:16]}")
-            cache.check()
-        self.shelf = Shelf(store, number, cache)
+        self.shelf = Shelf(store, number)
         row = max(1, recommender.start(1).nbytes)
         capacity = max(2 * MOST_USERS, settings.state_memory // row)
         self.memory = UserMemory(recommender, store, self.shelf.load, self.shelf.save, capacity, settings.max_length)
@@ -184,7 +180,6 @@ class RecService:
         uid, events = self.store.delete_user(name)
         if uid is not None:
             self.engine.call(lambda: self.memory.forget(uid))
-            self.shelf.forget(uid)
         return events
 
     def _sorted_names(self, catalogue: Catalogue) -> list[tuple[str, int]]:

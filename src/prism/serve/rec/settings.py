@@ -24,8 +24,6 @@ class RecSettings:
 
     store: str = "prism-serve.db"
     """A file (SQLite), or a URL such as postgresql://user@host/name."""
-    state_cache: str | None = None
-    """URL of a Redis that caches states."""
     state_memory: int = 256 * 2**20
     """Bytes of memory for the states of the users who were last active."""
     max_length: int | None = None

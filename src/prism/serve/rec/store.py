@@ -11,7 +11,6 @@ Design choices
 from __future__ import annotations
 
 import hashlib
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -309,12 +308,6 @@ class Store(ABC):
         with self.transaction() as run:
             found = run("SELECT value FROM facts WHERE name = ?", name)
         return found[0][0] if found else None
-
-    def identity(self) -> str:
-        """A random name of this store, made when it was: no cache can mistake another store for it."""
-        if (found := self.fact("store")) is None:
-            self.set_fact("store", found := secrets.token_hex(8))
-        return found
 
     def set_fact(self, name: str, value: str | None) -> None:
         """Store a fact, or remove it (None)."""
