@@ -10,8 +10,7 @@ import pytest
 
 from prism.serve.rec.memory import UserMemory
 from prism.serve.rec.pool import StatePool
-from prism.serve.rec.settings import make_store
-from tests.serve.services import event, recommender, replayed, serving, until
+from tests.serve.services import event, recommender, replayed, serving
 from tests.serve.test_rec_service import post, recommended
 
 MODEL, OTHER = recommender(0), recommender(1)
@@ -69,7 +68,7 @@ def test_states_of_a_longer_log_are_not_used(tmp_path: Path) -> None:
         assert recommended(client, "ann") == replayed(MODEL, ["i1"])
 
 
-def test_another_model_is_named_and_rebuild_reads_all_histories_again(store_url: str) -> None:
+def test_another_model_is_named_and_rebuild_reads_histories_again(store_url: str) -> None:
     with serving(MODEL, store_url, "runs/old") as client:
         fill(client)
         for user in USERS:
@@ -77,28 +76,11 @@ def test_another_model_is_named_and_rebuild_reads_all_histories_again(store_url:
     with pytest.raises(ValueError, match=r"50 users .* runs/old .*, not to runs/new .*--rebuild"):
         next(iter(serving(OTHER, store_url, "runs/new").gen))
     with serving(OTHER, store_url, "runs/new", rebuild=True) as client:
-        assert recommended(client, "u49") == replayed(OTHER, USERS["u49"]), "while it rebuilds"
-        until(lambda: client.get("/api/stats").json()["Rebuild"] is None)
-        assert "prism_rebuild_users_done 50.0" in client.get("/metrics").text
         for user in USERS:
-            assert client.get(f"/api/user/{user}").json()["StateEvents"] == len(USERS[user])
             assert recommended(client, user) == replayed(OTHER, USERS[user])
+            assert client.get(f"/api/user/{user}").json()["StateEvents"] == len(USERS[user])
     with serving(OTHER, store_url, "runs/renamed") as client:
-        assert client.get("/api/stats").json()["Rebuild"] is None
-
-
-def test_a_rebuild_that_was_interrupted_continues(tmp_path: Path) -> None:
-    with serving(MODEL, tmp_path / "s.db") as client:
-        fill(client)
-    store = make_store(str(tmp_path / "s.db"))
-    store.set_fact("rebuild", str(store.accounts(["u20"])["u20"].uid))
-    store.close()
-    for path in tmp_path.glob("s.db.states*"):
-        path.unlink()
-    with serving(MODEL, tmp_path / "s.db") as client:
-        until(lambda: client.get("/api/stats").json()["Rebuild"] is None)
-        found = [client.get(f"/api/user/{user}").json()["StateEvents"] > 0 for user in USERS]
-    assert found == [user > "u20" for user in USERS], "users of one request are numbered in the order of their names"
+        assert recommended(client, "u49") == replayed(OTHER, USERS["u49"])
 
 
 def test_two_services_on_one_store_agree(store_url: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,7 @@ def serve_rec(
         port: 0: any free port.
         workers: number of processes on the port and the store.
         api_key_file: the key clients must send. None: $PRISM_API_KEY.
-        rebuild: read the histories of another model's store again.
+        rebuild: take over the store of another model.
         state_memory: MiB of memory for states, per worker.
         max_body: largest request, in MiB.
         max_length: events to read again, for models whose state grows.
@@ -107,7 +106,7 @@ def _serve(
     log_level: str,
     name: str,
 ) -> int:
-    """One worker; `number` 0 also rebuilds states, if that is necessary."""
+    """One worker."""
     from prism.recommend import Recommender
     from prism.serve.metrics import Metrics
     from prism.serve.rec.app import rec_app
@@ -115,7 +114,6 @@ def _serve(
     from prism.serve.rec.settings import open_store
     from prism.serve.run import serve
 
-    choices = replace(choices, reads_again=number == 0)
     recommender = Recommender.load(run, device=device)
     store = open_store(choices.store, choices.wait, say)
     service = RecService(recommender, str(run), store, choices, Metrics("events"))

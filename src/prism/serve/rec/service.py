@@ -1,4 +1,4 @@
-"""The recommender's service without HTTP: store, writer, engine and rebuild put together."""
+"""The recommender's service without HTTP: store, writer and engine put together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from prism.serve.metrics import Metrics
 from prism.serve.rec.engine import MOST_USERS, Engine
 from prism.serve.rec.memory import UserMemory
 from prism.serve.rec.new_items import Follower, NewItems, reply
-from prism.serve.rec.rebuild import FACT, Rebuild
 from prism.serve.rec.schemas import ItemDescription, ItemsStored
 from prism.serve.rec.settings import RecSettings
 from prism.serve.rec.shelf import Shelf
@@ -57,9 +56,7 @@ class RecService:
         if not bool(recommender.model.item_counts.any()):
             raise ValueError(f"the model in {name} has no item counts, so users without events cannot be served")
         self.name, self.store, self.metrics = name, store, metrics
-        self.rebuild: Rebuild | None = None
-        self._reads_again = settings.reads_again
-        self._resumes = claim_store(store, identity(recommender), name, settings.rebuild)
+        claim_store(store, identity(recommender), name, settings.rebuild)
         number = store.model_number(identity(recommender), name)
         self.shelf = Shelf(store, number)
         row = max(1, recommender.start(1).nbytes)
@@ -77,8 +74,6 @@ class RecService:
         self.unknown = metrics.counter("unknown_items", "Events with an item that the model does not know.")
         metrics.gauge("users_in_memory", "Users whose state is in memory.", lambda: len(self.memory.entries))
         metrics.gauge("state_bytes", "Bytes of one user's state.", lambda: self.memory.state_bytes)
-        metrics.gauge("rebuild_users_done", "Users read again.", lambda: self.rebuild.done if self.rebuild else 0)
-        metrics.gauge("rebuild_users", "Users to read again.", lambda: self.rebuild.total if self.rebuild else 0)
 
     @property
     def recommender(self) -> Recommender:
@@ -91,14 +86,9 @@ class RecService:
             part.start()
         if self._follower is not None:
             self._follower.start()
-        if self._resumes and self._reads_again:
-            self.rebuild = Rebuild(self.store, self.engine)
-            self.rebuild.start()
 
     def stop(self) -> None:
         """Finish what waits, store all states, close the store."""
-        if self.rebuild is not None:
-            self.rebuild.stop()
         if self._follower is not None:
             self._follower.stop()
         for part in (self.writer, self.engine, self.shelf):
@@ -230,23 +220,18 @@ def identity(recommender: Recommender) -> str:
     return digest.hexdigest()
 
 
-def claim_store(store: Store, model: str, name: str, rebuild: bool) -> bool:
-    """Make this the store's model; returns whether histories must be read again in the background.
+def claim_store(store: Store, model: str, name: str, rebuild: bool) -> None:
+    """Make this the store's model.
 
-    A store whose states belong to another model is refused with a ValueError that names both, unless `rebuild`.
+    A store whose states belong to another model is refused with a ValueError that names both, unless `rebuild`: then a user's
+    history is read again when it is first needed.
     """
     found = json.loads(store.fact("model") or "null")
-    if found is not None and found["identity"] != model:
-        users = store.totals().users
-        if users and not rebuild:
-            raise ValueError(
-                f"the states of {users:,} users in the store {store.name} belong to the model {found['name']} "
-                f"({found['identity'][:12]}), not to {name} ({model[:12]}): add --rebuild to read their histories again "
-                "with the new model while it serves, or give another --store"
-            )
-        store.set_fact(FACT, "0" if users else None)
+    if found is not None and found["identity"] != model and not rebuild and (users := store.totals().users):
+        raise ValueError(
+            f"the states of {users:,} users in the store {store.name} belong to the model {found['name']} "
+            f"({found['identity'][:12]}), not to {name} ({model[:12]}): add --rebuild to read their histories again "
+            "with the new model while it serves, or give another --store"
+        )
     if found != {"identity": model, "name": name}:
         store.set_fact("model", json.dumps({"identity": model, "name": name}))
-    if rebuild and store.fact(FACT) is None and found is not None and found["identity"] == model:
-        store.set_fact(FACT, "0")  # asked for by name: read everything once more
-    return store.fact(FACT) is not None

@@ -269,12 +269,6 @@ class Store(ABC):
         with self.transaction() as run:
             return [(name, events) for name, events in run(statement, prefix, prefix + "\U0010ffff", most)]
 
-    def users_after(self, uid: int, most: int) -> list[tuple[int, str, int]]:
-        """The next users by uid: (uid, name, events)."""
-        statement = "SELECT uid, name, events FROM users WHERE uid > ? ORDER BY uid LIMIT ?"
-        with self.transaction() as run:
-            return [(found, name, events) for found, name, events in run(statement, uid, most)]
-
     def totals(self) -> Totals:
         with self.transaction() as run:
             return Totals(*run("SELECT users, events, unknown FROM totals")[0])
@@ -302,19 +296,16 @@ class Store(ABC):
         with self.transaction() as run:
             run.many(statement, [(r.uid, model, *r[1:], r.uid) for r in sorted(rows)])
 
-    # Facts: the model that states belong to, and the progress of a rebuild.
+    # The model that states belong to.
 
     def fact(self, name: str) -> str | None:
         with self.transaction() as run:
             found = run("SELECT value FROM facts WHERE name = ?", name)
         return found[0][0] if found else None
 
-    def set_fact(self, name: str, value: str | None) -> None:
-        """Store a fact, or remove it (None)."""
+    def set_fact(self, name: str, value: str) -> None:
         with self.transaction(write=True) as run:
-            run("DELETE FROM facts WHERE name = ?", name)
-            if value is not None:
-                run("INSERT INTO facts VALUES (?, ?)", name, value)
+            run("INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", name, value)
 
     def model_number(self, identity: str, name: str) -> int:
         """The number that stands for a model in this store; a new one for a new model."""
