@@ -7,9 +7,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from prism.serve.rec.memory import UserMemory
-from prism.serve.rec.pool import StatePool
+from prism.serve.rec.settings import open_store
+from prism.serve.rec.store import Event, Submission
+from prism.serve.rec.users import Users
 from tests.serve.services import event, recommender, replayed, serving
 from tests.serve.test_rec_service import post, recommended
 
@@ -21,18 +23,37 @@ def fill(client: object) -> None:
     post(client, *(event(user, item, n) for user, items in USERS.items() for n, item in enumerate(items)))  # type: ignore[arg-type]
 
 
-def test_states_are_packed_and_unpacked() -> None:
-    states = MODEL.observe(MODEL.start(3), ["i1", ["i2", "i3"], None])
-    pool = StatePool(MODEL.start(1), 8)
-    pool.write([5, 0, 2], states)
-    packed = pool.pack([0, 5])
-    assert {len(one) for one in packed} == {pool.row_bytes} == {MODEL.start(1).nbytes}
-    pool.unpack([7, 1], packed)
-    for row, place in ((7, 1), (1, 0)):
-        for name, x in pool.read([row]).tensors().items():
-            assert x.equal(states.tensors()[name][place : place + 1]) or x.isnan().all()
-    pool.clear(7)
-    assert pool.read([7]).tensors()["layers.0.memory"].equal(MODEL.start(1).tensors()["layers.0.memory"])
+@pytest.mark.parametrize("capacity", [8, 64])
+def test_states_come_back_from_the_store_bit_for_bit(
+    capacity: int, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(store_url, 1.0, print)
+
+    def append(histories: dict[str, list[str]], time: int) -> None:
+        events = [Event("click", user, item, time + n) for user, own in histories.items() for n, item in enumerate(own)]
+        store.append([Submission(events)], lambda item: True)
+
+    append(USERS, 0)
+    users = Users(MODEL, store, 1, capacity)
+    there, rows = [], []
+    for user in USERS:
+        there.append(users.bring([user]))
+        rows += users.flush(0)  # of those who had to leave
+    assert len(rows) == max(0, len(USERS) - capacity) and len(users) <= capacity
+    rows += users.flush(capacity)
+    assert len(rows) == len(USERS) and users.flush() == [] and {len(row.state) for row in rows} == {users.state_bytes}
+    store.put_states(rows, 1)
+    restored = Users(MODEL, store, 1, 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(Users, "_known", None)  # no event is read again
+        back = restored.bring(list(USERS))
+    assert back.hidden.equal(torch.cat([one.hidden for one in there]))
+    assert back.events.equal(torch.cat([one.events for one in there]))
+    assert [one.tolist() for one in back.seen] == [one.seen[0].tolist() for one in there]
+    append({user: ["i1"] for user in USERS}, 100)
+    from_the_start = Users(MODEL, store, 2, 64).bring(list(USERS))
+    assert restored.bring(list(USERS)).hidden.allclose(from_the_start.hidden, atol=1e-5), "the layers' tensors too"
+    store.close()
 
 
 def test_a_restart_continues_from_stored_states(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +61,7 @@ def test_a_restart_continues_from_stored_states(store_url: str, monkeypatch: pyt
         fill(client)
         for user in USERS:
             recommended(client, user)
-    monkeypatch.setattr(UserMemory, "_known", None)  # no event is read again
+    monkeypatch.setattr(Users, "_known", None)  # no event is read again
     with serving(MODEL, store_url) as client:
         for user in list(USERS)[:9]:
             assert recommended(client, user) == replayed(MODEL, USERS[user])

@@ -2,7 +2,7 @@
 
 - `store`, `sqlite`, `postgres`: the event log (the truth) and the states (derived from it).
 - `writer`: events of concurrent requests become one durable transaction.
-- `engine`, `pool`, `seen`: requests of many users become one step of the memory.
+- `engine`, `users`: requests of many users become one step of the memory.
 - `service`: the parts put together.
 - `schemas`, `routes`: the HTTP interface, with the names of Gorse's.
 """

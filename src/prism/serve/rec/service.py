@@ -17,12 +17,11 @@ from prism.recommend import Recommender
 from prism.recommend.events import Catalogue
 from prism.serve.metrics import Metrics
 from prism.serve.rec.engine import MOST_USERS, Engine
-from prism.serve.rec.memory import UserMemory
 from prism.serve.rec.new_items import Follower, NewItems, reply
 from prism.serve.rec.schemas import ItemDescription, ItemsStored
 from prism.serve.rec.settings import RecSettings
-from prism.serve.rec.shelf import Shelf
 from prism.serve.rec.store import Store, StoreError, Submission
+from prism.serve.rec.users import Users
 from prism.serve.rec.writer import Writer
 
 HIDDEN_SECONDS = 5.0
@@ -58,11 +57,9 @@ class RecService:
         self.name, self.store, self.metrics = name, store, metrics
         claim_store(store, identity(recommender), name, settings.rebuild)
         number = store.model_number(identity(recommender), name)
-        self.shelf = Shelf(store, number)
-        row = max(1, recommender.start(1).nbytes)
-        capacity = max(2 * MOST_USERS, settings.state_memory // row)
-        self.memory = UserMemory(recommender, store, self.shelf.load, self.shelf.save, capacity, settings.max_length)
-        self.engine = Engine(self.memory, self._hidden_rows)
+        capacity = max(2 * MOST_USERS, settings.state_memory // recommender.start(1).nbytes)
+        self.users = Users(recommender, store, number, capacity, settings.max_length)
+        self.engine = Engine(self.users, self._hidden_rows)
         self._hidden: tuple[float, list[int]] = (0.0, [])
         self._names: tuple[Catalogue, list[tuple[str, int]]] | None = None
         self.new_items = NewItems(recommender, store)
@@ -72,18 +69,18 @@ class RecService:
             self._use(larger)
         self.writer = Writer(store, self.knows, self.engine.fresh)
         self.unknown = metrics.counter("unknown_items", "Events with an item that the model does not know.")
-        metrics.gauge("users_in_memory", "Users whose state is in memory.", lambda: len(self.memory.entries))
-        metrics.gauge("state_bytes", "Bytes of one user's state.", lambda: self.memory.state_bytes)
+        metrics.gauge("users_in_memory", "Users whose state is in memory.", lambda: len(self.users))
+        metrics.gauge("state_bytes", "Bytes of one user's state.", lambda: self.users.state_bytes)
 
     @property
     def recommender(self) -> Recommender:
         """The model with the items that it knows now. The engine's thread replaces it by one with more items."""
-        return self.memory.recommender
+        return self.users.recommender
 
     def start(self) -> None:
         """Start the threads."""
-        for part in (self.shelf, self.engine, self.writer):
-            part.start()
+        self.engine.start()
+        self.writer.start()
         if self._follower is not None:
             self._follower.start()
 
@@ -91,8 +88,8 @@ class RecService:
         """Finish what waits, store all states, close the store."""
         if self._follower is not None:
             self._follower.stop()
-        for part in (self.writer, self.engine, self.shelf):
-            part.stop()
+        self.writer.stop()
+        self.engine.stop()
         self.store.close()
 
     async def append(self, submission: Submission) -> int:
@@ -149,7 +146,7 @@ class RecService:
         done.wait(REPLACE_SECONDS)
 
     def _use(self, larger: Recommender) -> None:
-        self.memory.use(larger, self.new_items.number, list(self.new_items.added))
+        self.users.use(larger, self.new_items.number, list(self.new_items.added))
 
     def user(self, name: str) -> tuple[int, UserFacts] | None:
         """A user's uid and facts; None for a user without events."""
@@ -157,9 +154,9 @@ class RecService:
         if account is None:
             return None
         uid, events = account
-        if (entry := self.memory.peek(uid)) is not None:
-            facts = UserFacts(events, entry.number, entry.updated or None, self.memory.state_bytes)
-        elif (row := self.shelf.load([uid]).get(uid)) is not None:
+        if (entry := self.users.peek(uid)) is not None:
+            facts = UserFacts(events, entry.number, entry.updated or None, self.users.state_bytes)
+        elif (row := self.store.states([uid], self.users.model).get(uid)) is not None:
             facts = UserFacts(events, row.number, row.updated, len(row.state))
         else:
             facts = UserFacts(events, 0, None, 0)
@@ -169,7 +166,7 @@ class RecService:
         """Delete a user with all events and states; returns the number of events."""
         uid, events = self.store.delete_user(name)
         if uid is not None:
-            self.engine.call(lambda: self.memory.forget(uid))
+            self.engine.call(lambda: self.users.forget(uid))
         return events
 
     def _sorted_names(self, catalogue: Catalogue) -> list[tuple[str, int]]:
@@ -201,7 +198,7 @@ class RecService:
             "layers": str(model.config.layers),
             "items": len(self.recommender.catalogue),
             "parameters": sum(x.numel() for x in model.parameters()),
-            "state_bytes": self.memory.state_bytes,
+            "state_bytes": self.users.state_bytes,
         }
 
     def not_ready(self) -> str | None:
