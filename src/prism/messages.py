@@ -26,7 +26,7 @@ LIBRARIES = {
     "adapters": ("peft",),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "trackers": ("wandb", "mlflow"),
-    "serve": ("fastapi", "uvicorn", "prometheus_client", "psycopg", "starlette"),
+    "serve": ("fastapi", "uvicorn", "httptools", "prometheus_client", "psycopg", "starlette"),
     "baselines": ("implicit", "scipy", "threadpoolctl"),
 }
 """The libraries that each extra installs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import signal
 import socket
 import threading
@@ -113,10 +114,22 @@ def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket, name: st
     set_up_logs(log_level)
     if name:
         announce(settings, bound, name)
+    spare_the_collector()
     server = make_server(app, settings)
     server.run(sockets=[bound])
     say_event("stopped")
     return 0 if server.started else 3
+
+
+def spare_the_collector() -> None:
+    """Leave what is loaded out of garbage collection, and collect less often.
+
+    A model and its libraries are hundreds of thousands of objects that stay; looking through them took a fifth of the time under
+    load.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @contextmanager
