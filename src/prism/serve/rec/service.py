@@ -10,8 +10,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+from prism.messages import say
 from prism.models.loading import stable_fingerprint
 from prism.recommend import Recommender
 from prism.recommend.events import Catalogue
@@ -19,7 +21,7 @@ from prism.serve.metrics import Metrics
 from prism.serve.rec.engine import MOST_USERS, Engine
 from prism.serve.rec.new_items import Follower, NewItems, reply
 from prism.serve.rec.schemas import ItemDescription, ItemsStored
-from prism.serve.rec.settings import RecSettings
+from prism.serve.rec.settings import RecSettings, open_store
 from prism.serve.rec.store import Store, StoreError, Submission
 from prism.serve.rec.users import Users
 from prism.serve.rec.writer import Writer
@@ -208,6 +210,13 @@ class RecService:
         except StoreError as error:
             return str(error)
         return None
+
+
+def open_service(run: Path, device: str, settings: RecSettings) -> RecService:
+    """The service of a run, with its store opened; ValueError says what does not fit."""
+    recommender = Recommender.load(run, device=device)
+    store = open_store(settings.store, settings.wait, say)
+    return RecService(recommender, str(run), store, settings, Metrics("events"))
 
 
 def identity(recommender: Recommender) -> str:
