@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from prism import __version__
-from prism.serve import docs
+from prism.serve.docs import docs_page
 from prism.serve.errors import ERRORS, ApiError, add_error_handlers
 from prism.serve.limits import Gate
 from prism.serve.metrics import Metrics
@@ -74,8 +74,10 @@ def create_app(
         """Prometheus metrics: counts, rates, and p50 and p99 of the last minute."""
         return Response(metrics.render(), media_type=PROMETHEUS)
 
+    page = docs_page(title)
+
     @app.get("/docs", include_in_schema=False)
-    def openapi_page() -> HTMLResponse:
-        return HTMLResponse(docs.docs_page(app.openapi()), headers=docs.HEADERS)
+    async def docs() -> HTMLResponse:
+        return page
 
     return app
