@@ -19,9 +19,9 @@ from starlette.exceptions import HTTPException
 
 from prism.serve.app import create_app
 from prism.serve.errors import ApiError, error_response
-from prism.serve.limits import Gate
 from prism.serve.logs import JsonLines
 from prism.serve.metrics import Metrics
+from prism.serve.middleware import RequestMiddleware
 from prism.serve.run import bind, in_thread, make_server, url_of
 from prism.serve.settings import ServerSettings
 
@@ -116,8 +116,8 @@ def test_a_refused_request_is_read_before_it_is_answered(origin: bytes, limit: i
 
     headers = [(b"origin", origin), (b"host", b"here")]
     scope = {"type": "http", "method": "POST", "path": "/api/count", "headers": headers}
-    gate = Gate(app, ServerSettings(max_body=limit), Metrics("tokens", lambda: 0.0))
-    asyncio.run(gate(scope, receive, send))
+    middleware = RequestMiddleware(app, ServerSettings(max_body=limit), Metrics("tokens", lambda: 0.0))
+    asyncio.run(middleware(scope, receive, send))
     assert unread and set(unread) == {0}
 
 
@@ -148,9 +148,9 @@ def test_an_answer_that_breaks_off_is_not_ended_as_if_whole() -> None:
         assert message["type"] == "http.response.start"
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    gate = Gate(app, ServerSettings(), Metrics("tokens", lambda: 0.0))
+    middleware = RequestMiddleware(app, ServerSettings(), Metrics("tokens", lambda: 0.0))
     with pytest.raises(RuntimeError, match="lost"):
-        asyncio.run(gate(scope, lambda: None, send))  # type: ignore[arg-type, return-value]
+        asyncio.run(middleware(scope, lambda: None, send))  # type: ignore[arg-type, return-value]
 
 
 def test_docs_load_nothing_from_another_host_and_run_one_script(client: httpx.Client) -> None:

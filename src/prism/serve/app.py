@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from prism import __version__
 from prism.serve.docs import docs_page
 from prism.serve.errors import ERRORS, ApiError, add_error_handlers
-from prism.serve.limits import Gate
 from prism.serve.metrics import Metrics
+from prism.serve.middleware import RequestMiddleware
 from prism.serve.pages import add_pages
 from prism.serve.settings import ServerSettings
 
@@ -52,7 +52,7 @@ def create_app(
         responses=ERRORS,
         redirect_slashes=False,
     )
-    app.add_middleware(Gate, settings=settings, metrics=metrics)
+    app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics)
     add_error_handlers(app)
     add_pages(app, kind)
 
