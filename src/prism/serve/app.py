@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import FastAPI, Response
 from fastapi.responses import HTMLResponse
@@ -52,6 +52,8 @@ def create_app(
         responses=ERRORS,
         redirect_slashes=False,
     )
+    if settings.api_key is not None:
+        _say_key(app)
     app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics)
     add_error_handlers(app)
     add_pages(app, kind)
@@ -81,3 +83,15 @@ def create_app(
         return page
 
     return app
+
+
+def _say_key(app: FastAPI) -> None:
+    """Have the document say that a key is needed: /docs asks for it then."""
+    plain = app.openapi
+
+    def with_key() -> dict[str, Any]:
+        document = plain()
+        document["components"]["securitySchemes"] = {"key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}}
+        return {**document, "security": [{"key": []}]}
+
+    app.openapi = with_key  # type: ignore[method-assign]
