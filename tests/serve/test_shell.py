@@ -172,8 +172,8 @@ def test_metrics_count_by_route_never_by_path(client: httpx.Client) -> None:
     text = client.get("/metrics").text
     assert 'prism_requests_total{method="GET",route="/api/fail/{how}",status="409"}' in text
     assert "/some/where/9" not in text and 'route="other",status="404"' in text
-    for name in ("events_per_second", "request_seconds_p50", "request_seconds_p99", "events_total"):
-        assert re.search(rf"^prism_{name} ", text, re.MULTILINE), name
+    assert re.search(r"^prism_events_total ", text, re.MULTILINE)
+    assert 'prism_request_seconds_count{route="/api/fail/{how}"}' in text
 
 
 def test_series_and_quantiles_are_of_their_seconds() -> None:
@@ -191,8 +191,6 @@ def test_series_and_quantiles_are_of_their_seconds() -> None:
     assert (
         series["Requests"][-3:] == [3, 0, 1] and series["P50"][-3:] == [2, 0, 10] and series["P99"][-3:] == [3, 0, 10]
     )
-    window = metrics.window()
-    assert window["tokens_per_second"] == 10 / 60 and window["request_seconds_p99"] == 0.01
     now = 5000.0
     assert sum(metrics.series()["Tokens"]) == 0
 

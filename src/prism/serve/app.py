@@ -73,7 +73,7 @@ def create_app(
 
     @app.get("/metrics", tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     def prometheus() -> Response:
-        """Prometheus metrics: counts, rates, and p50 and p99 of the last minute."""
+        """Prometheus metrics of this process."""
         return Response(metrics.render(), media_type=PROMETHEUS)
 
     page = docs_page(title)
