@@ -38,10 +38,10 @@ from prism.recommend import Recommender
 from prism.recommend.config import SASREC, PrismRecConfig
 from prism.recommend.events import Catalogue
 from prism.recommend.model import PrismForRecommendation
-from prism.serve.rec.pool import StatePool
-from prism.serve.rec.seen import NONE_SEEN, add_seen, pack_seen
 from prism.serve.rec.service import claim_store, identity
 from prism.serve.rec.settings import open_store
+from prism.serve.rec.store import Event, Submission
+from prism.serve.rec.users import Users
 
 MODELS: dict[str, dict[str, Any]] = {"prism": {"layers": "prism"}, "sasrec": dict(SASREC)}
 LAYERS = {"num_heads": 2, "num_hidden_layers": 2}
@@ -161,14 +161,18 @@ def fill_store(path: Path, recommender: Recommender, name: str, users: int) -> N
     store = open_store(str(path), 1.0, print)
     claim_store(store, identity(recommender), name, False)
     number = store.model_number(identity(recommender), name)
-    store.close()
     chance = random.Random(1)
     items = [[random_item(chance) for _ in range(EVENTS_PER_USER)] for _ in range(64)]
-    states = recommender.observe(recommender.start(64), items)
-    pool = StatePool(recommender.start(1), 64)
-    pool.write(range(64), states)
-    packed = pool.pack(range(64))
-    seen = [pack_seen(add_seen(NONE_SEEN, recommender.catalogue.rows(row)), ITEMS) for row in items]
+    names = [f"u{n}" for n in range(64)]
+    events = [Event("click", names[n], item, 1000 * k) for n in range(64) for k, item in enumerate(items[n])]
+    store.append([Submission(events)], lambda item: True)
+    computed = Users(recommender, store, number, 64)
+    computed.bring(names)
+    rows, accounts = {row.uid: row for row in computed.flush(64)}, store.accounts(names)
+    states = [rows[accounts[user].uid] for user in names]
+    for user in names:
+        store.delete_user(user)
+    store.close()
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("ATTACH DATABASE ? AS derived", (f"{path}.states",))
     for schema in ("main", "derived"):
@@ -183,7 +187,7 @@ def fill_store(path: Path, recommender: Recommender, name: str, users: int) -> N
         )
         connection.executemany(
             "INSERT INTO derived.states VALUES (?, ?, ?, 0, ?, ?, 0)",
-            ((n + 1, number, EVENTS_PER_USER, packed[n % 64], seen[n % 64]) for n in block),
+            ((n + 1, number, EVENTS_PER_USER, states[n % 64].state, states[n % 64].seen) for n in block),
         )
         connection.execute("COMMIT")
     connection.execute("UPDATE totals SET users = ?, events = ?", (users, EVENTS_PER_USER * users))

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Install what the tests of `prism serve` use besides Python, where this is root and has apt: PostgreSQL, Redis, Chromium.
+# Install what the tests of `prism serve` use besides Python, where this is root and has apt: PostgreSQL, Chromium.
 # Tests that need one that is missing say that they are skipped.
 set -euo pipefail
 
 missing=()
 compgen -G "/usr/lib/postgresql/*/bin/initdb" > /dev/null || command -v initdb > /dev/null || missing+=(postgresql)
-command -v redis-server > /dev/null || missing+=(redis-server)
 command -v chromium > /dev/null || missing+=(chromium)
 command -v curl > /dev/null || missing+=(curl)
 if [ ${#missing[@]} -eq 0 ]; then

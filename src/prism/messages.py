@@ -29,7 +29,7 @@ LIBRARIES = {
     "adapters": ("peft", *_LM),
     "onnx": ("onnx", "onnxscript", "onnxruntime", *_LM),
     "trackers": ("wandb", "mlflow"),
-    "serve": ("fastapi", "uvicorn", "prometheus_client", "psycopg", "psycopg_pool", "redis", "starlette", *_LM, *_REC),
+    "serve": ("fastapi", "uvicorn", "httptools", "prometheus_client", "psycopg", "starlette", *_LM, *_REC),
     "baselines": ("implicit", "scipy", "threadpoolctl", *_REC),
 }
 """The libraries that each extra installs, its own and those of the extras that it includes."""

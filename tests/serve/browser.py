@@ -61,7 +61,8 @@ class Visit:
         self.context.close()
         assert scroll <= width, "the page scrolls sideways"
         assert [line for line in self.complaints if not expected or expected not in line] == []
-        assert {urlsplit(asked).netloc for asked in self.requests} == {urlsplit(self.url).netloc}
+        hosts = {urlsplit(asked).netloc for asked in self.requests if not asked.startswith("data:")}
+        assert hosts == {urlsplit(self.url).netloc}
 
     def wait(self, condition: str, argument: Any = None) -> None:
         """Wait until a JavaScript expression holds."""

@@ -1,10 +1,9 @@
-"""Stores that every test of the service can have: SQLite always, PostgreSQL and Redis where they are installed."""
+"""Stores that every test of the service can have: SQLite always, PostgreSQL where it is installed."""
 
 from __future__ import annotations
 
 import os
 import pwd
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.serve.services import Postgres, RedisServer
+    from tests.serve.services import Postgres
 
 INSTALL = "`.ci/run` installs it where it is root and has apt"
 
@@ -30,19 +29,6 @@ def postgres() -> Iterator[Postgres]:
     server = Postgres(programs)
     yield server
     server.remove()
-
-
-@pytest.fixture
-def redis_server() -> Iterator[RedisServer]:
-    """A private Redis server."""
-    from tests.serve.services import RedisServer
-
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip(f"Redis is not installed: {INSTALL}")
-    server = RedisServer(program)
-    yield server
-    server.stop()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

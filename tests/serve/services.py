@@ -1,4 +1,4 @@
-"""Small recommenders behind real HTTP, and private PostgreSQL and Redis servers, for the tests of `prism serve`."""
+"""Small recommenders behind real HTTP, and private PostgreSQL servers, for the tests of `prism serve`."""
 
 from __future__ import annotations
 
@@ -148,20 +148,3 @@ class Postgres:
 
     def _url(self, database: str) -> str:
         return f"postgresql://prism@/{database}?host={self.folder}"
-
-
-class RedisServer:
-    """A Redis server in a temporary folder, reached by a socket in it."""
-
-    def __init__(self, program: str) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="prism-redis-"))
-        socket = self.folder / "socket"
-        command = [program, "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(self.folder)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        self.url = f"unix://{socket}"
-        until(socket.exists)
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)

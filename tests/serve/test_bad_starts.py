@@ -1,17 +1,23 @@
-"""What cannot be served is refused in one sentence; a database that goes away costs no acknowledged event."""
+"""What cannot be served is refused in one sentence; a database or a worker that goes away costs no acknowledged event."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from prism.cli import main
 from prism.serve.run import bind
 from prism.serve.settings import ServerSettings, read_api_key
-from tests.serve.services import Postgres, event, recommender, replayed, serving
+from tests.children import free_port
+from tests.serve.services import Postgres, event, recommender, replayed, serving, until
 from tests.serve.test_rec_service import post, recommended
 
 
@@ -49,7 +55,7 @@ def test_a_store_without_events_is_announced(
     workers: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("prism.serve.run.serve", lambda *given: 0)
-    monkeypatch.setattr("prism.serve.workers.supervise", lambda *given: 0)
+    monkeypatch.setattr("prism.serve.run.supervise", lambda *given: 0)
     store = tmp_path / "s.db"
     command = ["serve", "rec", str(folder), "--store", str(store), "--port", "0", "--workers", str(workers)]
     assert main([*command, "--device", "cpu"]) == 0
@@ -134,3 +140,41 @@ def test_help_fits_a_screen(command: str, monkeypatch: pytest.MonkeyPatch, capsy
         main([*command.split(), "--help"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 80
+
+
+def workers_of(pid: int) -> set[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()}
+
+
+def ended(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "State:\tZ" in status.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
+@pytest.mark.parametrize("end", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_a_worker_that_dies_is_replaced_and_all_end_with_the_supervisor(
+    end: signal.Signals, folder: Path, tmp_path: Path
+) -> None:
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = ["serve", "rec", str(folder), "--store", str(tmp_path / "s.db"), "--port", str(port), "--device", "cpu"]
+    supervisor = subprocess.Popen([sys.executable, "-m", "prism", *command, "--workers", "2"])
+
+    def stored(item: str) -> bool:
+        try:
+            return post(httpx.Client(base_url=url, timeout=60), event("ann", item, int(item[1:]))) == 1
+        except httpx.TransportError:
+            return False
+
+    until(lambda: stored("i1"))
+    first = workers_of(supervisor.pid)
+    assert len(first) == 2
+    if end is signal.SIGTERM:
+        os.kill(min(first), signal.SIGKILL)
+        until(lambda: len(workers_of(supervisor.pid) - first) == 1)
+        until(lambda: stored("i2"))
+    workers = workers_of(supervisor.pid)
+    os.kill(supervisor.pid, end)
+    assert supervisor.wait(60) == (0 if end is signal.SIGTERM else -end)
+    until(lambda: all(ended(worker) for worker in workers))

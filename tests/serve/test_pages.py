@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from prism.serve.pages import POLICY, add_pages, page_files
 
 FILES = {name: content.decode() for name, content in page_files().items()}
-TEXTS = {name: text for name, text in FILES.items() if not name.endswith(".svg")}
+TEXTS = {name: text for name, text in FILES.items() if not name.endswith(".svg") and "swagger" not in name}
 
 
 def client(page: str) -> TestClient:

@@ -193,3 +193,18 @@ def test_a_key_is_asked_for_and_kept_in_this_tab(browser: Any, tmp_path: Path) -
         assert visit.page.locator("dialog").count() == 0
         assert KEY not in str(visit.page.evaluate("JSON.stringify(localStorage)")) + "".join(visit.requests)
         visit.close(expected="401")
+
+
+def test_docs_make_requests_with_the_key(browser: Any, tmp_path: Path) -> None:
+    with served(tmp_path, KEY) as url:
+        visit = Visit(browser, url, at="/docs")
+        visit.page.locator("button.authorize").first.click()
+        visit.page.locator(".auth-container input").fill(KEY)
+        visit.page.locator(".auth-btn-wrapper button.authorize").click()
+        visit.page.locator("button.btn-done").click()
+        visit.page.locator("#operations-users_and_items-stats_api_stats_get .opblock-summary-control").click()
+        visit.page.locator("button.try-out__btn").click()
+        visit.page.locator("button.execute").click()
+        answer = visit.page.locator(".live-responses-table .response").first
+        assert '"Users": 3' in answer.inner_text()
+        visit.close()

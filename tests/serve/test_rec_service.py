@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism.recommend import Recommender
-from prism.serve.rec.seen import NONE_SEEN, add_seen, pack_seen, unpack_seen
+from prism.serve.rec.users import NONE_SEEN, add_seen, pack_seen, unpack_seen
 from tests.serve.services import event, recommender, replayed, serving, until
 
 MODEL = recommender()

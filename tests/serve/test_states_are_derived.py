@@ -7,11 +7,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from prism.serve.rec.memory import UserMemory
-from prism.serve.rec.pool import StatePool
-from prism.serve.rec.settings import make_store
-from tests.serve.services import RedisServer, event, recommender, replayed, serving, until
+from prism.serve.rec.settings import open_store
+from prism.serve.rec.store import Event, Submission
+from prism.serve.rec.users import Users
+from tests.serve.services import event, recommender, replayed, serving
 from tests.serve.test_rec_service import post, recommended
 
 MODEL, OTHER = recommender(0), recommender(1)
@@ -22,18 +23,37 @@ def fill(client: object) -> None:
     post(client, *(event(user, item, n) for user, items in USERS.items() for n, item in enumerate(items)))  # type: ignore[arg-type]
 
 
-def test_states_are_packed_and_unpacked() -> None:
-    states = MODEL.observe(MODEL.start(3), ["i1", ["i2", "i3"], None])
-    pool = StatePool(MODEL.start(1), 8)
-    pool.write([5, 0, 2], states)
-    packed = pool.pack([0, 5])
-    assert {len(one) for one in packed} == {pool.row_bytes} == {MODEL.start(1).nbytes}
-    pool.unpack([7, 1], packed)
-    for row, place in ((7, 1), (1, 0)):
-        for name, x in pool.read([row]).tensors().items():
-            assert x.equal(states.tensors()[name][place : place + 1]) or x.isnan().all()
-    pool.clear(7)
-    assert pool.read([7]).tensors()["layers.0.memory"].equal(MODEL.start(1).tensors()["layers.0.memory"])
+@pytest.mark.parametrize("capacity", [8, 64])
+def test_states_come_back_from_the_store_bit_for_bit(
+    capacity: int, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(store_url, 1.0, print)
+
+    def append(histories: dict[str, list[str]], time: int) -> None:
+        events = [Event("click", user, item, time + n) for user, own in histories.items() for n, item in enumerate(own)]
+        store.append([Submission(events)], lambda item: True)
+
+    append(USERS, 0)
+    users = Users(MODEL, store, 1, capacity)
+    there, rows = [], []
+    for user in USERS:
+        there.append(users.bring([user]))
+        rows += users.flush(0)  # of those who had to leave
+    assert len(rows) == max(0, len(USERS) - capacity) and len(users) <= capacity
+    rows += users.flush(capacity)
+    assert len(rows) == len(USERS) and users.flush() == [] and {len(row.state) for row in rows} == {users.state_bytes}
+    store.put_states(rows, 1)
+    restored = Users(MODEL, store, 1, 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(Users, "_known", None)  # no event is read again
+        back = restored.bring(list(USERS))
+    assert back.hidden.equal(torch.cat([one.hidden for one in there]))
+    assert back.events.equal(torch.cat([one.events for one in there]))
+    assert [one.tolist() for one in back.seen] == [one.seen[0].tolist() for one in there]
+    append({user: ["i1"] for user in USERS}, 100)
+    from_the_start = Users(MODEL, store, 2, 64).bring(list(USERS))
+    assert restored.bring(list(USERS)).hidden.allclose(from_the_start.hidden, atol=1e-5), "the layers' tensors too"
+    store.close()
 
 
 def test_a_restart_continues_from_stored_states(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +61,7 @@ def test_a_restart_continues_from_stored_states(store_url: str, monkeypatch: pyt
         fill(client)
         for user in USERS:
             recommended(client, user)
-    monkeypatch.setattr(UserMemory, "_known", None)  # no event is read again
+    monkeypatch.setattr(Users, "_known", None)  # no event is read again
     with serving(MODEL, store_url) as client:
         for user in list(USERS)[:9]:
             assert recommended(client, user) == replayed(MODEL, USERS[user])
@@ -69,7 +89,7 @@ def test_states_of_a_longer_log_are_not_used(tmp_path: Path) -> None:
         assert recommended(client, "ann") == replayed(MODEL, ["i1"])
 
 
-def test_another_model_is_named_and_rebuild_reads_all_histories_again(store_url: str) -> None:
+def test_another_model_is_named_and_rebuild_reads_histories_again(store_url: str) -> None:
     with serving(MODEL, store_url, "runs/old") as client:
         fill(client)
         for user in USERS:
@@ -77,28 +97,11 @@ def test_another_model_is_named_and_rebuild_reads_all_histories_again(store_url:
     with pytest.raises(ValueError, match=r"50 users .* runs/old .*, not to runs/new .*--rebuild"):
         next(iter(serving(OTHER, store_url, "runs/new").gen))
     with serving(OTHER, store_url, "runs/new", rebuild=True) as client:
-        assert recommended(client, "u49") == replayed(OTHER, USERS["u49"]), "while it rebuilds"
-        until(lambda: client.get("/api/stats").json()["Rebuild"] is None)
-        assert "prism_rebuild_users_done 50.0" in client.get("/metrics").text
         for user in USERS:
-            assert client.get(f"/api/user/{user}").json()["StateEvents"] == len(USERS[user])
             assert recommended(client, user) == replayed(OTHER, USERS[user])
+            assert client.get(f"/api/user/{user}").json()["StateEvents"] == len(USERS[user])
     with serving(OTHER, store_url, "runs/renamed") as client:
-        assert client.get("/api/stats").json()["Rebuild"] is None
-
-
-def test_a_rebuild_that_was_interrupted_continues(tmp_path: Path) -> None:
-    with serving(MODEL, tmp_path / "s.db") as client:
-        fill(client)
-    store = make_store(str(tmp_path / "s.db"))
-    store.set_fact("rebuild", str(store.accounts(["u20"])["u20"].uid))
-    store.close()
-    for path in tmp_path.glob("s.db.states*"):
-        path.unlink()
-    with serving(MODEL, tmp_path / "s.db") as client:
-        until(lambda: client.get("/api/stats").json()["Rebuild"] is None)
-        found = [client.get(f"/api/user/{user}").json()["StateEvents"] > 0 for user in USERS]
-    assert found == [user > "u20" for user in USERS], "users of one request are numbered in the order of their names"
+        assert recommended(client, "u49") == replayed(OTHER, USERS["u49"])
 
 
 def test_two_services_on_one_store_agree(store_url: str) -> None:
@@ -127,27 +130,3 @@ def test_two_services_on_one_store_agree(store_url: str) -> None:
         for client in (first, second):
             assert recommended(client, "bob") == replayed(MODEL, [one["ItemId"] for one in log])
             assert recommended(client, "ann") == replayed(MODEL, ["i50"]), "another user of the same name"
-
-
-def test_redis_caches_states_and_may_go_away(tmp_path: Path, redis_server: RedisServer) -> None:
-    import redis
-
-    store = tmp_path / "s.db"
-    with serving(MODEL, store, state_cache=redis_server.url) as client:
-        fill(client)
-        assert recommended(client, "u7") == replayed(MODEL, USERS["u7"])
-    keys = redis.Redis.from_url(redis_server.url).keys("prism:*")
-    assert len(keys) == len(USERS)
-    for path in tmp_path.glob("s.db.states*"):
-        path.unlink()
-    with serving(MODEL, store, state_cache=redis_server.url) as client:
-        until(lambda: client.get("/api/user/u7").json()["StateEvents"] == len(USERS["u7"]))
-        assert recommended(client, "u7") == replayed(MODEL, USERS["u7"])
-        client.delete("/api/user/u7")
-        assert len(redis.Redis.from_url(redis_server.url).keys("prism:*")) == len(USERS) - 1
-        redis_server.stop()
-        post(client, event("u8", "i33", 99))
-        assert recommended(client, "u8") == replayed(MODEL, [*USERS["u8"], "i33"])
-        assert recommended(client, "u9") == replayed(MODEL, USERS["u9"])
-    with pytest.raises(ValueError, match="--state-cache"):
-        next(iter(serving(MODEL, store, state_cache=redis_server.url).gen))

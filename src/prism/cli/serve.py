@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +12,9 @@ from prism.messages import say
 from prism.serve.settings import ServerSettings, read_api_key
 
 if TYPE_CHECKING:
-    from socket import socket
+    from fastapi import FastAPI
 
     from prism.serve.rec.settings import RecSettings
-    from prism.serve.rec.store import Store
 
 
 def serve_rec(
@@ -26,7 +25,6 @@ def serve_rec(
     workers: int = 1,
     api_key_file: Path | None = None,
     rebuild: bool = False,
-    state_cache: str | None = None,
     state_memory: int = 256,
     max_body: int = 4,
     max_length: int | None = None,
@@ -44,8 +42,7 @@ def serve_rec(
         port: 0: any free port.
         workers: number of processes on the port and the store.
         api_key_file: the key clients must send. None: $PRISM_API_KEY.
-        rebuild: read the histories of another model's store again.
-        state_cache: redis://… that caches states.
+        rebuild: take over the store of another model.
         state_memory: MiB of memory for states, per worker.
         max_body: largest request, in MiB.
         max_length: events to read again, for models whose state grows.
@@ -55,7 +52,7 @@ def serve_rec(
         log_level: debug (all requests), info, warning, error.
     """
     from prism.serve.logs import check_level
-    from prism.serve.run import announce, bind
+    from prism.serve.run import bind, serve, supervise
 
     check_level(log_level)
     for name, value in (("workers", workers), ("state_memory", state_memory), ("max_body", max_body)):
@@ -64,63 +61,30 @@ def serve_rec(
     settings = ServerSettings(host, port, read_api_key(api_key_file), max_body * 2**20, grace)
     bound = bind(settings)  # before the model is loaded: a port in use is known at once
 
+    from prism.serve.rec.app import rec_app
+    from prism.serve.rec.service import open_service
     from prism.serve.rec.settings import RecSettings
 
-    choices = RecSettings(store, state_cache, state_memory * 2**20, max_length, rebuild, wait)
-    if workers == 1:
-        return _serve(0, run, device, settings, choices, bound, log_level, f"recommender {run}")
-
-    from prism.serve.workers import supervise
-
-    claim(run, device, choices)  # one process, so that a store that does not fit is refused in one sentence
-    announce(settings, bound, f"recommender {run}, {workers} workers,")
-    return supervise(_serve, (run, device, settings, choices, bound, log_level, ""), workers, grace)
-
-
-def claim(run: Path, device: str, choices: RecSettings) -> None:
-    """Load the model and open the store once, to report what is wrong with them."""
-    from prism.recommend import Recommender
-    from prism.serve.rec.service import claim_store, identity
-    from prism.serve.rec.settings import open_store
-
-    recommender = Recommender.load(run, device=device)
-    store = open_store(choices.store, choices.wait, say)
-    claim_store(store, identity(recommender), str(run), choices.rebuild)
-    say_if_empty(store)
-    store.close()
-
-
-def say_if_empty(store: Store) -> None:
-    """Say that users of the training data are unknown, if the store holds no events."""
-    if store.totals().events == 0:
+    choices = RecSettings(store, state_memory * 2**20, max_length, rebuild, wait)
+    service = open_service(
+        run, device, choices
+    )  # with several workers too: what does not fit is refused in one sentence
+    if service.store.totals().events == 0:
         say(
-            f"the store {store.name} holds no events yet: users of the training data are unknown to it until their events "
-            "are posted to /api/feedback"
+            f"the store {service.store.name} holds no events yet: users of the training data are unknown to it until their "
+            "events are posted to /api/feedback"
         )
+    if workers == 1:
+        return serve(rec_app(service, settings), settings, bound, f"recommender {run}", log_level)
+    service.store.close()
+    del service
+    make_app = partial(load_app, run, device, choices, settings)
+    return supervise(make_app, settings, bound, f"recommender {run}", workers, log_level)
 
 
-def _serve(
-    number: int,
-    run: Path,
-    device: str,
-    settings: ServerSettings,
-    choices: RecSettings,
-    bound: socket,
-    log_level: str,
-    name: str,
-) -> int:
-    """One worker; `number` 0 also rebuilds states, if that is necessary."""
-    from prism.recommend import Recommender
-    from prism.serve.metrics import Metrics
+def load_app(run: Path, device: str, choices: RecSettings, settings: ServerSettings) -> FastAPI:
+    """The application of a run: what every worker makes for itself."""
     from prism.serve.rec.app import rec_app
-    from prism.serve.rec.service import RecService
-    from prism.serve.rec.settings import open_store
-    from prism.serve.run import serve
+    from prism.serve.rec.service import open_service
 
-    choices = replace(choices, reads_again=number == 0)
-    recommender = Recommender.load(run, device=device)
-    store = open_store(choices.store, choices.wait, say)
-    service = RecService(recommender, str(run), store, choices, Metrics("events"))
-    if name:  # the only process
-        say_if_empty(store)
-    return serve(rec_app(service, settings), settings, bound, name, log_level)
+    return rec_app(open_service(run, device, choices), settings)

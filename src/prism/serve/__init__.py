@@ -1,5 +1,5 @@
 """`prism serve`: a trained model behind HTTP.
 
-`app`, `limits`, `metrics`, `logs`, `run` are the shell that both services share; `rec` is the recommender, `lm` the language
-model, `pages` what a browser shows.
+`app`, `docs`, `errors`, `middleware`, `metrics`, `logs` and `run` are the shell that both services share; `rec` is the
+recommender, `lm` the language model, `pages` what a browser shows.
 """

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import FastAPI, Response
 from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 
 from prism import __version__
-from prism.serve import docs
+from prism.serve.docs import docs_page
 from prism.serve.errors import ERRORS, ApiError, add_error_handlers
-from prism.serve.limits import Gate
 from prism.serve.metrics import Metrics
+from prism.serve.middleware import RequestMiddleware
 from prism.serve.pages import add_pages
 from prism.serve.settings import ServerSettings
 
@@ -52,7 +52,9 @@ def create_app(
         responses=ERRORS,
         redirect_slashes=False,
     )
-    app.add_middleware(Gate, settings=settings, metrics=metrics)
+    if settings.api_key is not None:
+        _say_key(app)
+    app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics)
     add_error_handlers(app)
     add_pages(app, kind)
 
@@ -71,11 +73,25 @@ def create_app(
 
     @app.get("/metrics", tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     def prometheus() -> Response:
-        """Prometheus metrics: counts, rates, and p50 and p99 of the last minute."""
+        """Prometheus metrics of this process."""
         return Response(metrics.render(), media_type=PROMETHEUS)
 
+    page = docs_page(title)
+
     @app.get("/docs", include_in_schema=False)
-    def openapi_page() -> HTMLResponse:
-        return HTMLResponse(docs.docs_page(app.openapi()), headers=docs.HEADERS)
+    async def docs() -> HTMLResponse:
+        return page
 
     return app
+
+
+def _say_key(app: FastAPI) -> None:
+    """Have the document say that a key is needed: /docs asks for it then."""
+    plain = app.openapi
+
+    def with_key() -> dict[str, Any]:
+        document = plain()
+        document["components"]["securitySchemes"] = {"key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}}
+        return {**document, "security": [{"key": []}]}
+
+    app.openapi = with_key  # type: ignore[method-assign]

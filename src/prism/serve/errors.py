@@ -77,7 +77,7 @@ def error_response(
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Answer every kind of refusal with `ErrorBody`. For other errors, `Gate` does."""
+    """Answer every kind of refusal with `ErrorBody`. For other errors, `RequestMiddleware` does."""
 
     async def refused(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ApiError)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 SECONDS = 120
 """Length of the series."""
-WINDOW = 60
-"""Seconds over which rates and quantiles of /metrics are taken."""
 MOST_SAMPLES = 2000
 """Most latencies kept of one second."""
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -59,7 +55,6 @@ class Metrics:
             "prism_request_seconds", "Time to answer a request.", ["route"], buckets=BUCKETS, registry=self.registry
         )
         self.running = Gauge("prism_requests_running", "Requests being answered.", registry=self.registry)
-        self.registry.register(_Window(self))
 
     def counter(self, name: str, text: str) -> Counter:
         """Another counter of this service."""
@@ -110,30 +105,6 @@ class Metrics:
             "P99": [round(1000 * quantile(times, 0.99), 3) for times in latencies],
         }
 
-    def window(self) -> dict[str, float]:
-        """Rates per second, and p50 and p99 in seconds, over the last minute."""
-        end = int(self._clock())
-        with self._lock:
-            found = [second for second in self._seconds if end - WINDOW <= second.at < end]
-            latencies = sorted(value for second in found for value in second.latencies)
-        return {
-            f"{self.unit}_per_second": sum(second.units for second in found) / WINDOW,
-            "requests_per_second": sum(second.requests for second in found) / WINDOW,
-            "request_seconds_p50": quantile(latencies, 0.5),
-            "request_seconds_p99": quantile(latencies, 0.99),
-        }
-
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-class _Window(Collector):
-    """Rates and quantiles of the last minute as gauges, for people who read /metrics without Prometheus."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, value in self.metrics.window().items():
-            yield GaugeMetricFamily(f"prism_{name}", f"{name.replace('_', ' ')}, over the last minute", value)

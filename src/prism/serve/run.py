@@ -1,26 +1,37 @@
-"""Run an application with uvicorn: bind the port first, stop gracefully, and end with 0 after SIGTERM or Ctrl-C."""
+"""Run an application with uvicorn, in one process or several: bind the port first, stop gracefully, and end with 0 after
+SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
 import errno
+import gc
+import logging
+import multiprocessing
+import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.supervisors import Multiprocess
 
 from prism.files import reason
 from prism.messages import say
-from prism.serve.logs import say_event, set_up_logs
+from prism.serve.logs import log, say_event, set_up_logs
 from prism.serve.settings import ServerSettings
 
 AT_ONCE = 0.01
 """Seconds that a server without running requests needs to notice that there are none."""
+START_SECONDS = 60
+"""Seconds without a sign of life after which a worker is started again: loading libraries must not look like hanging."""
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -80,10 +91,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def make_server(app: FastAPI, settings: ServerSettings) -> Server:
-    """A server that has not started; tests run it in a thread and set `should_exit`."""
+def make_config(app: FastAPI | Callable[[], FastAPI], settings: ServerSettings, **more: Any) -> uvicorn.Config:
     grace: Any = max(settings.grace, AT_ONCE)  # uvicorn says int and takes any number; None would be no limit
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
@@ -92,8 +102,13 @@ def make_server(app: FastAPI, settings: ServerSettings) -> Server:
         timeout_keep_alive=65,
         lifespan="on",
         ws="none",
+        **more,
     )
-    return Server(config)
+
+
+def make_server(app: FastAPI, settings: ServerSettings) -> Server:
+    """A server that has not started; tests run it in a thread and set `should_exit`."""
+    return Server(make_config(app, settings))
 
 
 def announce(settings: ServerSettings, bound: socket.socket, name: str) -> None:
@@ -103,20 +118,80 @@ def announce(settings: ServerSettings, bound: socket.socket, name: str) -> None:
     say(f"{name} at {url_of(bound)} (page), {url_of(bound)}/docs (API); Ctrl-C stops it")
 
 
-def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket, name: str = "", log_level: str = "info") -> int:
+def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket, name: str, log_level: str = "info") -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code.
 
     Args:
         bound: from `bind`.
-        name: what is served, for the first line; "": it was announced before.
+        name: what is served, for the first line.
     """
     set_up_logs(log_level)
-    if name:
-        announce(settings, bound, name)
+    announce(settings, bound, name)
+    spare_the_collector()
     server = make_server(app, settings)
     server.run(sockets=[bound])
     say_event("stopped")
-    return 0 if server.started else 3
+    return 0 if server.started else STARTUP_FAILURE
+
+
+def supervise(
+    make_app: Callable[[], FastAPI],
+    settings: ServerSettings,
+    bound: socket.socket,
+    name: str,
+    workers: int,
+    log_level: str = "info",
+) -> int:
+    """Serve with several processes until SIGTERM or Ctrl-C; one that dies is started again. Returns the exit code.
+
+    Args:
+        make_app: makes the application of a worker; a function of a module, or a `partial` of one. The module should import
+            nothing large: a worker gives no sign of life until it is imported.
+    """
+    set_up_logs(log_level)
+    logging.getLogger("uvicorn.error").setLevel(log_level.upper())  # the supervisor says what becomes of its workers
+    announce(settings, bound, f"{name}, {workers} workers,")
+    config = make_config(
+        partial(_worker, make_app, log_level),
+        settings,
+        factory=True,
+        workers=workers,
+        timeout_worker_healthcheck=START_SECONDS,
+    )
+    supervisor = Multiprocess(config, [bound])
+    supervisor.run()
+    return max((STARTUP_FAILURE for one in supervisor.processes if one.exitcode == STARTUP_FAILURE), default=0)
+
+
+def _worker(make_app: Callable[[], FastAPI], log_level: str) -> FastAPI:
+    """The application of a worker, which stops when the supervisor is gone."""
+    set_up_logs(log_level)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True).start()
+    try:
+        app = make_app()
+    except Exception as error:
+        log.error("a worker cannot start", exc_info=error)
+        sys.exit(STARTUP_FAILURE)
+    spare_the_collector()
+    return app
+
+
+def spare_the_collector() -> None:
+    """Leave what is loaded out of garbage collection, and collect less often.
+
+    A model and its libraries are hundreds of thousands of objects that stay: under load, a fifth of the time went into
+    looking through them.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @contextmanager

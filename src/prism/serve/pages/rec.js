@@ -324,7 +324,7 @@ function charts() {
 
 async function showServer([throughput, latency]) {
   const stats = await api("/api/stats");
-  const { Model: model, Series: series, Rebuild: rebuild } = stats;
+  const { Model: model, Series: series } = stats;
   for (const times of [series.P50, series.P99]) {
     series.Requests.forEach((requests, i) => requests === 0 && (times[i] = null)); // no request took no time
   }
@@ -347,11 +347,6 @@ async function showServer([throughput, latency]) {
   const said = `${rate(perSecond(series.Events))} events and ${rate(perSecond(series.Requests))} requests a second`;
   throughput.update(series.Second, [series.Events, series.Requests], said);
   latency.update(series.Second, [series.P50, series.P99], `half within ${milliseconds(p50)}, 99 of 100 within ${milliseconds(p99)}`);
-  $("rebuild").hidden = !rebuild;
-  if (rebuild) {
-    $("rebuilding").value = rebuild.Total ? rebuild.Done / rebuild.Total : 0;
-    $("rebuild-figure").textContent = `${count(rebuild.Done)} of ${plural(rebuild.Total, "user")}. Answers are given meanwhile.`;
-  }
 }
 
 // Start

@@ -9,10 +9,9 @@ import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
 
 from prism.serve.app import create_app
-from prism.serve.rec.fast import FastPath, unavailable
+from prism.serve.errors import error_response
 from prism.serve.rec.routes import data_routes, feedback_routes, recommend_routes
 from prism.serve.rec.service import RecService
 from prism.serve.rec.store import StoreError
@@ -34,11 +33,11 @@ def rec_app(service: RecService, settings: ServerSettings) -> FastAPI:
 
     async def store_failed(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StoreError)
-        return unavailable(error)
+        message = f"{error}; nothing of this request is stored, try again"
+        return error_response(503, message, code="store", headers={"Retry-After": "2"})
 
     app = create_app("rec", "PRISM recommender", settings, service.metrics, service.not_ready, lifespan)
     app.add_exception_handler(StoreError, store_failed)
-    app.user_middleware.append(Middleware(FastPath, service=service))  # inside of what the shell has added
     for routes in (feedback_routes, recommend_routes, data_routes):
         app.include_router(routes(service))
     return app

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +23,16 @@ import torch.nn.functional as F
 
 from prism.recommend.filters import Excluded
 from prism.recommend.top_items import best_items, item_scores
-from prism.serve.rec.memory import Present, UserMemory
+from prism.serve.rec.store import StateRow, StoreError
+from prism.serve.rec.users import Present, Users
 
 log = logging.getLogger("prism.serve")
 MOST_USERS = 256
 """Most users in one step."""
 FLUSH_SECONDS = 1.0
-"""How often changed states are handed to the store."""
+"""How often changed states are stored."""
+MOST_STATES = 64
+"""Most states that are stored then."""
 REASONS = 3
 """Events that are named as the reason for an item."""
 
@@ -65,23 +69,26 @@ class Answer:
 class Engine:
     """Answers questions and keeps states up to date, in one thread."""
 
-    def __init__(self, memory: UserMemory, excluded: Callable[[], Sequence[int]] = lambda: ()) -> None:
-        self.memory, self.excluded = memory, excluded
+    def __init__(self, users: Users, excluded: Callable[[], Sequence[int]] = lambda: ()) -> None:
+        self.users, self.excluded = users, excluded
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._questions: list[Question] = []
         self._fresh: dict[str, None] = {}
         self._calls: list[Callable[[], None]] = []
         self._stopping = False
         self._flushed = time.monotonic()
+        self._storing = ThreadPoolExecutor(1, "states")
+        self._stored: Future[None] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Answer what waits, hand over the states that are not stored, and stop."""
+        """Answer what waits, store the states that are not stored, and stop."""
         self._inbox.put(None)
         self._thread.join()
+        self._storing.shutdown()
 
     async def ask(self, question: Question) -> Answer:
         """The answer to a question; StoreError if the store cannot be read."""
@@ -110,12 +117,32 @@ class Engine:
                 users = list(self._fresh)[:MOST_USERS]
                 for user in users:
                     del self._fresh[user]
-                self._guard(lambda: self.memory.bring(users))  # noqa: B023  (called at once)
+                self._guard(lambda: self.users.bring(users))  # noqa: B023  (called at once)
+            most = 0
             if time.monotonic() - self._flushed > FLUSH_SECONDS:
-                self._flushed = time.monotonic()
-                self._guard(self.memory.flush)
-        while self.memory.flush():
+                self._flushed, most = time.monotonic(), MOST_STATES
+            self._guard(lambda: self._flush(most))  # noqa: B023
+        while self._flush(MOST_STATES):
             pass
+
+    def _flush(self, most: int) -> bool:
+        """Have states stored, while this thread goes on; returns whether there were any."""
+        if not (rows := self.users.flush(most)):
+            return False
+        if self._stored is not None:
+            self._stored.result()  # one batch at a time: if the store is slow, they do not pile up
+        self._stored = self._storing.submit(self._put, rows)
+        return True
+
+    def _put(self, rows: list[StateRow]) -> None:
+        """States are derived from the events: a write that fails costs reading time, nothing else."""
+        try:
+            self.users.store.put_states(rows, self.users.model)
+        except StoreError as error:
+            fields = {"reason": str(error), "states": len(rows)}
+            log.warning("states not stored, they will be read from the events again", extra={"fields": fields})
+        except Exception:
+            log.exception("states not stored")
 
     def _receive(self) -> None:
         """Take everything that waits; if nothing does and there is nothing to do, wait for it."""
@@ -160,10 +187,10 @@ class Engine:
         others = [place for place, one in enumerate(batch) if one.user is None]
         answers: dict[int, Answer] = {}
         if named:
-            present = self.memory.bring([batch[place].user or "" for place in named])
+            present = self.users.bring([batch[place].user or "" for place in named])
             answers.update(zip(named, self._score([batch[place] for place in named], present), strict=True))
         if others:
-            present = self.memory.sessions([batch[place].history or ((), ()) for place in others])
+            present = self.users.sessions([batch[place].history or ((), ()) for place in others])
             answers.update(zip(others, self._score([batch[place] for place in others], present), strict=True))
         return [answers[place] for place in range(len(batch))]
 
@@ -186,7 +213,7 @@ class Engine:
             np.concatenate([seen if one.exclude_seen else seen[:0], np.array([*one.exclude, *hidden_items], np.int64)])
             for one, seen in zip(questions, present.seen, strict=True)
         ]
-        best = best_items(self.memory.recommender.model, present.hidden, present.events, Excluded.rows(excluded), n)
+        best = best_items(self.users.recommender.model, present.hidden, present.events, Excluded.rows(excluded), n)
         answers = []
         for one, seen, rows, scores in zip(questions, present.seen, *best, strict=True):
             found = rows > 0
@@ -200,7 +227,7 @@ class Engine:
         """For each item the nearest items of the history, by the cosine of their vectors."""
         if not len(seen) or not rows:
             return [[] for _ in rows]
-        vectors = self.memory.recommender.model.item_vectors()
+        vectors = self.users.recommender.model.item_vectors()
         history = F.normalize(vectors[torch.from_numpy(seen.astype(np.int64)).to(vectors.device)].float(), dim=1)
         items = F.normalize(vectors[torch.as_tensor(rows, device=vectors.device)].float(), dim=1)
         best = (items @ history.T).topk(min(REASONS, len(seen)), dim=1)
@@ -210,7 +237,7 @@ class Engine:
         ]
 
     def _rank(self, questions: Sequence[Question], present: Present) -> list[Answer]:
-        scores = item_scores(self.memory.recommender.model, present.hidden, present.events)
+        scores = item_scores(self.users.recommender.model, present.hidden, present.events)
         answers = []
         for question, row in zip(questions, scores, strict=True):
             candidates = torch.as_tensor(question.candidates, dtype=torch.int64, device=row.device).clamp(min=0)

@@ -12,8 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
 
-from prism.serve.rec.store import FORMAT, Logged, Run, Store, StoreError
-from prism.serve.rec.tables import tables
+from prism.serve.rec.store import FORMAT, Logged, Run, Store, StoreError, tables
 
 APPEND_LOCK = 0x5052_4953_4D00
 """Key of the advisory lock that appends take: they commit one after another, so that numbers have no gaps."""

@@ -219,15 +219,13 @@ def data_routes(service: RecService) -> APIRouter:
     @router.get("/api/stats")
     def stats() -> Stats:
         """Figures about model, store and the last two minutes of this process."""
-        totals, rebuild = service.store.totals(), service.rebuild
-        progress = None if rebuild is None or rebuild.finished else {"Done": rebuild.done, "Total": rebuild.total}
+        totals = service.store.totals()
         return Stats.model_validate(
             {
                 "Model": service.about(),
                 "Users": totals.users,
                 "Events": totals.events,
                 "UnknownItems": totals.unknown,
-                "Rebuild": progress,
                 "Series": service.metrics.series(),
             }
         )

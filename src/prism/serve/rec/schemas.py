@@ -198,11 +198,6 @@ class ModelFacts(BaseModel):
     state_bytes: int
 
 
-class Progress(BaseModel):
-    Done: int
-    Total: int
-
-
 class Series(BaseModel):
     """The last 120 seconds of this process, oldest first."""
 
@@ -220,7 +215,6 @@ class Stats(BaseModel):
     Users: int
     Events: int
     UnknownItems: int = Field(description="Events whose item the model did not know when they came.")
-    Rebuild: Progress | None = Field(description="Users read again after the model changed; null when done.")
     Series: Series
 
 

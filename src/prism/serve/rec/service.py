@@ -1,4 +1,4 @@
-"""The recommender's service without HTTP: store, writer, engine and rebuild put together."""
+"""The recommender's service without HTTP: store, writer and engine put together."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+from prism.messages import say
 from prism.models.loading import stable_fingerprint
 from prism.recommend import Recommender
 from prism.recommend.events import Catalogue
 from prism.serve.metrics import Metrics
 from prism.serve.rec.engine import MOST_USERS, Engine
-from prism.serve.rec.memory import UserMemory
 from prism.serve.rec.new_items import Follower, NewItems, reply
-from prism.serve.rec.rebuild import FACT, Rebuild
 from prism.serve.rec.schemas import ItemDescription, ItemsStored
-from prism.serve.rec.settings import RecSettings
-from prism.serve.rec.shelf import RedisCache, Shelf
+from prism.serve.rec.settings import RecSettings, open_store
 from prism.serve.rec.store import Store, StoreError, Submission
+from prism.serve.rec.users import Users
 from prism.serve.rec.writer import Writer
 
 HIDDEN_SECONDS = 5.0
@@ -57,19 +57,11 @@ class RecService:
         if not bool(recommender.model.item_counts.any()):
             raise ValueError(f"the model in {name} has no item counts, so users without events cannot be served")
         self.name, self.store, self.metrics = name, store, metrics
-        self.rebuild: Rebuild | None = None
-        self._reads_again = settings.reads_again
-        self._resumes = claim_store(store, identity(recommender), name, settings.rebuild)
+        claim_store(store, identity(recommender), name, settings.rebuild)
         number = store.model_number(identity(recommender), name)
-        cache = None
-        if settings.state_cache is not None:
-            cache = RedisCache(settings.state_cache, f"prism:{store.identity()}:{identity(recommender)[:16]}")
-            cache.check()
-        self.shelf = Shelf(store, number, cache)
-        row = max(1, recommender.start(1).nbytes)
-        capacity = max(2 * MOST_USERS, settings.state_memory // row)
-        self.memory = UserMemory(recommender, store, self.shelf.load, self.shelf.save, capacity, settings.max_length)
-        self.engine = Engine(self.memory, self._hidden_rows)
+        capacity = max(2 * MOST_USERS, settings.state_memory // recommender.start(1).nbytes)
+        self.users = Users(recommender, store, number, capacity, settings.max_length)
+        self.engine = Engine(self.users, self._hidden_rows)
         self._hidden: tuple[float, list[int]] = (0.0, [])
         self._names: tuple[Catalogue, list[tuple[str, int]]] | None = None
         self.new_items = NewItems(recommender, store)
@@ -79,34 +71,27 @@ class RecService:
             self._use(larger)
         self.writer = Writer(store, self.knows, self.engine.fresh)
         self.unknown = metrics.counter("unknown_items", "Events with an item that the model does not know.")
-        metrics.gauge("users_in_memory", "Users whose state is in memory.", lambda: len(self.memory.entries))
-        metrics.gauge("state_bytes", "Bytes of one user's state.", lambda: self.memory.state_bytes)
-        metrics.gauge("rebuild_users_done", "Users read again.", lambda: self.rebuild.done if self.rebuild else 0)
-        metrics.gauge("rebuild_users", "Users to read again.", lambda: self.rebuild.total if self.rebuild else 0)
+        metrics.gauge("users_in_memory", "Users whose state is in memory.", lambda: len(self.users))
+        metrics.gauge("state_bytes", "Bytes of one user's state.", lambda: self.users.state_bytes)
 
     @property
     def recommender(self) -> Recommender:
         """The model with the items that it knows now. The engine's thread replaces it by one with more items."""
-        return self.memory.recommender
+        return self.users.recommender
 
     def start(self) -> None:
         """Start the threads."""
-        for part in (self.shelf, self.engine, self.writer):
-            part.start()
+        self.engine.start()
+        self.writer.start()
         if self._follower is not None:
             self._follower.start()
-        if self._resumes and self._reads_again:
-            self.rebuild = Rebuild(self.store, self.engine)
-            self.rebuild.start()
 
     def stop(self) -> None:
         """Finish what waits, store all states, close the store."""
-        if self.rebuild is not None:
-            self.rebuild.stop()
         if self._follower is not None:
             self._follower.stop()
-        for part in (self.writer, self.engine, self.shelf):
-            part.stop()
+        self.writer.stop()
+        self.engine.stop()
         self.store.close()
 
     async def append(self, submission: Submission) -> int:
@@ -163,7 +148,7 @@ class RecService:
         done.wait(REPLACE_SECONDS)
 
     def _use(self, larger: Recommender) -> None:
-        self.memory.use(larger, self.new_items.number, list(self.new_items.added))
+        self.users.use(larger, self.new_items.number, list(self.new_items.added))
 
     def user(self, name: str) -> tuple[int, UserFacts] | None:
         """A user's uid and facts; None for a user without events."""
@@ -171,9 +156,9 @@ class RecService:
         if account is None:
             return None
         uid, events = account
-        if (entry := self.memory.peek(uid)) is not None:
-            facts = UserFacts(events, entry.number, entry.updated or None, self.memory.state_bytes)
-        elif (row := self.shelf.load([uid]).get(uid)) is not None:
+        if (entry := self.users.peek(uid)) is not None:
+            facts = UserFacts(events, entry.number, entry.updated or None, self.users.state_bytes)
+        elif (row := self.store.states([uid], self.users.model).get(uid)) is not None:
             facts = UserFacts(events, row.number, row.updated, len(row.state))
         else:
             facts = UserFacts(events, 0, None, 0)
@@ -183,8 +168,7 @@ class RecService:
         """Delete a user with all events and states; returns the number of events."""
         uid, events = self.store.delete_user(name)
         if uid is not None:
-            self.engine.call(lambda: self.memory.forget(uid))
-            self.shelf.forget(uid)
+            self.engine.call(lambda: self.users.forget(uid))
         return events
 
     def _sorted_names(self, catalogue: Catalogue) -> list[tuple[str, int]]:
@@ -216,7 +200,7 @@ class RecService:
             "layers": str(model.config.layers),
             "items": len(self.recommender.catalogue),
             "parameters": sum(x.numel() for x in model.parameters()),
-            "state_bytes": self.memory.state_bytes,
+            "state_bytes": self.users.state_bytes,
         }
 
     def not_ready(self) -> str | None:
@@ -228,6 +212,13 @@ class RecService:
         return None
 
 
+def open_service(run: Path, device: str, settings: RecSettings) -> RecService:
+    """The service of a run, with its store opened; ValueError says what does not fit."""
+    recommender = Recommender.load(run, device=device)
+    store = open_store(settings.store, settings.wait, say)
+    return RecService(recommender, str(run), store, settings, Metrics("events"))
+
+
 def identity(recommender: Recommender) -> str:
     """Hash of what a state depends on: configuration, weights and the items' ids."""
     digest = hashlib.sha256(json.dumps(stable_fingerprint(recommender.model), sort_keys=True).encode())
@@ -235,23 +226,18 @@ def identity(recommender: Recommender) -> str:
     return digest.hexdigest()
 
 
-def claim_store(store: Store, model: str, name: str, rebuild: bool) -> bool:
-    """Make this the store's model; returns whether histories must be read again in the background.
+def claim_store(store: Store, model: str, name: str, rebuild: bool) -> None:
+    """Make this the store's model.
 
-    A store whose states belong to another model is refused with a ValueError that names both, unless `rebuild`.
+    A store whose states belong to another model is refused with a ValueError that names both, unless `rebuild`: then a user's
+    history is read again when it is first needed.
     """
     found = json.loads(store.fact("model") or "null")
-    if found is not None and found["identity"] != model:
-        users = store.totals().users
-        if users and not rebuild:
-            raise ValueError(
-                f"the states of {users:,} users in the store {store.name} belong to the model {found['name']} "
-                f"({found['identity'][:12]}), not to {name} ({model[:12]}): add --rebuild to read their histories again "
-                "with the new model while it serves, or give another --store"
-            )
-        store.set_fact(FACT, "0" if users else None)
+    if found is not None and found["identity"] != model and not rebuild and (users := store.totals().users):
+        raise ValueError(
+            f"the states of {users:,} users in the store {store.name} belong to the model {found['name']} "
+            f"({found['identity'][:12]}), not to {name} ({model[:12]}): add --rebuild to read their histories again "
+            "with the new model while it serves, or give another --store"
+        )
     if found != {"identity": model, "name": name}:
         store.set_fact("model", json.dumps({"identity": model, "name": name}))
-    if rebuild and store.fact(FACT) is None and found is not None and found["identity"] == model:
-        store.set_fact(FACT, "0")  # asked for by name: read everything once more
-    return store.fact(FACT) is not None

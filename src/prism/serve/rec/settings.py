@@ -24,18 +24,14 @@ class RecSettings:
 
     store: str = "prism-serve.db"
     """A file (SQLite), or a URL such as postgresql://user@host/name."""
-    state_cache: str | None = None
-    """URL of a Redis that caches states."""
     state_memory: int = 256 * 2**20
     """Bytes of memory for the states of the users who were last active."""
     max_length: int | None = None
     """For models whose state grows: events to read again. None: as many as in training. 0: all."""
     rebuild: bool = False
-    """Whether states of another model are replaced, by reading all histories again in the background."""
+    """Whether a store whose states are of another model is taken over: a user's history is read again when it is needed."""
     wait: float = 10.0
     """Seconds to wait at the start for a database that is down."""
-    reads_again: bool = True
-    """Whether this process is the one that rebuilds, if that is necessary."""
 
 
 def make_store(url: str) -> Store:

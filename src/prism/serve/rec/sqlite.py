@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from prism.files import check_target
-from prism.serve.rec.store import FORMAT, Run, Store, StoreError
-from prism.serve.rec.tables import tables
+from prism.serve.rec.store import FORMAT, Run, Store, StoreError, tables
 
 BUSY = 20_000
 """Milliseconds to wait for another process that is writing."""

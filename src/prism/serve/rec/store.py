@@ -11,10 +11,9 @@ Design choices
 from __future__ import annotations
 
 import hashlib
-import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -270,12 +269,6 @@ class Store(ABC):
         with self.transaction() as run:
             return [(name, events) for name, events in run(statement, prefix, prefix + "\U0010ffff", most)]
 
-    def users_after(self, uid: int, most: int) -> list[tuple[int, str, int]]:
-        """The next users by uid: (uid, name, events)."""
-        statement = "SELECT uid, name, events FROM users WHERE uid > ? ORDER BY uid LIMIT ?"
-        with self.transaction() as run:
-            return [(found, name, events) for found, name, events in run(statement, uid, most)]
-
     def totals(self) -> Totals:
         with self.transaction() as run:
             return Totals(*run("SELECT users, events, unknown FROM totals")[0])
@@ -303,25 +296,16 @@ class Store(ABC):
         with self.transaction() as run:
             run.many(statement, [(r.uid, model, *r[1:], r.uid) for r in sorted(rows)])
 
-    # Facts: the model that states belong to, and the progress of a rebuild.
+    # The model that states belong to.
 
     def fact(self, name: str) -> str | None:
         with self.transaction() as run:
             found = run("SELECT value FROM facts WHERE name = ?", name)
         return found[0][0] if found else None
 
-    def identity(self) -> str:
-        """A random name of this store, made when it was: no cache can mistake another store for it."""
-        if (found := self.fact("store")) is None:
-            self.set_fact("store", found := secrets.token_hex(8))
-        return found
-
-    def set_fact(self, name: str, value: str | None) -> None:
-        """Store a fact, or remove it (None)."""
+    def set_fact(self, name: str, value: str) -> None:
         with self.transaction(write=True) as run:
-            run("DELETE FROM facts WHERE name = ?", name)
-            if value is not None:
-                run("INSERT INTO facts VALUES (?, ?)", name, value)
+            run("INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value", name, value)
 
     def model_number(self, identity: str, name: str) -> int:
         """The number that stands for a model in this store; a new one for a new model."""
@@ -383,3 +367,35 @@ class Run(ABC):
     @abstractmethod
     def many(self, statement: str, rows: Sequence[Sequence[Any]]) -> None:
         """Run one statement for each row of arguments."""
+
+
+def tables(integer: str, real: str, blob: str, text: str, serial: str) -> Iterator[str]:
+    """The statements that create the tables, with the types of a database."""
+    yield f"CREATE TABLE IF NOT EXISTS facts (name {text} PRIMARY KEY, value {text} NOT NULL)"
+    yield f"CREATE TABLE IF NOT EXISTS models (id {integer} PRIMARY KEY, identity {text} NOT NULL, name {text} NOT NULL)"
+    yield f"CREATE TABLE IF NOT EXISTS totals (users {integer}, events {integer}, unknown {integer})"
+    yield "INSERT INTO totals SELECT 0, 0, 0 WHERE NOT EXISTS (SELECT 1 FROM totals)"
+    yield f"CREATE TABLE IF NOT EXISTS users (uid {serial}, name {text} NOT NULL UNIQUE, events {integer} NOT NULL)"
+    yield (
+        f"CREATE TABLE IF NOT EXISTS events (uid {integer}, number {integer}, kind {text} NOT NULL, item {text} NOT NULL, "
+        f"time {integer} NOT NULL, value {real}, PRIMARY KEY (uid, number))"
+    )
+    yield "CREATE UNIQUE INDEX IF NOT EXISTS events_once ON events (uid, item, kind, time)"
+    yield (
+        f"CREATE TABLE IF NOT EXISTS requests (key {text} PRIMARY KEY, digest {text} NOT NULL, stored {integer} NOT NULL, "
+        f"at {real} NOT NULL)"
+    )
+    yield "CREATE INDEX IF NOT EXISTS requests_at ON requests (at)"
+    yield (
+        f"CREATE TABLE IF NOT EXISTS items (item {text} PRIMARY KEY, hidden {integer} NOT NULL, fields {text} NOT NULL)"
+    )
+    yield "CREATE INDEX IF NOT EXISTS items_hidden ON items (hidden)"
+    yield (  # the digest stands for the labels, which may be too long for an index
+        f"CREATE TABLE IF NOT EXISTS described (number {serial}, item {text} NOT NULL, digest {text} NOT NULL, "
+        f"labels {text} NOT NULL, UNIQUE (item, digest))"
+    )
+    yield (
+        f"CREATE TABLE IF NOT EXISTS states (uid {integer} PRIMARY KEY, model {integer} NOT NULL, "
+        f"number {integer} NOT NULL, updated {real} NOT NULL, state {blob} NOT NULL, seen {blob} NOT NULL, "
+        f"items {integer} NOT NULL)"
+    )

@@ -23,7 +23,7 @@ OPEN = frozenset({"/", "/docs", "/openapi.json", "/api/health/live", "/api/healt
 """Paths that need no key: they show nothing of the data. Files of the pages are open too."""
 
 
-class Gate:
+class RequestMiddleware:
     """Let a request through, or answer it with 401, 403, 413 or 500 and a reason; count and log it."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
