@@ -1,26 +1,40 @@
-# Every command that users and CI run. `make demo` and `make test` set up what they need from a bare clone.
+# Every command that users and CI run. `make demo` and `make test` set up what they need from a bare clone: with uv if it is on
+# PATH (seconds), else with pip. `make demo TORCH=cpu` takes torch's CPU build, without gigabytes of CUDA (needs uv).
 PYTHON ?= python3
+TORCH ?=
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+EXTRAS := lm,rec,serve,adapters,baselines,onnx,trackers,gpu,fla
+UV := $(shell command -v uv)
+ifneq ($(UV),)
+NEW_VENV = uv venv --quiet --seed --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV)
+INSTALL = uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
+COMPILE = true
+ifneq ($(TORCH),)
+export UV_TORCH_BACKEND := $(TORCH)
+endif
+else
+NEW_VENV = $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+INSTALL = $(if $(TORCH),$(error TORCH=$(TORCH) needs uv: pip install uv)) \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # On all cores, while pip uses one. Some packages bring files of other Python versions, which do not compile.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true
+endif
 export PRISM_OUTPUT ?= runs
 
-.PHONY: setup demo test lint typecheck unit test-slow test-gpu bench bench-gpu docs docs-check dist clean
+.PHONY: setup demo test lint typecheck unit resolve test-newest test-slow test-gpu bench bench-gpu docs docs-check dist clean
 
 setup: $(VENV)/ready
 
 $(VENV)/base: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "PRISM needs Python 3.10 or newer (PYTHON=… make)")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) "pip>=25.1"
-	$(PIP) --editable ".[lm,rec]"
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PRISM needs Python 3.11 or newer (PYTHON=… make)")'
+	test -x $(BIN)/python || $(NEW_VENV)
+	$(INSTALL) --editable ".[lm,rec]"
 	$(COMPILE)
 	touch $@
 
 $(VENV)/ready: $(VENV)/base
-	$(PIP) --group dev
+	$(INSTALL) --editable ".[$(EXTRAS)]" --group dev
 	$(COMPILE)
 	touch $@
 
@@ -34,6 +48,7 @@ test: lint
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 
 typecheck: $(VENV)/ready
 	$(BIN)/mypy
@@ -41,15 +56,21 @@ typecheck: $(VENV)/ready
 unit: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+# Do the pins resolve from the public index, for every Python, on Linux and macOS? `scripts/pin.sh` makes them.
+resolve: $(VENV)/ready
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/resolve.sh
+
+# The tests with the newest versions that pyproject.toml allows, in an environment of their own.
+test-newest:
+	scripts/test_newest.sh
+
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -m slow
 
-# The tests that need a GPU: kernels, CUDA graphs and synchronisation; `make test` never uses one. Takes minutes, most of them
-# for flash-linear-attention, which autotunes its kernels first.
+# The tests marked gpu: kernels, CUDA graphs, synchronisation; `make test` never uses one. Takes minutes, most of them for
+# flash-linear-attention, which autotunes its kernels first.
 test-gpu: $(VENV)/ready
-	PRISM_TEST_GPU=1 $(BIN)/python -m pytest -m "not slow" tests/engine/kernels tests/engine/test_layer_ops.py \
-		tests/engine/networks/test_serial_mlp.py tests/models/test_replay.py tests/train/test_synchronisation.py \
-		tests/train/test_step.py
+	$(BIN)/python -m pytest -m gpu
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/cpu.py
@@ -65,7 +86,7 @@ bench-gpu: $(VENV)/ready
 
 # The documentation site, in build/site. Only the set-up needs a network: neither the build nor the pages load anything.
 docs: $(VENV)/base
-	$(PIP) --group docs
+	$(INSTALL) --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
 	$(BIN)/python docs/tools/check_site.py build/site
 
@@ -74,8 +95,7 @@ docs-check: $(VENV)/ready
 	$(BIN)/python docs/tools/claims.py --check
 
 # A wheel and an sdist, each installed into an empty environment, where the README's first example must run.
-dist: $(VENV)/base
-	$(PIP) hatchling
+dist: $(VENV)/ready
 	rm -rf dist
 	$(BIN)/python -m hatchling build
 	$(BIN)/python scripts/check_dist.py dist

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from prism.lab.results import write_results
 from prism.models import PrismConfig, PrismForCausalLM
-from prism.reports.results import write_results
 
 ROWS, TOKENS = 4, 256
 

@@ -31,7 +31,7 @@ from torch import Tensor
 import channel_rules
 import prism
 from common import fastest, typical
-from prism.reports.results import write_results
+from prism.lab.results import write_results
 from prism.rules.parts import l2_normalize
 
 HEADS, KEY, VALUE, WRITES = 8, 64, 64, 2

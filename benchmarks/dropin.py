@@ -29,8 +29,8 @@ import torch
 
 import prism
 from common import paired
-from prism.dropin.families import FAMILIES, modeling_file
-from prism.reports.results import write_results
+from prism.hf.families import FAMILIES, modeling_file
+from prism.lab.results import write_results
 
 Timer = Callable[[Callable[[], None], Callable[[], None]], tuple[float, float, float]]
 """Seconds of two candidates, taken in turns, and their ratio."""

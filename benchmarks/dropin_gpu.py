@@ -30,8 +30,8 @@ from torch import Tensor
 
 import prism
 from dropin import use_torch_functions
-from prism.dropin.families import modeling_file
-from prism.reports.results import write_results
+from prism.hf.families import modeling_file
+from prism.lab.results import write_results
 
 FAMILY, LAYER, RULE = "qwen3_5", "Qwen3_5GatedDeltaNet", "torch_chunk_gated_delta_rule"
 HIDDEN = {"16/16": 2048, "16/32": 4096, "16/48": 5120, "16/64": 4096}

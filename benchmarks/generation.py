@@ -32,9 +32,9 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from prism import rules
+from prism.lab.results import write_results
 from prism.models import LeanCache, PrismCache, PrismConfig, PrismForCausalLM
 from prism.models.lean import step
-from prism.reports.results import write_results
 
 CONTEXTS = (100, 10_000)
 LLAMA_CONTEXTS = (256, 4_096)

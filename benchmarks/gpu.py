@@ -31,7 +31,7 @@ import speed
 import speed_channels
 from prism.engine.kernels.available import INTERPRETED
 from prism.engine.kernels.configurations import MEASURED, architecture
-from prism.reports.results import write_results
+from prism.lab.results import write_results
 
 PARTS = ("accuracy", "decode", "first-call", "speed")
 SUBJECTS = ("gated_delta", "attention", "delta_product", "groups", "comba", *speed_channels.RULES)

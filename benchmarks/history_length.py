@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from prism.lab.results import write_results
 from prism.models import PrismForRecommendation
 from prism.models.config import PrismRecConfig, hstu, sasrec
 from prism.models.losses import full_softmax
-from prism.reports.results import write_results
 
 ITEMS, WIDTH, HEADS, LAYERS = 3416, 128, 2, 2
 MODELS: dict[str, Callable[..., PrismRecConfig]] = {

@@ -78,7 +78,7 @@ def main() -> None:
         print(json.dumps(run(arguments.one, **sizes)))
         return
 
-    from prism.reports.results import write_results
+    from prism.lab.results import write_results
 
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     results: dict[str, Any] = {"settings": sizes}

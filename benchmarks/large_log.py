@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from prism.reports.results import machine, write_results
+from prism.lab.results import machine, write_results
 
 PARTS = "parts"
 CLUSTERS = 1000

@@ -255,7 +255,7 @@ def main() -> None:
         print(json.dumps(run(arguments.events, arguments.one, settings)))
         return
 
-    from prism.reports.results import write_results
+    from prism.lab.results import write_results
 
     script = str(Path(__file__).with_name("rectools_sasrec.py"))
     peers = [] if arguments.peer is None else arguments.peers

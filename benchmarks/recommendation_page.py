@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prism.reports.results import COLORS, pyplot, save
+from prism.lab.results import COLORS, pyplot, save
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 NAMES = {

@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from prism.reports.results import write_results
+from prism.lab.results import write_results
 
 MODELS = {
     "sasrec": "preset=sasrec",

@@ -33,11 +33,11 @@ from typing import Any
 import torch
 
 from http_load import Connection
+from prism.lab.results import write_results
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.models.config import SASREC
 from prism.recommend import Recommender
 from prism.recommend.events import Catalogue
-from prism.reports.results import write_results
 from prism.serve.rec.pool import StatePool
 from prism.serve.rec.seen import NONE_SEEN, add_seen, pack_seen
 from prism.serve.rec.service import claim_store, identity

@@ -2,7 +2,7 @@
 
     python benchmarks/side_by_side.py --processes 1 2 4 6 --seconds 0.6
 
-Every process trains its own small language model on random tokens with the product's steps (`prism.compare.text`). A line has
+Every process trains its own small language model on random tokens with the product's steps (`prism.lab.text`). A line has
 the tokens a second of all processes together.
 """
 
@@ -46,7 +46,7 @@ def serve(connection: Any) -> None:
     import numpy as np
     import torch
 
-    from prism.compare.text import TextRun, prepare
+    from prism.lab.text import TextRun, prepare
     from prism.language.corpus import open_corpus
     from prism.train.readback import HostCopy
     from prism.train.step import Step

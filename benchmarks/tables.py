@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from prism.reports.results import pyplot, save
+from prism.lab.results import pyplot, save
 
 HERE = Path(__file__).parent
 

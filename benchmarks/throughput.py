@@ -32,13 +32,13 @@ import torch
 from torch import nn
 
 from peer_model import fla_kernels, fla_model, with_fla_layers
+from prism.lab.results import write_results
 from prism.language.model import build_model
 from prism.language.settings import DataSettings, ModelSettings, Settings
 from prism.language.task import LanguageTask
 from prism.language.tokens import Batch
 from prism.models import PrismCache, PrismForCausalLM, ReplayedCache
 from prism.models.replay import PATIENCE
-from prism.reports.results import write_results
 from prism.train.distributed import World, spread
 from prism.train.readback import HostCopy
 from prism.train.settings import BatchSettings

@@ -21,10 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prism.lab.results import machine, write_results
 from prism.overrides import read_toml_value
 from prism.recommend.evaluate import evaluate_split
 from prism.recommend.recommender import Recommender
-from prism.reports.results import machine, write_results
 
 METRIC = "NDCG@10"
 

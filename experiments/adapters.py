@@ -4,7 +4,7 @@
     python experiments/adapters.py --draw                       # the picture alone, from the results
 
 For every seed, a small model of bytes is pretrained on the first text and frozen. Then each method fine-tunes it, once on the
-second text and once on associative recall (`prism.probes.mqar`) whose keys and values are letters: pairs such as `re` and `da`
+second text and once on associative recall (`prism.lab.tasks.mqar`) with letters for keys and values: pairs as `re`, `da`
 are shown, then keys alone, at each of which the model should answer with its value. LoRA is on all linear maps. The PRISM
 adapter has the rank at which it trains about as many parameters. With both, each has half.
 
@@ -35,12 +35,12 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from prism import __version__
-from prism.adapters import PrismAdapterConfig
-from prism.compare.statistics import estimate
+from prism.hf.adapters import PrismAdapterConfig
+from prism.lab.results import COLORS, machine, pyplot, save
+from prism.lab.statistics import estimate
+from prism.lab.tasks.mqar import Recall
+from prism.lab.tasks.task import IGNORE
 from prism.models import PrismConfig, PrismForCausalLM
-from prism.probes.mqar import Recall
-from prism.probes.task import IGNORE
-from prism.reports.results import COLORS, machine, pyplot, save
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("base", "lora", "prism", "both")

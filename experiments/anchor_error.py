@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from prism.engine import memory
+from prism.lab.results import COLORS, pyplot, save, write_results
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn.mixer import Span
-from prism.reports.results import COLORS, pyplot, save, write_results
 from prism.rules.parts import split_heads
 
 ROOT = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.reports.results import COLORS, pyplot, save, write_results
+from prism.lab.results import COLORS, pyplot, save, write_results
 
 ROOT = Path(__file__).parents[1]
 KEY_DIM, VALUE_DIM = 64, 16

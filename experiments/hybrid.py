@@ -2,7 +2,7 @@
 
     python experiments/hybrid.py            # experiments/results/hybrid.jsonl: one line per model and seed
 
-Associative recall (`prism.probes.mqar`) with more pairs than a memory of this size can hold. Stacks of two layers of equal
+Associative recall (`prism.lab.tasks.mqar`) with more pairs than a memory of this size can hold. Stacks of two layers of equal
 width: memory alone (PRISM, Gated DeltaNet), PRISM below attention, and attention alone. All
 have a short convolution of width 4 in every layer. They train on one number of pairs and length; the test has that and
 longer sequences with as many pairs, whose questions are further away. One layer with its convolution suffices for recall
@@ -27,10 +27,10 @@ from torch import Tensor, nn
 
 from prism import __version__
 from prism.device import pick_device
+from prism.lab.results import machine
+from prism.lab.tasks.mqar import Recall
+from prism.lab.tasks.task import IGNORE, stream
 from prism.nn import Mixer
-from prism.probes.mqar import Recall
-from prism.probes.task import IGNORE, stream
-from prism.reports.results import machine
 from prism.rules.parts import ShortConv
 from prism.rules.rule import Span
 

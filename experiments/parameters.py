@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from prism.lab.results import write_results
 from prism.language.model import build_model
 from prism.language.settings import PRESETS, ModelSettings
-from prism.reports.results import write_results
 
 VOCABULARY = 50_304
 STEPS = (1, 2, 3, 4)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from prism.compare import text
-from prism.compare.grid import Records, Training, run_grid
 from prism.files import write_json
+from prism.lab import text
+from prism.lab.grid import Records, Training, run_grid
+from prism.lab.results import machine
 from prism.language.corpus import open_corpus
-from prism.reports.results import machine
 from prism.rules.delta import GatedDelta
 
 RUN = {

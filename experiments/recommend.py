@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from prism import __version__  # noqa: E402
-from prism.reports.results import machine  # noqa: E402
+from prism.lab.results import machine  # noqa: E402
 from recommenders import run  # noqa: E402
 
 COMMON = "batch.sequences=256 validation.patience=0 optimizer.lr=2e-3 optimizer.weight_decay=0.1 schedule.warmup=50"

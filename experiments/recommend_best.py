@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from prism import __version__  # noqa: E402
-from prism.reports.results import machine  # noqa: E402
+from prism.lab.results import machine  # noqa: E402
 from recommenders import run  # noqa: E402
 
 COMMON = (

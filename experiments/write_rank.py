@@ -20,9 +20,9 @@ import torch
 from anchor_error import read_bytes, sequences, train
 from torch import Tensor
 
+from prism.lab.results import write_results
 from prism.nn import Mixer
 from prism.nn.mixer import Span
-from prism.reports.results import write_results
 
 RANKS = (1, 2, 3, 4)
 

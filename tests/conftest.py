@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-
-if os.environ.get("PRISM_TEST_GPU") != "1":  # alike on every machine: no command takes a GPU, kernels are interpreted
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
-
-ON_GPU = os.environ.get("PRISM_TEST_GPU") == "1"
-if ON_GPU and not torch.cuda.is_available():
-    raise pytest.UsageError("PRISM_TEST_GPU=1, but torch finds no GPU")
 
 _UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("ci", max_examples=25, derandomize=True, database=None, **_UNTIMED)
@@ -29,14 +23,43 @@ hypothesis.settings.register_profile("search", max_examples=500, database=None, 
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Choose where kernels run: on the GPU with `-m gpu`, else in Triton's interpreter, and then no test sees a GPU.
+
+    Adds no option. It is the first hook of this file, so that the choice is made before anything imports Triton.
+    """
+    config = pluginmanager.get_plugin("pytestconfig")
+    if not _selects_gpu(config.known_args_namespace.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _selects_gpu(expression: str) -> bool:
+    return re.search(r"(?<!not )\bgpu\b", expression) is not None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not ON_GPU:
-        pytest.skip("on a GPU, with PRISM_TEST_GPU=1 (`make test-gpu`)")
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and `-m gpu`")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """With `-m gpu`, skip files whose packages are not installed: machines with a GPU have few, and most files no such test.
+
+    A conftest.py of a folder is not covered: it imports what is optional inside its fixtures.
+    """
+    report = yield
+    absent = re.search(r"No module named '([\w.]+)'", str(report.longrepr)) if report.failed else None
+    if absent and _selects_gpu(collector.config.option.markexpr) and absent[1].split(".")[0] not in ("prism", "tests"):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: needs {absent[1]}")
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> None:
-    if "triton.runtime.interpreter" in sys.modules and not ON_GPU:  # some test that was collected may start kernels
+    # Some test that was collected may start kernels.
+    if "triton.runtime.interpreter" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         from tests.interpreter import make_quick
 
         make_quick()

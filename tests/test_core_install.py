@@ -14,16 +14,17 @@ from prism.overrides import read_toml
 ROOT = Path(__file__).parent.parent
 BLOCK = """
 import sys
+from importlib.machinery import PathFinder
 
-class Blocker:
-    names = {"tyro", "rich", "tomli", "transformers", "tokenizers", "datasets", "polars", "pandas", "matplotlib",
+class Blocker(PathFinder):
+    names = {"tyro", "rich", "transformers", "tokenizers", "datasets", "polars", "pandas", "matplotlib",
              "filelock", "tensorboard", "triton", "fla", "lm_eval", "peft", "accelerate"}
 
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.names:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in cls.names else super().find_spec(name, path, target)
 
-sys.meta_path.insert(0, Blocker())
+sys.meta_path[sys.meta_path.index(PathFinder)] = Blocker
 """
 CORE = """
 import importlib, pkgutil, torch, prism
@@ -60,9 +61,9 @@ def test_memories_rules_and_layers_need_no_extra() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("rules", "prism rules: needs tyro, from the extra cli: pip install 'prism-sequence[cli]'"),
-        ("train lm --steps 1", "prism train lm: needs tyro, from the extra lm: pip install 'prism-sequence[lm]'"),
-        ("recommend x", "prism recommend: needs tyro, from the extra rec: pip install 'prism-sequence[rec]'"),
+        ("rules", 'prism rules: needs tyro, from the extra cli: pip install ".[cli]"'),
+        ("train lm --steps 1", 'prism train lm: needs tyro, from the extra lm: pip install ".[lm]"'),
+        ("recommend x", 'prism recommend: needs tyro, from the extra rec: pip install ".[rec]"'),
     ],
 )
 def test_the_command_says_what_to_install(words: str, sentence: str) -> None:
@@ -71,9 +72,22 @@ def test_the_command_says_what_to_install(words: str, sentence: str) -> None:
     assert done.stderr.startswith(sentence) and len(done.stderr.splitlines()) == 1 and not done.stdout
 
 
-def test_help_needs_no_extra() -> None:
-    done = run("from prism.cli import main\nsys.exit(main(['--help']))")
-    assert done.returncode == 0 and "prism COMMAND" in done.stdout and not done.stderr
+@pytest.mark.parametrize(("words", "code"), [([], 2), (["--help"], 0)])
+def test_help_needs_no_extra_and_names_one(words: list[str], code: int) -> None:
+    done = run("from prism.cli import main\nsys.exit(main(sys.argv[1:]))", *words)
+    assert done.returncode == code and "prism COMMAND" in done.stdout
+    assert done.stderr.startswith("\nprism needs tyro, from the extra lm: pip install")
+
+
+@pytest.mark.parametrize(("package", "extra"), [("models", "lm"), ("recommend", "rec"), ("hf.adapters", "adapters")])
+def test_a_package_says_what_to_install(package: str, extra: str) -> None:
+    done = run(f"import prism.{package}")
+    assert re.search(rf"^ModuleNotFoundError: prism.{package} needs \w+, from the extra {extra}: ", done.stderr, re.M)
+
+
+def test_the_largest_extra_is_named_at_once() -> None:
+    done = run("from prism.cli import main\nsys.exit(main(sys.argv[1:]))", "serve", "rec", "x")
+    assert done.stderr.startswith("prism serve rec: needs tyro, from the extra serve: ")
 
 
 def requirements(block: str) -> dict[str, str]:
@@ -89,11 +103,11 @@ def test_the_core_is_three_libraries() -> None:
     assert set(requirements("core")) == {"torch", "numpy", "safetensors"}
 
 
-def test_what_is_used_in_private_has_an_upper_bound() -> None:
-    for extra in ("lm", "rec", "dev"):
-        assert requirements(extra)["transformers"] == ">=5.0,<6"
-    for extra in ("gpu", "dev"):
-        assert ",<3.10" in requirements(extra)["triton"]
+@pytest.mark.parametrize(
+    ("extra", "name"), [("lm", "transformers"), ("rec", "transformers"), ("adapters", "peft"), ("gpu", "triton")]
+)
+def test_what_is_used_in_private_has_an_upper_bound(extra: str, name: str) -> None:
+    assert "<" in requirements(extra)[name]
 
 
 @pytest.mark.parametrize("extra", ["lm", "rec"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,15 @@ HEAVY = {
     "rich",
     "tyro",
 }
+SOURCE = Path(prism.__file__).parent
+REGISTERED = sorted(
+    {
+        found
+        for path in SOURCE.rglob("*.py")
+        for found in re.findall(r'"(prism(?:\.\w+)+:\w+)"', path.read_text(encoding="utf-8"))
+    }
+)
+"""What registries name as "module:name", to import it when it is first used."""
 STAGES = {
     "command line": "import prism.cli",
     "torch": "import torch",
@@ -53,6 +64,19 @@ def test_memories_and_layers_are_light(modules: dict[str, set[str]]) -> None:
     assert not (modules["prism"] - modules["torch"]) & HEAVY
 
 
+@pytest.mark.parametrize("module", ["prism.recommend", "prism.serve.run", "prism.serve.lm.app"])
+def test_what_serves_a_model_loads_nothing_that_trains_one(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in sys.modules if (name + '.').startswith('prism.train.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("registered", REGISTERED)
+def test_what_a_registry_names_exists(registered: str) -> None:
+    module, _, name = registered.partition(":")
+    assert hasattr(import_module(module), name)
+
+
 def test_what_is_there_can_be_listed() -> None:
     assert {*prism.__all__, "engine", "models", "nn"} <= {*dir(prism)}
     with pytest.raises(AttributeError, match="module 'prism' has no attribute 'Mixr'"):
@@ -65,7 +89,7 @@ def test_running_every_rule_is_light_too(modules: dict[str, set[str]]) -> None:
 
 
 def test_type_checkers_may_use_the_annotations() -> None:
-    assert (Path(prism.__file__).parent / "py.typed").is_file()
+    assert (SOURCE / "py.typed").is_file()
 
 
 @pytest.mark.parametrize(("name", "extra"), [("Recommender", "rec"), ("models", "lm")])

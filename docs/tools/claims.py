@@ -34,7 +34,7 @@ from verdicts import CLAIMS, networks
 from wording import number, paragraph, shown, table
 
 import tables as stored_tables
-from prism.compare.statistics import FEWEST, Estimate
+from prism.lab.statistics import FEWEST, Estimate
 
 _BLOCK = re.compile(r"(<!-- claims:([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from evidence import RARE, Group, Pair, largest
 from wording import brief, joined, shown, table
 
-from prism.compare.statistics import FEWEST, Estimate
+from prism.lab.statistics import FEWEST, Estimate
 
 NOTHING = "No run of this is in the repository yet."
 HOLDS, PART, UNSEEN, FAILS, NOT_RUN = "holds", "holds in part", "not seen", "does not hold", "not run yet"

@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from prism.compare.statistics import FEWEST, Estimate, estimate, paired
-from prism.probes.catalogue import build_task
+from prism.lab.statistics import FEWEST, Estimate, estimate, paired
+from prism.lab.tasks.catalogue import build_task
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = ("text", "rates", "recommendation", "hybrid", "adapter")

@@ -42,7 +42,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "docs/concepts/prism.md": ("from .9 to .999 over the heads",),
     "docs/concepts/probes.md": (
         "right on 99 % of the positions",
-        "the baseline is .502",  # computed, like the next: tests/probes/test_nine.py
+        "the baseline is .502",  # computed, like the next: tests/lab/tasks/test_nine.py
         "right in 95.5 % of the cases",
     ),
     "docs/evidence/runs.md": ("an answer without memory gets .0625",),

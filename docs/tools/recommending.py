@@ -13,7 +13,7 @@ from evidence import Evidence
 from wording import WIDTH, joined, number, paragraph, shown, table
 
 import tables
-from prism.compare.statistics import FEWEST, Estimate, estimate, paired
+from prism.lab.statistics import FEWEST, Estimate, estimate, paired
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 LOGS = {"ml-100k": "MovieLens-100K", "ml-1m": "MovieLens-1M"}

@@ -6,7 +6,7 @@ from criteria import FAILS, HOLDS, NOT_RUN, NOTHING, PART, Finding
 from evidence import Evidence
 from wording import brief, joined, number, paragraph, shown, table
 
-from prism.compare.statistics import Estimate, estimate
+from prism.lab.statistics import Estimate, estimate
 
 
 def rank(evidence: Evidence) -> Finding:

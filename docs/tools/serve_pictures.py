@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def served(*command: str) -> Iterator[str]:
 
 def fill_store(url: str) -> None:
     """Histories of the last weeks for everyone."""
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     for number, name in enumerate(PEOPLE):
         films = watched(12 + 5 * number % 23, number)
         hours = sorted(random.Random(number).sample(range(3, 900), len(films)), reverse=True)

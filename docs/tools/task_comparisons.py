@@ -8,7 +8,7 @@ from typing import Any
 from evidence import ELSEWHERE, Evidence, Group, Test, is_rule
 from wording import joined, number, paragraph, shown, table
 
-from prism.compare.statistics import FEWEST, estimate
+from prism.lab.statistics import FEWEST, estimate
 
 COLUMNS = 4
 """Tasks side by side in a table, so that its lines fit."""

@@ -8,7 +8,7 @@ from typing import Any
 from evidence import LAMBADA, RARE, RATES, Evidence, Group, Pair, equal_starts, is_prism, is_rule
 from wording import joined, number, paragraph, shown, table
 
-from prism.compare.statistics import FEWEST, estimate, paired
+from prism.lab.statistics import FEWEST, estimate, paired
 
 
 def text(evidence: Evidence) -> str:

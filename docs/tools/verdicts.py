@@ -44,7 +44,7 @@ from evidence import (
 from scripted import anchor, forgetting, parameters, rank
 from wording import joined, paragraph, shown, table
 
-from prism.compare.statistics import FEWEST, Estimate
+from prism.lab.statistics import FEWEST, Estimate
 
 
 def earlier(evidence: Evidence, model: str, other: str) -> Estimate:

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from prism.compare.statistics import Estimate
+from prism.lab.statistics import Estimate
 from tables import grid
 
 WIDTH = 100

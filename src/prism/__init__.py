@@ -9,20 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from prism.autoload import register_with_transformers
-from prism.messages import missing_extra
+from prism.messages import needs_extra
 
 if TYPE_CHECKING:
-    from prism import dropin as dropin
     from prism import engine as engine
+    from prism import hf as hf
     from prism import models as models
     from prism import nn as nn
     from prism import rules as rules
-    from prism.dropin import accelerate, restore
     from prism.engine import Update, memory
+    from prism.hf import accelerate, restore
     from prism.nn import Mixer, State
     from prism.recommend import Recommender
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Mixer", "Recommender", "State", "Update", "__version__", "accelerate", "memory", "restore", "rules"]
 
 _LAZY = {
@@ -30,23 +30,18 @@ _LAZY = {
     "Recommender": "recommend",
     "State": "nn",
     "Update": "engine",
-    "accelerate": "dropin",
+    "accelerate": "hf",
     "memory": "engine",
-    "restore": "dropin",
+    "restore": "hf",
 }
-_SUBPACKAGES = ("dropin", "engine", "models", "nn", "rules")
+_SUBPACKAGES = ("hf", "engine", "models", "nn", "rules")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY and name not in _SUBPACKAGES:
         raise AttributeError(f"module 'prism' has no attribute {name!r}")
-    try:
+    with needs_extra(f"prism.{name}", "rec" if name == "Recommender" else "lm"):
         module = import_module(f"prism.{_LAZY.get(name, name)}")
-    except ModuleNotFoundError as error:
-        advice = missing_extra(error, "rec" if name == "Recommender" else "lm")
-        if advice is None:
-            raise
-        raise ImportError(f"prism.{name} {advice}") from error
     return getattr(module, name) if name in _LAZY else module
 
 

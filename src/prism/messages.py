@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,21 +16,23 @@ INTERRUPTED = 130
 """Exit code after a signal, even if everything was saved: a script must not continue as if the command had finished."""
 CLOSE = 0.6
 """Suggest a known name from this similarity (0 to 1) on."""
-_CLI = ("tyro", "rich", "tomli")
+_CLI = ("tyro", "rich")
+_LM = ("transformers", "tokenizers", "datasets", "tensorboard", "filelock", *_CLI)
+_REC = ("transformers", "polars", "filelock", *_CLI)
 LIBRARIES = {
     "cli": _CLI,
     "plots": ("matplotlib",),
-    "lm": ("transformers", "tokenizers", "datasets", "tensorboard", "filelock", *_CLI),
-    "rec": ("transformers", "polars", "filelock", *_CLI),
-    "eval": ("lm_eval",),
+    "lm": _LM,
+    "rec": _REC,
+    "eval": ("lm_eval", *_LM),
     "gpu": ("triton",),
-    "adapters": ("peft",),
-    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "adapters": ("peft", *_LM),
+    "onnx": ("onnx", "onnxscript", "onnxruntime", *_LM),
     "trackers": ("wandb", "mlflow"),
-    "serve": ("fastapi", "uvicorn", "prometheus_client", "psycopg", "psycopg_pool", "redis", "starlette"),
-    "baselines": ("implicit", "scipy", "threadpoolctl"),
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "psycopg", "psycopg_pool", "redis", "starlette", *_LM, *_REC),
+    "baselines": ("implicit", "scipy", "threadpoolctl", *_REC),
 }
-"""The libraries that each extra installs."""
+"""The libraries that each extra installs, its own and those of the extras that it includes."""
 
 
 def say(message: str) -> None:
@@ -53,6 +56,18 @@ def verbatim(cells: Iterable[str], style: str = "") -> list[Text]:
     return [Text(cell, style) for cell in cells]
 
 
+@contextmanager
+def needs_extra(package: str, extra: str) -> Iterator[None]:
+    """Around imports of `package`: an error for a library that is missing says which extra installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        advice = missing_extra(error, extra)
+        if advice is None:
+            raise
+        raise ModuleNotFoundError(f"{package} {advice}", name=error.name) from error
+
+
 def did_you_mean(asked: str, known: Iterable[str], show: Callable[[str], str] = repr) -> str:
     """` (did you mean 'x'?)` for the closest known name, or an empty string if none is close.
 
@@ -73,6 +88,11 @@ def _similarity(known: str, asked: str) -> float:
     return difflib.SequenceMatcher(None, known, asked).ratio()
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra. It names no distribution: none is published."""
+    return f'pip install ".[{extra}]" in a clone, or "FILE.whl[{extra}]"'
+
+
 def missing_extra(error: BaseException, likely: str) -> str | None:
     """The message for a library of an extra that is not installed; None for any other error.
 
@@ -86,4 +106,4 @@ def missing_extra(error: BaseException, likely: str) -> str | None:
     if not extras:
         return None
     extra = likely if likely in extras else extras[0]
-    return f"needs {module}, from the extra {extra}: pip install 'prism-sequence[{extra}]' (in a clone: '.[{extra}]')"
+    return f"needs {module}, from the extra {extra}: {install(extra)}"

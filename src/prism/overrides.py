@@ -6,18 +6,13 @@ Unknown names and wrong types raise a ValueError of one sentence.
 from __future__ import annotations
 
 import shlex
-import sys
+import tomllib
 import types
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from prism.messages import did_you_mean
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ import pytest
 
 from prism.cli import compare as command
 from prism.cli import main
-from prism.compare.grid import Records
-from prism.probes import jobs
+from prism.lab import jobs
+from prism.lab.grid import Records
 
 HOWTO = Path(__file__).parents[2] / "docs" / "howto" / "compare.md"
 SMALL = ["--steps", "2", "--seeds", "2", "--width", "16", "--batch", "4", "--jobs", "1", "--device", "cpu"]
@@ -56,7 +56,7 @@ def test_the_plan_of_the_howto_runs(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_probe_is_a_plan_of_one_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prism.probes.catalogue import TASKS
+    from prism.lab.tasks.catalogue import TASKS
 
     monkeypatch.setitem(TASKS, "recall", "mqar:Recall")
     words = ["probe", "recall", *SMALL, "--set", "pairs=2", "length=8", "vocabulary=16", *SETS]
@@ -109,7 +109,7 @@ def test_a_list_that_is_given_twice_is_refused(tmp_path: Path, capsys: pytest.Ca
 def test_a_wrong_set_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prism.probes.catalogue import TASKS
+    from prism.lab.tasks.catalogue import TASKS
 
     monkeypatch.setitem(TASKS, "recall", "mqar:Recall")
     for item, sentence in (
@@ -129,7 +129,7 @@ def test_a_wrong_set_is_named(
 def test_a_failed_run_is_said_and_gives_an_exit_code(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from prism.probes.catalogue import TASKS
+    from prism.lab.tasks.catalogue import TASKS
 
     monkeypatch.setitem(TASKS, "recall", "mqar:Recall")
     words = ["probe", "recall", *SMALL, "--rules", "linear", "--learning-rates", "1e30"]

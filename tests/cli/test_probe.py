@@ -11,13 +11,12 @@ import pytest
 from prism.cli import main, probe_mqar
 from prism.cli.compare import run_plan
 from prism.cli.probe_mqar import SETTINGS, recall_results
-from prism.compare.plan import Plan, parse_rule
-from prism.probes import jobs
-from prism.probes.catalogue import TASKS
-from prism.probes.jobs import run_jobs
-from prism.probes.mqar import PRESETS
-from prism.probes.training import ProbeRun
-from prism.reports import results
+from prism.lab import jobs, results
+from prism.lab.jobs import run_jobs
+from prism.lab.plan import Plan, parse_rule
+from prism.lab.probe import ProbeRun
+from prism.lab.tasks.catalogue import TASKS
+from prism.lab.tasks.mqar import PRESETS
 
 SMALL = ["--steps", "2", "--jobs", "1", "--device", "cpu", "--set", "budget.width=16", "budget.batch=4"]
 SMALL += ["budget.validation_sequences=8", "budget.test_sequences=8"]

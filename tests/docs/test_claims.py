@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prism.compare.statistics import Estimate
+from prism.lab.statistics import Estimate
 from tests.docs.test_pages import ROOT, tool
 
 claims = tool("claims")

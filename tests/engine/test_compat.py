@@ -174,7 +174,7 @@ def private_triton(text: str) -> list[str]:
 
 LIBRARIES: dict[str, tuple[Callable[[str], list[str]], Path]] = {
     "torch": (private_torch, SOURCE),
-    "triton": (private_triton, Path(kernels.__file__).parent),  # nothing else imports Triton (tests/test_layers.py)
+    "triton": (private_triton, Path(kernels.__file__).parent),  # nothing else imports Triton (pyproject.toml)
 }
 
 

@@ -16,6 +16,8 @@ from prism.rules.parts.norms import HeadNorm, gated_output
 from tests.engine.kernels.where import DEVICE, needs_kernels
 from tests.helpers import unwritten_memory_is_nan
 
+pytestmark = needs_kernels
+
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +48,6 @@ def assert_equal(got: list[Tensor], wanted: list[Tensor]) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
-@needs_kernels
 @pytest.mark.parametrize("rows", [1, 3, 2500])
 @pytest.mark.parametrize("added", [True, False])
 def test_residual_norm(by_kernels: None, rows: int, added: bool) -> None:
@@ -56,7 +57,6 @@ def test_residual_norm(by_kernels: None, rows: int, added: bool) -> None:
     assert_equal(*both(lambda x, *delta: layer_ops.residual_norm(x, *(delta or (None,)), norm), given, [norm]))
 
 
-@needs_kernels
 def test_residual_sum(by_kernels: None) -> None:
     x, delta = torch.randn(2, 30, 20, device=DEVICE), torch.randn(2, 30, 20, device=DEVICE).bfloat16()
     x.requires_grad_()
@@ -70,14 +70,12 @@ def test_residual_sum(by_kernels: None) -> None:
     torch.testing.assert_close(found, (d_s, d_s.bfloat16()), rtol=0, atol=0)
 
 
-@needs_kernels
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3)])
 def test_swiglu(by_kernels: None, shape: tuple[int, int]) -> None:
     maps = [nn.Linear(12, 1030, bias=False), nn.Linear(12, 1030, bias=False), nn.Linear(1030, 12, bias=False)]
     assert_equal(*both(lambda x: layer_ops.swiglu(x, *maps), [torch.randn(*shape, 12)], maps))
 
 
-@needs_kernels
 @pytest.mark.parametrize("by", ["silu", "sigmoid"])
 @pytest.mark.parametrize("tokens", [1, 130])
 def test_gated_output(by_kernels: None, tokens: int, by: str) -> None:
@@ -87,7 +85,6 @@ def test_gated_output(by_kernels: None, tokens: int, by: str) -> None:
     assert_equal(*both(lambda o, g: gated_output(norm, o, g, out, by), given, [norm, out]))
 
 
-@needs_kernels
 @pytest.mark.parametrize("rows", [(1,), (3, 130)])
 def test_gated_norm(by_kernels: None, rows: tuple[int, ...]) -> None:
     norm = nn.RMSNorm(20, eps=1e-3)
@@ -103,7 +100,6 @@ def test_gated_norm(by_kernels: None, rows: tuple[int, ...]) -> None:
     assert_equal(got, wanted)
 
 
-@needs_kernels
 @pytest.mark.parametrize("documents", [None, [[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]]])
 @pytest.mark.parametrize("others_read", [True, False])
 def test_products_and_a_convolution(by_kernels: None, documents: list[list[int]] | None, others_read: bool) -> None:
@@ -167,7 +163,6 @@ def test_products_of_frozen_maps_have_the_gradient_of_their_input_only(by_kernel
     torch.testing.assert_close(x.grad, sum(m.weight.sum(0) for m in maps).expand_as(x))  # type: ignore[union-attr]
 
 
-@needs_kernels
 @pytest.mark.parametrize("rule", ["prism", "gated_delta", "kda", "delta"])
 def test_a_layer_whose_maps_share_the_gradient_of_their_input(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and gradients of a mixer, and with a hook on one map, which is then called."""
@@ -200,7 +195,6 @@ def test_a_layer_whose_maps_share_the_gradient_of_their_input(rule: str, monkeyp
     assert len(counted) == 1
 
 
-@needs_kernels
 @pytest.mark.parametrize("piece", ["residual_norm", "swiglu", "gated_output", "products", "widened"])
 def test_half_precision_errs_at_most_twice_what_torch_does(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -232,7 +226,6 @@ def test_half_precision_errs_at_most_twice_what_torch_does(piece: str, monkeypat
         assert (ours.double() - exact).norm() <= 2 * (theirs.double() - exact).norm() + 1e-4 * exact.norm()
 
 
-@needs_kernels
 def test_one_norm_keeps_its_sum_and_nothing_else(by_kernels: None) -> None:
     """Under autocast the sum is float32, what the maps read is half precision, and delta's gradient has delta's dtype."""
     norm, kept = nn.RMSNorm(16, eps=1e-5).to(DEVICE), []
@@ -247,7 +240,6 @@ def test_one_norm_keeps_its_sum_and_nothing_else(by_kernels: None) -> None:
     assert torch.autograd.grad(y.float().sum() + s.sum(), delta)[0].dtype == torch.bfloat16
 
 
-@needs_kernels
 def test_modules_that_were_changed_are_called(by_kernels: None) -> None:
     maps = [nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False)]
     maps = [m.to(DEVICE) for m in maps]
@@ -259,7 +251,6 @@ def test_modules_that_were_changed_are_called(by_kernels: None) -> None:
     torch.testing.assert_close(layer_ops.residual_norm(x, None, norm)[1], norm(x))
 
 
-@needs_kernels
 def test_there_are_no_second_derivatives(by_kernels: None) -> None:
     x, norm = torch.randn(2, 4, device=DEVICE, requires_grad=True), nn.RMSNorm(4, eps=1e-5).to(DEVICE)
     with pytest.raises(NotImplementedError, match="no second derivatives"):

@@ -18,16 +18,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import prism.adapters  # noqa: F401  (registers the type of the adapter)
+import prism.hf.adapters  # noqa: F401  (registers the type of the adapter)
 from prism.cli import main
 from prism.language.adapt import AdaptTask, adapt
 from prism.language.adapt_settings import AdaptSettings
 from prism.language.adapted import digest, open_adaptable, with_adapter
 from prism.language.tokenizer import ByteTokenizer
 from prism.overrides import override
-from tests.adapters.bases import FUNCTIONS, without_fla
-from tests.adapters.bases import base as small_base
 from tests.children import final_tensors, same_tensors
+from tests.hf.adapters.bases import FUNCTIONS, without_fla
+from tests.hf.adapters.bases import base as small_base
 from tests.tiny_lm import save_lm, save_tokenizer
 from tests.train.runs import losses, write_corpus
 
@@ -324,7 +324,7 @@ def test_a_wrong_adapter_is_one_sentence(roots: dict[str, Path], tmp_path: Path,
 def test_a_missing_peft_is_one_sentence(
     roots: dict[str, Path], tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in [module for module in sys.modules if (module + ".").startswith("prism.adapters.")]:
+    for module in [module for module in sys.modules if (module + ".").startswith("prism.hf.adapters.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "peft", None)
     base, run = str(roots["own"] / "base"), str(roots["own"] / "run")
@@ -332,9 +332,7 @@ def test_a_missing_peft_is_one_sentence(
     for arguments in (train, ["generate", base, "--prompt", "x", "--adapter", run]):
         assert main(arguments) == 2
         said = capsys.readouterr().err.strip()
-        assert (
-            "needs peft, from the extra adapters: pip install 'prism-sequence[adapters]'" in said and "\n" not in said
-        )
+        assert 'needs peft, from the extra adapters: pip install ".[adapters]"' in said and "\n" not in said
     assert not (tmp_path / "run").exists()
 
 

@@ -98,5 +98,5 @@ def test_tasks_that_lm_eval_does_not_have(data: Path, tmp_path: Path) -> None:
 def test_without_the_extra_one_sentence_says_so(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     folder = save_lm(tmp_path / "lm")
-    with pytest.raises(ImportError, match=r"need the extra eval: pip install 'prism-sequence\[eval\]'"):
+    with pytest.raises(ImportError, match=r'need the extra eval: pip install "\.\[eval\]"'):
         run_tasks(open_model(folder), folder, ["piqa"], data)

@@ -26,9 +26,9 @@ from prism.language.sft import SftTask, train_sft
 from prism.language.tokenizer import ByteTokenizer
 from prism.language.tune import opened, prepared
 from prism.models import PrismForCausalLM
-from tests.adapters.bases import base as small_base
-from tests.adapters.bases import without_fla
 from tests.children import final_tensors, same_tensors
+from tests.hf.adapters.bases import base as small_base
+from tests.hf.adapters.bases import without_fla
 from tests.language.tuning import Killed, at, quiet, small_dpo, small_sft, write_chats
 from tests.tiny_lm import save_lm, save_tokenizer
 from tests.train.runs import losses

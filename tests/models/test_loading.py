@@ -282,6 +282,19 @@ def test_a_folder_names_its_classes_for_programs_without_prism(tmp_path: Path, m
     assert type(after) is PrismForCausalLM and fingerprint(after) == fingerprint(before)
 
 
+def test_without_the_package_a_folder_does_not_advise_the_other_project_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model("prism").save_pretrained(tmp_path / "saved")
+    name_classes(tmp_path / "saved")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(tmp_path / "cache")
+    for absent in ("prism", "prism.models"):
+        monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(ImportError, match=r"needs the package prism .*: install prism from its repository"):
+        dynamic_module_utils.get_class_from_dynamic_module("modeling_prism.PrismConfig", tmp_path / "saved")
+
+
 @pytest.mark.parametrize("change", ["a column", "some rows"])
 def test_a_change_of_matrices_alone_is_another_model(change: str) -> None:
     lm = model("prism", torch.float32)

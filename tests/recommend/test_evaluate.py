@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from prism.lab.recommender import report
 from prism.models import PrismForRecommendation, PrismRecConfig
 from prism.recommend.evaluate import (
     Sampled,
@@ -24,7 +25,6 @@ from prism.recommend.events.dataset import reindex_items
 from prism.recommend.events.ids import Catalogue
 from prism.recommend.events.synthetic import synthetic_dataset
 from prism.recommend.lists import TopKCounts
-from prism.recommend.report import report
 
 ITEMS = 30
 

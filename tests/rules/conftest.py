@@ -36,6 +36,7 @@ def fla() -> SimpleNamespace:
     """Naive functions of flash-linear-attention. Importing it takes seconds, so only the tests that need it do."""
     with warnings.catch_warnings():  # on a machine without a GPU it says so on import
         warnings.simplefilter("ignore")
+        pytest.importorskip("fla", reason="needs flash-linear-attention, which needs Triton: not on macOS")
         return SimpleNamespace(
             **{name: getattr(import_module(f"fla.ops.{path}"), name) for name, path in _NAIVE.items()}
         )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism import Mixer, rules
-from prism.probes.mqar import IGNORE, Recall
+from prism.lab.tasks.mqar import IGNORE, Recall
 from prism.rules.parts import ShortConv
 from prism.rules.rule import Span
 

@@ -7,10 +7,12 @@ import pwd
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.serve.services import Postgres, RedisServer, postgres_programs
+if TYPE_CHECKING:
+    from tests.serve.services import Postgres, RedisServer
 
 INSTALL = "`.ci/run` installs it where it is root and has apt"
 
@@ -18,6 +20,8 @@ INSTALL = "`.ci/run` installs it where it is root and has apt"
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
     """A private PostgreSQL server."""
+    from tests.serve.services import Postgres, postgres_programs
+
     programs = postgres_programs()
     if programs is None:
         pytest.skip(f"PostgreSQL is not installed: {INSTALL}")
@@ -31,6 +35,8 @@ def postgres() -> Iterator[Postgres]:
 @pytest.fixture
 def redis_server() -> Iterator[RedisServer]:
     """A private Redis server."""
+    from tests.serve.services import RedisServer
+
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip(f"Redis is not installed: {INSTALL}")

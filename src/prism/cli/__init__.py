@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from typing import NamedTuple, NoReturn
 
 from prism.files import reason
@@ -69,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
+        if find_spec("tyro") is None:  # only the core is installed: none of the commands runs
+            say(f"\nprism {missing_extra(ModuleNotFoundError(name='tyro'), 'lm')}")
+            return 0 if words else 2
         return 0
     if words[0] == "--version":
         from prism import __version__

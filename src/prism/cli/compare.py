@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
-from prism.compare.findings import Finding, Findings, findings, has_failed
-from prism.compare.grid import RESULTS, Records, run_grid
-from prism.compare.plan import Plan, read_plan
-from prism.compare.report import write_report
 from prism.files import check_target
+from prism.lab.findings import Finding, Findings, findings, has_failed
+from prism.lab.grid import RESULTS, Records, run_grid
+from prism.lab.plan import Plan, read_plan
+from prism.lab.report import write_report
+from prism.lab.results import pyplot
 from prism.messages import verbatim
-from prism.reports.results import pyplot
 
 
 def compare(

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from prism.cli.probe_mqar import mqar, recall_results
-from prism.compare.grid import RESULTS, Records
 from prism.files import check_target, read_json, remove_folder
+from prism.lab.demo import TrainedModel, write_report
+from prism.lab.grid import RESULTS, Records
+from prism.lab.jobs import run_jobs
+from prism.lab.results import machine, pyplot, write_results
 from prism.language.generate import Sampling, Session, open_model
 from prism.language.settings import Settings, command_line, preset
 from prism.language.task import train_lm
 from prism.overrides import override
-from prism.probes.demo import TrainedModel, write_report
-from prism.probes.jobs import run_jobs
-from prism.reports.results import machine, pyplot, write_results
 from prism.train.run import read_log
 
 MODELS = {"PRISM, L = 2": "prism", "Gated DeltaNet": "gated_delta", "linear attention": "linear"}

@@ -16,6 +16,7 @@ from rich.table import Table
 from tyro.conf import Positional, arg
 
 from prism.files import check_target
+from prism.lab.results import write_results
 from prism.language.adapted import with_adapter
 from prism.language.breakdown import RARE, Breakdown, count_bigrams
 from prism.language.corpus import Corpus, open_corpus
@@ -28,7 +29,6 @@ from prism.language.perplexity import Context, Tally, count_bytes, score_file
 from prism.language.text import find_files
 from prism.language.tokenizer import load_tokenizer
 from prism.messages import progress_bars, say, verbatim
-from prism.reports.results import write_results
 from prism.train.export import resolve_model_folder
 
 

@@ -15,16 +15,16 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from prism.files import check_target
+from prism.lab.recommender import FEW_TARGETS, SHOWN_AT, baseline_table, group_table, is_small, metric_table
+from prism.lab.recommender import report as write_report
+from prism.lab.results import write_results
 from prism.messages import progress_bars, say, verbatim
 from prism.models import PrismForRecommendation
 from prism.models.loading import open_weights
 from prism.recommend.baselines.compare import compare_baselines, named
 from prism.recommend.evaluate import Sampled, measure_split, protocol_line
 from prism.recommend.events import Dataset
-from prism.recommend.report import FEW_TARGETS, SHOWN_AT, baseline_table, group_table, is_small, metric_table
-from prism.recommend.report import report as write_report
 from prism.recommend.saved import model_folder, training_of
-from prism.reports.results import write_results
 from prism.train.run import read_log
 
 _MANY_REPEATS = 0.05

@@ -11,11 +11,11 @@ from tyro.conf import Positional, arg
 
 from prism import rules as registry
 from prism.cli.compare import run_plan
-from prism.compare.kinds import TEXT
-from prism.compare.plan import FLAGS, make_plan
 from prism.files import check_target
+from prism.lab.kinds import TEXT
+from prism.lab.plan import FLAGS, make_plan
+from prism.lab.tasks.catalogue import task_class
 from prism.overrides import read_toml_value
-from prism.probes.catalogue import task_class
 
 
 def probe(

@@ -9,14 +9,14 @@ from typing import Any
 from prism import rules as registry
 from prism.cli.compare import run_plan
 from prism.cli.probe import check_flags, read_set
-from prism.compare.grid import RESULTS, Records, best_rate
-from prism.compare.plan import FLAGS, Plan, make_plan
 from prism.files import check_target
+from prism.lab.grid import RESULTS, Records, best_rate
+from prism.lab.plan import FLAGS, Plan, make_plan
+from prism.lab.results import recall_picture
+from prism.lab.tasks.catalogue import build_task
+from prism.lab.tasks.mqar import PRESETS, fewer_pairs
 from prism.messages import did_you_mean
 from prism.overrides import to_plain
-from prism.probes.catalogue import build_task
-from prism.probes.mqar import PRESETS, fewer_pairs
-from prism.reports.results import recall_picture
 
 _ZOOLOGY: dict[str, dict[str, Any]] = {
     "budget": {"steps": 3000, "batch": 64, "layers": 2, "width": 128, "heads": 2, "key_dim": [32], "evaluations": 1},

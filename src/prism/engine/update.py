@@ -75,7 +75,6 @@ class Update:
     erase_key: Tensor | None = None
     erase_strength: Tensor | None = None
     erase_write: Tensor | None = None
-    # Keyword-only fields; `kw_only` per field exists from Python 3.10 on.
     erase_on: Literal["decayed", "undecayed"] = field(default="decayed", kw_only=True)
     read: Literal["after", "before"] = field(default="after", kw_only=True)
     reset: Tensor | None = field(default=None, kw_only=True)

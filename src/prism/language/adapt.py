@@ -35,7 +35,7 @@ def adapt(settings: AdaptSettings, report: Report | None = None) -> RunResult:
     Args:
         report: called with (step, loss) after every step; replaces the progress bar.
     """
-    import prism.adapters  # noqa: F401  (reports a missing peft before a large model is read)
+    import prism.hf.adapters  # noqa: F401  (reports a missing peft before a large model is read)
 
     settings.check()
     check_folder(settings.out, settings.resume)
@@ -70,7 +70,7 @@ class AdaptTask(TextTask):
 
     def _adapted(self) -> tuple[bytes, nn.Module]:
         """The adapter's configuration, and the base with a new adapter. The base's layers are replaced in place."""
-        from prism.adapters import PrismAdapterConfig
+        from prism.hf.adapters import PrismAdapterConfig
 
         chosen, settings = self.settings.adapter, self.settings
         config = PrismAdapterConfig(

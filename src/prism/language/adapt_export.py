@@ -44,6 +44,6 @@ def _card(trained: TrainedRun[AdaptSettings], base: str, parameters: int) -> str
         trained.records,
         command_line(settings),
         validation_text(trained.records),
-        adapter_use(base, "import prism.adapters  # registers the type of the adapter with peft"),
+        adapter_use(base, "import prism.hf.adapters  # registers the type of the adapter with peft"),
         _LIMITS,
     )

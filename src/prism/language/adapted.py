@@ -96,7 +96,7 @@ def with_adapter(lm: LanguageModel, path: Path) -> LanguageModel:
     """A model with the adapter in a folder, or of a run that trains one. Its layers are replaced in place."""
     from peft import PeftModel
 
-    import prism.adapters  # noqa: F401  (registers the type)
+    import prism.hf.adapters  # noqa: F401  (registers the type)
 
     with resolve_model_folder(path, _write_any, say) as folder:
         _check_adapter(folder, lm)
@@ -117,7 +117,7 @@ def write_merged(path: Path, out: Path) -> Path:
         raise ValueError(f"{path} holds no adapter, so there is nothing to merge: use it as it is, without --merge")
     from peft import PeftModel
 
-    from prism.adapters.layer import MERGING
+    from prism.hf.adapters.layer import MERGING
 
     config = read_json(path / CONFIG)
     if config["peft_type"] == "PRISM":

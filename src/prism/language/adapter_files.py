@@ -42,7 +42,7 @@ def write_adapter_files(run: Path, checkpoint: Checkpoint, digest: str, folder: 
     from peft import PeftType
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
-    import prism.adapters  # noqa: F401  (registers the type)
+    import prism.hf.adapters  # noqa: F401  (registers the type)
 
     tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[PeftType(read_json(run / CONFIG)["peft_type"])]
     weights = {_WRAPPER + name: value for name, value in tensors.read(checkpoint.tensors).items()}

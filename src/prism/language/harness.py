@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prism.language.generate import LanguageModel
+from prism.messages import install
 
 ENDINGS = (".jsonl", ".json", ".jsonl.xz", ".json.xz")
 
@@ -88,7 +89,7 @@ def _import_lm_eval() -> Any:
     try:
         from lm_eval import evaluator
     except ImportError as error:
-        raise ImportError("lm-eval tasks need the extra eval: pip install 'prism-sequence[eval]'") from error
+        raise ImportError(f"lm-eval tasks need the extra eval: {install('eval')}") from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     return evaluator
 

@@ -46,7 +46,7 @@ def opened(settings: S) -> Iterator[tuple[S, Base, ChatFormat]]:
     start, lora = settings.init, settings.lora.rank > 0
     assert start is not None  # `check` has seen it
     if lora:
-        import prism.adapters  # noqa: F401  (reports a missing peft before a large model is read)
+        import prism.hf.adapters  # noqa: F401  (reports a missing peft before a large model is read)
     if lora and settings.parallel.mode == "auto" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         settings = replace(settings, parallel=replace(settings.parallel, mode="ddp"))  # the base is not sharded
     with open_base(start, settings.device if lora else "cpu") as base:

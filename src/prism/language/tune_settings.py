@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 from prism.language.chat_rows import ChatRecipe
 from prism.overrides import command_of, train_command
@@ -84,12 +84,9 @@ class TuneSettings(RunSettings):
         if self.lora.rank and self.parallel.mode == "fsdp":
             raise ValueError("LoRA is trained with --parallel none or ddp: a model with frozen weights is not sharded")
 
-    def for_samples(self: T, samples: int) -> T:
+    def for_samples(self, samples: int) -> Self:
         """Settings with epochs converted to steps, for this number of samples."""
         return replace(self, steps=self.steps or max(1, round(self.epochs * samples / self.batch.sequences)))
-
-
-T = TypeVar("T", bound=TuneSettings)
 
 
 @dataclass(frozen=True)

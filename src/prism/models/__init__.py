@@ -9,8 +9,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from prism.models import auto  # noqa: F401 - registers with transformers
-from prism.models.config import PrismConfig, PrismRecConfig
+from prism.messages import needs_extra
+
+with needs_extra("prism.models", "lm"):
+    from prism.models import auto  # noqa: F401 - registers with transformers
+    from prism.models.config import PrismConfig, PrismRecConfig
 
 if TYPE_CHECKING:
     from prism.models.cache import PrismCache

@@ -18,9 +18,13 @@ from prism.models.config import PrismConfig, PrismRecConfig
 
 _registered: set[type[PrismConfig]] = set()
 _CODE = "modeling_prism"
-_SOURCE = '''"""The classes of this model, which are in the package prism: pip install prism-sequence."""
+# In `try`: for a plain import transformers advises `pip install prism`, which is another project.
+_SOURCE = '''"""The classes of this model, which are in the package prism."""
 
-from prism.models import PrismConfig, PrismForCausalLM, PrismModel
+try:
+    from prism.models import PrismConfig, PrismForCausalLM, PrismModel
+except ModuleNotFoundError as error:
+    raise ImportError(f"this model needs the package prism (found: {error}): install prism from its repository") from error
 
 __all__ = ["PrismConfig", "PrismForCausalLM", "PrismModel"]
 '''

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from prism.engine.layer_step import STATE_DTYPES
 from prism.models.compat import tokens_removed
 from prism.models.rollback import DEPTH, Inputs, Rollback, count, cut, join
 from prism.nn.state import State
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class CachedModel(Protocol):

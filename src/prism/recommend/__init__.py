@@ -3,8 +3,11 @@
 Serving imports nothing of prism.train; `Recommender.fit` imports task.py when it is called.
 """
 
-from prism.recommend.recommender import Recommender
-from prism.recommend.results import Recommendations
-from prism.recommend.states import UserStates
+from prism.messages import needs_extra
+
+with needs_extra("prism.recommend", "rec"):
+    from prism.recommend.recommender import Recommender
+    from prism.recommend.results import Recommendations
+    from prism.recommend.states import UserStates
 
 __all__ = ["Recommendations", "Recommender", "UserStates"]

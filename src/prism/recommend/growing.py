@@ -5,15 +5,13 @@ from __future__ import annotations
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from prism.models import PrismForRecommendation
 from prism.recommend.events import Catalogue, Dataset, Histories, Users
 from prism.recommend.events.columns import AUTO
 from prism.recommend.frames import Source
 from prism.recommend.saved import Training
-
-R = TypeVar("R", bound="Growing")
 
 
 class Growing:
@@ -34,9 +32,9 @@ class Growing:
         def save(self, folder: Path | str, histories: bool = True) -> None: ...
 
         @classmethod
-        def load(cls: type[R], folder: Path | str, data: Any = None, device: str = "auto") -> R: ...
+        def load(cls, folder: Path | str, data: Any = None, device: str = "auto") -> Self: ...
 
-    def add_items(self: R, items: Any, *, item: str = AUTO) -> R:
+    def add_items(self, items: Any, *, item: str = AUTO) -> Self:
         """A recommender that also has these items, scored by their features; this one does not change.
 
         Nothing is trained. Old items keep their scores, and states stay valid. Train with `model={"id_dropout": 0.1}` if items
@@ -57,7 +55,7 @@ class Growing:
         return type(self)(model, catalogue, self.users, self.histories, training, self.source)
 
     def update(
-        self: R,
+        self,
         events: Any,
         /,
         out: Path | str | None = None,
@@ -66,7 +64,7 @@ class Growing:
         users: Any = None,
         item_vectors: Any = None,
         **settings: Any,
-    ) -> R:
+    ) -> Self:
         """Train further with new events, users and items; returns the new recommender, this one does not change.
 
         Old items start with the scores they have, new ones with those of their features. If the recommender has its run

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import traceback
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 log = logging.getLogger("prism.serve")
@@ -16,7 +16,7 @@ class JsonLines(logging.Formatter):
     """A record as one line of JSON; `extra={"fields": {…}}` adds fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        when = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line: dict[str, Any] = {"time": when, "level": record.levelname.lower(), "message": record.getMessage()}
         line.update(getattr(record, "fields", {}))
         if record.exc_info and record.exc_info[1] is not None:

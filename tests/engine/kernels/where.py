@@ -7,7 +7,12 @@ import torch
 
 from prism.engine.kernels import available
 
-CAN_START = available.PROBLEM is None and (available.INTERPRETED or torch.cuda.is_available())
-DEVICE = "cuda" if CAN_START and not available.INTERPRETED else "cpu"
+DEVICE = "cpu" if available.INTERPRETED else "cuda"
+CAN_START = available.PROBLEM is None and (DEVICE == "cpu" or torch.cuda.is_available())
 
-needs_kernels = pytest.mark.skipif(not CAN_START, reason="needs Triton's interpreter or a GPU")
+needs_kernels = (
+    pytest.mark.skipif(not CAN_START, reason=f"the backend 'triton' {available.PROBLEM}")
+    if DEVICE == "cpu"
+    else pytest.mark.gpu
+)
+"""They run in Triton's interpreter or, with `-m gpu`, on a GPU (tests/conftest.py chooses)."""

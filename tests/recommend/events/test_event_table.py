@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections import Counter
 from dataclasses import replace
-from datetime import date, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +192,7 @@ def test_moments_of_every_kind_are_ordered_and_become_seconds(make: Any) -> None
     moments: list[list[Any]] = [
         [start + timedelta(seconds=t) for _, _, t in ROWS],
         [(start + timedelta(seconds=t)).isoformat() for _, _, t in ROWS],
-        [datetime(2020, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=t) for _, _, t in ROWS],
+        [datetime(2020, 1, 1, tzinfo=UTC) + timedelta(seconds=t) for _, _, t in ROWS],
         [date(2020, 1, t) for _, _, t in ROWS],
         [f"2020-01-0{t}" for _, _, t in ROWS],
         [str(t / 4) for _, _, t in ROWS],

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from prism.files import inner_suffix, open_bytes
+from prism.messages import install
 from prism.recommend.events.columns import Columns, KeyedColumns, is_header
 
 try:
     import polars as pl
 except ImportError as error:
-    raise ImportError("reading a table of events needs polars: pip install 'prism-sequence[rec]'") from error
+    raise ImportError(f"reading a table of events needs polars: {install('rec')}") from error
 
 Format = Literal["auto", "csv", "tsv", "inter", "parquet", "lines"]
 _BY_SUFFIX: dict[str, Format] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, StringConstraints, model_validator
@@ -229,8 +229,8 @@ def microseconds(when: datetime | Literal[""] | None) -> int | None:
     if not isinstance(when, datetime):
         return None
     if when.tzinfo is None:
-        when = when.replace(tzinfo=timezone.utc)
-    delta = when - datetime(1970, 1, 1, tzinfo=timezone.utc)
+        when = when.replace(tzinfo=UTC)
+    delta = when - datetime(1970, 1, 1, tzinfo=UTC)
     return (delta.days * 86_400 + delta.seconds) * 1_000_000 + delta.microseconds
 
 
@@ -238,7 +238,7 @@ def iso(microseconds: int) -> str:
     """A stored time as text."""
     seconds, rest = divmod(microseconds, 1_000_000)
     try:
-        when = datetime.fromtimestamp(seconds, timezone.utc).replace(microsecond=rest)
+        when = datetime.fromtimestamp(seconds, UTC).replace(microsecond=rest)
     except (OverflowError, ValueError, OSError):  # before the year 1, by a time zone
         return str(microseconds)
     return when.isoformat().replace("+00:00", "Z")

@@ -1,0 +1,286 @@
+"""Train one model on a synthetic task and test it: `train_probe`.
+
+- Trained on the split `train`, judged during training on `validation`, tested once, at the end, on `test`.
+- AdamW, linear warm-up, cosine decay to 5 %, clipped gradients. Sequences are new at every step.
+- On a GPU the whole step is one CUDA graph: models this small would spend their time starting kernels.
+- A loss that is not finite ends the run with an error.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prism.device import pick_device, without_subnormals
+from prism.engine import InvalidValueError
+from prism.lab.model import ModelSettings, ProbeModel
+from prism.lab.tasks.batches import Curriculum, Questions, held_out, is_asked, questions, training_batches
+from prism.lab.tasks.catalogue import build_task
+from prism.lab.tasks.task import Batch, Task
+from prism.nn import no_weight_decay
+
+Report = Callable[[int, float], None]
+POINTS = 40
+"""Points of the training curve."""
+SHAPES = 16
+"""Different shapes of batches up to which steps are captured as graphs."""
+
+
+@dataclass(frozen=True)
+class ProbeRun:
+    """One model to train: a task, a rule with its sizes, and a budget. All fields are plain values."""
+
+    task: str
+    task_options: dict[str, Any] = field(default_factory=dict)
+    tests: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Tests by label: the task's options that differ from training. Empty: the task's own tests."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    steps: int = 900
+    batch: int = 32
+    learning_rate: float = 1e-2
+    warmup: float = 0.05
+    """Share of the steps in which the learning rate rises."""
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    curriculum: Curriculum | None = None
+    seed: int = 0
+    evaluations: int = 10
+    """Times that the model is judged on the split validation, the last step included."""
+    validation_sequences: int = 512
+    test_sequences: int = 1024
+    test: bool = True
+    """Whether to test the model at the end; not needed to choose a learning rate."""
+    stop_at: float | None = None
+    """Stop when the score on validation reaches this. None: never."""
+    device: str = "cpu"
+    """`cpu`, `cuda`, or `auto`."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the products; bfloat16 uses autocast."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "validation_sequences", "test_sequences", "evaluations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number above 0, got {getattr(self, name)!r}")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"warmup must be at least 0 and below 1, got {self.warmup!r}")
+        if self.precision not in ("float32", "bfloat16"):
+            raise ValueError(f"precision must be float32 or bfloat16, got {self.precision!r}")
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> ProbeRun:
+        """The run that `asdict(run)` came from, also after a trip through JSON."""
+        curriculum = values.get("curriculum")
+        return cls(
+            **{
+                **values,
+                "model": ModelSettings(**values["model"]),
+                "curriculum": None if curriculum is None else Curriculum(**curriculum),
+            }
+        )
+
+    def build_task(self) -> Task:
+        return build_task(self.task, self.task_options)
+
+    def build_tests(self) -> dict[str, Task]:
+        """The tasks to test with, by label; the first is the main one."""
+        task = self.build_task()
+        if not self.tests:
+            return task.tests()
+        return {name: build_task(self.task, {**self.task_options, **more}) for name, more in self.tests.items()}
+
+    def stages(self) -> list[tuple[int, Task]]:
+        task = self.build_task()
+        return [(self.steps, task)] if self.curriculum is None else self.curriculum.stages(task, self.steps)
+
+
+def probe_job(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
+    """`train_probe` for settings as plain values."""
+    return train_probe(ProbeRun.from_plain(settings), report)
+
+
+@without_subnormals()
+def train_probe(run: ProbeRun, report: Report = lambda step, loss: None) -> dict[str, Any]:
+    """Train and test one model; calls `report(step, loss)` now and then.
+
+    Returns scores, ceilings and baselines by test label, the score on validation, the training curve, sizes and times.
+    """
+    device = pick_device(run.device)
+    torch.manual_seed(run.seed)
+    tests, started = run.build_tests(), time.perf_counter()
+    main = next(iter(tests))
+    model = ProbeModel(run.build_task(), run.model).to(device)
+    trainer = Trainer(model, run, device)
+    validation = held_out(tests[main], run.validation_sequences, "validation", run.seed)
+    judged = {max(1, round(run.steps * (i + 1) / run.evaluations)) for i in range(run.evaluations)}
+    noted = judged | {max(1, round(run.steps * (i + 1) / POINTS)) for i in range(POINTS)}
+    curve: list[dict[str, Any]] = []
+    step = tokens = counted = 0
+    spent, total, score = 0.0, torch.zeros((), device=device), math.nan
+    since = time.perf_counter()
+    for batch in training_batches(run.stages(), run.batch, run.seed, device):
+        try:
+            total += trainer.step(batch, run.learning_rate * schedule(step, run.steps, run.warmup))
+        except InvalidValueError as error:  # the engine's checks met a NaN before it could reach the loss
+            raise FloatingPointError(f"the training diverged at step {step + 1} of {run.steps}: {error}") from error
+        step, tokens, counted = step + 1, tokens + batch.inputs.shape[0] * batch.inputs.shape[1], counted + 1
+        if step not in noted:
+            continue
+        loss = total.item() / counted
+        spent += time.perf_counter() - since
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is not finite ({loss}) at step {step} of {run.steps}")
+        total.zero_()
+        counted = 0
+        curve.append({"step": step, "tokens": tokens, "seconds": round(spent, 3), "loss": loss})
+        if step in judged:
+            score = evaluate(model, tests[main], validation, trainer.autocast)
+            curve[-1]["score"] = score
+        report(step, loss)
+        if run.stop_at is not None and score >= run.stop_at:
+            break
+        since = time.perf_counter()
+    scores = {}
+    for label, task in tests.items() if run.test else ():
+        data = held_out(task, run.test_sequences, "test", run.seed, label)
+        scores[label] = evaluate(model, task, data, trainer.autocast)
+    return {
+        "metric": tests[main].metric,
+        "better": "higher",
+        "validation": score,
+        "scores": scores,
+        "ceiling": {label: task.ceiling() for label, task in tests.items()},
+        "baseline": {label: task.baseline() for label, task in tests.items()},
+        "loss": loss,
+        "curve": curve,
+        "state_size": model.state_size,
+        "parameters": model.parameter_count,
+        "steps": step,
+        "tokens": tokens,
+        "seconds": round(spent, 3),
+        "seconds_with_tests": round(time.perf_counter() - started, 3),
+        "device": device.type,
+        "graph": trainer.captures,
+    }
+
+
+class Trainer:
+    """A model with its optimizer: one training step after the other, on a GPU replayed as a CUDA graph."""
+
+    def __init__(self, model: ProbeModel, run: ProbeRun, device: torch.device) -> None:
+        self.model, self.clip = model, run.clip
+        self.on_gpu = device.type == "cuda"
+        low = run.precision == "bfloat16"
+        self.autocast: Callable[[], Any] = (lambda: torch.autocast(device.type, torch.bfloat16)) if low else nullcontext
+        exempt = no_weight_decay(model)
+        named = list(model.named_parameters())
+        groups = [
+            {"params": [p for name, p in named if name not in exempt], "weight_decay": run.weight_decay},
+            {"params": [p for name, p in named if name in exempt], "weight_decay": 0.0},
+        ]
+        self.rate = torch.zeros((), device=device) if self.on_gpu else 0.0  # a graph reads it from the device
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=self.rate, betas=(0.9, 0.98), fused=self.on_gpu or None, capturable=self.on_gpu
+        )
+        self.graphs: dict[Any, _Graph | None] = {}
+        """By the shapes of a batch; None: a batch of these shapes has been computed once."""
+        self.captures = self.on_gpu
+        """Whether steps are captured. False after a rule that reads values from the device could not be."""
+
+    def step(self, batch: Questions, rate: float) -> Tensor:
+        """Update the weights; returns the loss, which the next step may overwrite."""
+        if isinstance(self.rate, Tensor):
+            self.rate.fill_(rate)
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+        shapes = tuple(x.shape for x in batch)
+        graph = self.graphs.get(shapes)
+        if graph is not None:
+            return graph.replay(batch)
+        if self.captures and shapes in self.graphs and len(self.graphs) <= SHAPES:
+            try:
+                self.graphs[shapes] = graph = _Graph(self, batch)
+            except RuntimeError:  # the rule waits for the device within a step
+                self.captures = False
+                torch.cuda.synchronize()
+                return self.compute(batch)
+            return graph.replay(batch)
+        self.graphs[shapes] = None
+        return self.compute(batch)
+
+    def compute(self, batch: Questions) -> Tensor:
+        """Loss, gradients and update."""
+        self.optimizer.zero_grad(set_to_none=not self.on_gpu)
+        shared: dict[str, Tensor] = {}
+        with self.autocast():
+            loss = loss_of(self.model(batch.inputs, batch.asked, shared), batch.targets)
+            if "balance_loss" in shared:
+                loss = loss + shared["balance_loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        return loss.detach()
+
+
+class _Graph:
+    """A training step that was captured for batches of certain shapes."""
+
+    def __init__(self, trainer: Trainer, batch: Questions) -> None:
+        self.batch = Questions(*(x.clone() for x in batch))
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.loss = trainer.compute(self.batch)
+
+    def replay(self, batch: Questions) -> Tensor:
+        for held, new in zip(self.batch, batch, strict=True):
+            held.copy_(new, non_blocking=True)
+        self.graph.replay()
+        return self.loss
+
+
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of logits `[M, answers]`, or mean squared error of numbers `[M, E]`, over what is asked."""
+    if not targets.is_floating_point():
+        return F.cross_entropy(outputs.float(), targets)  # ignores IGNORE
+    there = ~targets.isnan()
+    errors = torch.where(there, outputs.float() - torch.where(there, targets, 0.0), 0.0)
+    return errors.square().sum() / there.sum()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, data: list[Batch], autocast: Callable[[], Any] = nullcontext) -> float:
+    """The mean score of sequences."""
+    device = next(model.parameters()).device
+    scores = []
+    for batch in data:
+        asked = Questions(*(x[0] for x in questions(batch)))
+        with autocast():
+            outputs = model(asked.inputs.to(device), asked.asked.to(device)).float()
+        found = (outputs if asked.targets.is_floating_point() else outputs.argmax(-1)).cpu()
+        real = is_asked(asked.targets)
+        predictions = torch.zeros_like(batch.targets).flatten(0, 1)
+        predictions[asked.asked[real]] = found[real].to(predictions.dtype)
+        scores.append(task.score(predictions.view_as(batch.targets), batch.targets).double())
+    return torch.cat(scores).mean().item()
+
+
+def schedule(step: int, steps: int, warmup: float, floor: float = 0.05) -> float:
+    """The learning rate of a step (from 0) as a share of its peak."""
+    rise = max(1, int(warmup * steps))
+    if step < rise:
+        return (step + 1) / rise
+    progress = (step - rise) / max(1, steps - rise)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,1 +1,0 @@
-"""Reports on results: HTML pages, charts, pictures and JSON files."""
