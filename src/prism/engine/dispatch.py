@@ -220,6 +220,22 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     return o
 
 
+def one_token(update: Any, state: Any, overwrite: bool = False) -> tuple[Any, Any]:
+    """`memory` for one token per row (T = 1), without checks of form and state.
+
+    Args:
+        overwrite: whether the state may be updated in place; it then is the one returned.
+    """
+    engine = engine_of(type(update))
+    form, backend = resolve()
+    if engine.delegate is not None:
+        return engine.delegate(update, state, form, backend)
+    if overwrite and state is not None and in_place_equivalent(update, form, state):
+        return memory_(update, state, backend), state
+    run = choose_path(engine, update, form, backend).run
+    return run(update, state) if engine.autocast else without_autocast(run, update, state)
+
+
 def in_place_equivalent(update: Any, form: str, state: Tensor | None = None) -> bool:
     """Whether `memory_` computes what `memory` does in this form, to the bit, and can overwrite the state."""
     form, _ = resolve(form)

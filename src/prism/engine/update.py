@@ -29,6 +29,7 @@ from prism.engine.checks import (
     check_integer,
     check_log_decay,
     check_shape,
+    skipped,
     values_may_be_read,
 )
 from prism.engine.packed import packed_starts
@@ -96,6 +97,8 @@ class Update:
                 object.__setattr__(self, "erase_key", self.k[..., 0, :])
             if self.erase_write_first:
                 object.__setattr__(self, "erase_write", self.k[..., 0, :])
+        if skipped():
+            return
         _check_shapes(self)
         if self.log_decay is not None and values_may_be_read(self.w):
             check_log_decay(self.log_decay, self.mask)

@@ -15,18 +15,16 @@ from prism.models.config import PrismConfig, PrismRecConfig
 if TYPE_CHECKING:
     from prism.models.cache import PrismCache
     from prism.models.convert import convert_model
+    from prism.models.decode import Decoder
     from prism.models.language import PrismForCausalLM, PrismModel
-    from prism.models.lean import LeanCache
     from prism.models.recommender import PrismForRecommendation
-    from prism.models.replay import ReplayedCache
 
 _LAZY = {
-    "LeanCache": "prism.models.lean",
+    "Decoder": "prism.models.decode",
     "PrismCache": "prism.models.cache",
     "PrismModel": "prism.models.language",
     "PrismForCausalLM": "prism.models.language",
     "PrismForRecommendation": "prism.models.recommender",
-    "ReplayedCache": "prism.models.replay",
     "convert_model": "prism.models.convert",
 }
 
@@ -38,13 +36,12 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "LeanCache",
+    "Decoder",
     "PrismCache",
     "PrismConfig",
     "PrismForCausalLM",
     "PrismForRecommendation",
     "PrismModel",
     "PrismRecConfig",
-    "ReplayedCache",
     "convert_model",
 ]

@@ -118,7 +118,7 @@ def test_a_layer(name: str, stepped: list[Any]) -> None:
 
 
 def test_every_rule_with_a_plan_is_tested() -> None:
-    planned = {name for name in rules.names() if rules.get(name).build(16, 2).current_step_plan() is not None}
+    planned = {name for name in rules.names() if rules.get(name).build(16, 2).current_decoding_weights() is not None}
     assert planned == {name.split(",")[0] for name in LAYERS}
 
 
