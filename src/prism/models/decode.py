@@ -30,7 +30,7 @@ from prism.engine import compat, cuda_graph, token, using
 from prism.engine.defaults import Choice, resolve
 from prism.models.cache import PrismCache
 from prism.models.rollback import Inputs
-from prism.nn.block import Merged
+from prism.nn.block import Merged, scaled_norm
 from prism.nn.snapshot import Snapshot
 from prism.nn.state import State, concatenate
 
@@ -77,9 +77,9 @@ def _compute(
 ) -> tuple[Tensor, Tensor | None, list[State]]:
     """Logits `[B, V]`, balance loss and new states."""
     shared: dict[str, Tensor] = {}
-    x, new = model.model.decode(ids[:, 0], states, shared, None if weights is None else weights.layers)
-    head = None if weights is None else weights.head
-    return model.lm_head(x) if head is None else x @ head, shared.get("balance_loss"), new
+    layers, norm, head = (None, None, None) if weights is None else (weights.layers, weights.norm, weights.head)
+    x, new = model.model.decode(ids[:, 0], states, shared, layers, norm)
+    return model.lm_head(x) if head is None else torch.mm(x, head), shared.get("balance_loss"), new
 
 
 # On a CPU
@@ -90,6 +90,7 @@ class ModelWeights:
     """Merged weights of a model, and what the model was like."""
 
     layers: list[Merged]
+    norm: token.ScaledNorm | None
     head: Tensor | None
     snapshot: Snapshot
 
@@ -108,7 +109,8 @@ def _merged(model: PrismForCausalLM, ids: Tensor, cache: PrismCache) -> ModelWei
     if found is None or not found.snapshot.holds():
         snapshot = Snapshot(model, in_place=True)
         with torch.inference_mode(False), torch.no_grad():  # they may be used in any mode
-            found = ModelWeights([layer.merged() for layer in model.model.layers], _merged_head(model), snapshot)
+            layers = [layer.merged() for layer in model.model.layers]
+            found = ModelWeights(layers, scaled_norm(model.model.norm), _merged_head(model), snapshot)
         if snapshot.complete:
             _merged_weights[model] = weakref.ref(found)
     cache.weights = found

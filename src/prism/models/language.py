@@ -12,7 +12,7 @@ Design choices
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -179,6 +179,7 @@ class PrismModel(PrismPreTrainedModel):
         states: Sequence[State],
         shared: dict[str, Tensor],
         weights: Sequence[Merged] | None = None,
+        norm: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, list[State]]:
         """One token per row, ids `[B]` or embeddings `[B, hidden_size]` → `[B, hidden_size]` and the states after it.
 
@@ -186,6 +187,7 @@ class PrismModel(PrismPreTrainedModel):
 
         Args:
             weights: those of every layer (`Block.merged`), if the model has not changed since.
+            norm: what takes the place of the last norm.
         """
         x = self.embed_tokens(x) if x.ndim == 1 else x
         new: list[State] = []
@@ -196,7 +198,7 @@ class PrismModel(PrismPreTrainedModel):
                 y, state = layer(x.unsqueeze(1), state, shared=shared)
                 x = y.squeeze(1)
             new.append(state)
-        return self.norm(x), new
+        return (self.norm if norm is None else norm)(x), new
 
     def _run(
         self,

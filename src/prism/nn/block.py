@@ -36,12 +36,11 @@ class SwiGLU(nn.Module):
 class Merged(NamedTuple):
     """What a layer computes a token from on a CPU; None for a part that is called as a module."""
 
-    norm: token.Norm | None
     mixer: token.Merged | None
     glu: token.MergedGlu | None
 
 
-NOTHING = Merged(None, None, None)
+NOTHING = Merged(None, None)
 
 
 class Block(nn.Module):
@@ -130,7 +129,7 @@ class Block(nn.Module):
         if weights.mixer is not None:
             given = token.DeltaState.of(x, weights.mixer.layer, state.memory, state.carry)
         if given is not None and weights.mixer is not None:
-            x, after = token.delta(x, weights.mixer, given, weights.norm)
+            x, after = token.delta(x, weights.mixer, given)
             state = State(after.memory, after.carry)
         elif compat.is_unmodified(self.mixer):
             y, state = self.mixer.decode_unchecked(self.mixer_norm(x), state, shared)
@@ -147,8 +146,8 @@ class Block(nn.Module):
         norm = _norm_weights(self.mixer_norm)
         if norm is None or not is_plain(self) or not compat.is_unmodified(self):
             return NOTHING
-        mixer = token.Merged.of(self.mixer.rule.current_decoding_weights())
-        return Merged(norm, mixer, token.MergedGlu.of(self._glu_weights()))
+        mixer = token.Merged.of(self.mixer.rule.current_decoding_weights(), norm)
+        return Merged(mixer, token.MergedGlu.of(self._glu_weights()))
 
     def _by_kernels(self, x: Tensor, state: State) -> tuple[Tensor, State] | None:
         """`decode` in a few kernels; None if it must be computed otherwise."""
@@ -194,6 +193,13 @@ def _norm_weights(norm: nn.Module) -> token.Norm | None:
     if type(norm) is not nn.RMSNorm or norm.weight is None or norm.eps is None:
         return None
     return token.Norm(norm.weight, norm.eps)
+
+
+def scaled_norm(norm: nn.Module) -> token.ScaledNorm | None:
+    """An unmodified RMSNorm in the form for single tokens on a CPU; None for anything else."""
+    found = _norm_weights(norm) if compat.is_unmodified(norm) else None
+    low = found is None or found.weight.dtype not in (torch.float32, torch.float64) or found.weight.is_inference()
+    return None if low or found is None else token.ScaledNorm.of(found, found.weight.dtype)
 
 
 def place_options(rule: str | type[rules.Rule], index: int, count: int) -> dict[str, int]:

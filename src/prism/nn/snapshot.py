@@ -37,23 +37,28 @@ class Snapshot:
         self.attributes = [m.__dict__ for m in modules]
         self.weights = [*module.parameters(), *module.buffers()]
         self.in_place = in_place and not any(w.is_inference() for w in self.weights)  # those have no version
+        self.hooked = any(self.hooks)
         self.found = self._modules(), self._weights()
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        same = all(map(is_, map(dict.get, self.holders, self.names), self.contents))
-        return same and (self._modules(), self._weights()) == self.found
+        if (any(self.hooks) and not self.hooked) or not all(map(is_, map(dict.get, self.holders, self.names), self.contents)):
+            return False
+        return (self._modules(), self._weights()) == self.found
 
     # Called before every token, so without loops in Python.
     def _modules(self) -> list[Any]:
         """Of every module: mode, an overridden `forward` (by accelerate), class, number of entries, whether it has hooks."""
         modes = map(dict.get, self.attributes, repeat("training"))
         forwards = map(dict.get, self.attributes, repeat("forward"))
-        return [*modes, *forwards, *map(type, self.modules), *map(len, self.registries), *map(bool, self.hooks)]
+        return [*modes, *forwards, *map(type, self.modules), *map(len, self.registries), *self._hooks()]
+
+    def _hooks(self) -> list[bool]:
+        return list(map(bool, self.hooks)) if self.hooked else []
 
     def _weights(self) -> list[Any]:
         versions = map(attrgetter("_version"), self.weights) if self.in_place else ()
-        return [*map(Tensor.data_ptr, self.weights), *map(attrgetter("dtype", "shape"), self.weights), *versions]
+        return [*map(Tensor.data_ptr, self.weights), *map(Tensor.numel, self.weights), *versions]
 
 
 class Kept(Generic[T]):
