@@ -221,7 +221,7 @@ def test_new_options_take_the_ordinary_way_in_decoding() -> None:
     ]
     for options in served:
         plan = Block("prism", 16, 2, 0, **options).mixer.rule.current_decoding_weights()
-        assert plan is not None and plan.is_served, options
+        assert plan is not None and plan.has_kernel, options
     assert all(Block("prism", 16, 2, 0, **options).mixer.rule.current_decoding_weights() is None for options in others)
 
 

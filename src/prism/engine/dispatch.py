@@ -16,6 +16,7 @@ from torch import Tensor
 from prism.engine.autocast import without_autocast
 from prism.engine.context import Context
 from prism.engine.defaults import BACKENDS, FORMS, resolve
+from prism.engine.linear.recurrent import one_token as recurrent_token
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.update import Update, check_state, wants_gradients
 
@@ -230,6 +231,8 @@ def one_token(update: Any, state: Any, overwrite: bool = False) -> tuple[Any, An
     form, backend = resolve()
     if engine.delegate is not None:
         return engine.delegate(update, state, form, backend)
+    if type(update) is Update and not update.w.is_cuda and backend in ("auto", "torch"):
+        return recurrent_token(update, state)
     if overwrite and state is not None and in_place_equivalent(update, form, state):
         return memory_(update, state, backend), state
     run = choose_path(engine, update, form, backend).run

@@ -281,8 +281,12 @@ def _can_merge(weights: Sequence[Tensor], merged: Sequence[Tensor]) -> bool:
 def joined(weights: Sequence[Tensor]) -> Tensor:
     """Weights `[N_i, D]` as one, `[D, ΣN]`, without a copy where that would not be faster."""
     weight = weights[0].detach() if len(weights) == 1 else torch.cat([w.detach() for w in weights])
-    outputs, inputs = weight.shape
-    return weight.mT.contiguous() if outputs >= WIDE * inputs and weight.nbytes <= LARGEST else weight.mT
+    return weight.mT.contiguous() if is_wide(weight) and weight.nbytes <= LARGEST else weight.mT
+
+
+def is_wide(weight: Tensor) -> bool:
+    """Whether a weight `[outputs, inputs]` is better stored by columns."""
+    return weight.shape[0] >= WIDE * weight.shape[1]
 
 
 def uniform(x: Tensor, *weights: Tensor) -> bool:

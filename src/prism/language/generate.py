@@ -25,7 +25,7 @@ from prism.files import read_json, read_state, write_state
 from prism.language.tokenizer import TextStream, Tokenizer, load_tokenizer
 from prism.models import PrismCache, PrismForCausalLM
 from prism.models.language import PrismOutput
-from prism.models.loading import fingerprint, fingerprint_mismatch, open_weights
+from prism.models.loading import by_columns, fingerprint, fingerprint_mismatch, open_weights
 
 FORMAT = "prism generation state 1"
 SEGMENT = 2048
@@ -158,8 +158,10 @@ class LanguageModel:
 
 
 def open_model(folder: Path, device: str = "auto") -> LanguageModel:
-    """Open a model folder that `save_pretrained` or `prism train lm` wrote."""
-    return with_tokenizer(open_weights(PrismForCausalLM, folder, device), folder)
+    """Open a model folder that `save_pretrained` or `prism train lm` wrote, to read and write texts with it."""
+    model = open_weights(PrismForCausalLM, folder, device)
+    by_columns(model)
+    return with_tokenizer(model, folder)
 
 
 def with_tokenizer(model: Any, folder: Path) -> LanguageModel:

@@ -36,11 +36,12 @@ class SwiGLU(nn.Module):
 class Merged(NamedTuple):
     """What a layer computes a token from on a CPU; None for a part that is called as a module."""
 
+    norm: token.ScaledNorm | None
     mixer: token.Merged | None
     glu: token.MergedGlu | None
 
 
-NOTHING = Merged(None, None)
+NOTHING = Merged(None, None, None)
 
 
 class Block(nn.Module):
@@ -132,7 +133,8 @@ class Block(nn.Module):
             x, after = token.delta(x, weights.mixer, given)
             state = State(after.memory, after.carry)
         elif compat.is_unmodified(self.mixer):
-            y, state = self.mixer.decode_unchecked(self.mixer_norm(x), state, shared)
+            n = self.mixer_norm(x) if weights.norm is None else weights.norm(x)
+            y, state = self.mixer.decode_unchecked(n, state, shared)
             x = x + y
         else:
             y, state = self.mixer(self.mixer_norm(x).unsqueeze(1), state, shared=shared)
@@ -147,7 +149,7 @@ class Block(nn.Module):
         if norm is None or not is_plain(self) or not compat.is_unmodified(self):
             return NOTHING
         mixer = token.Merged.of(self.mixer.rule.current_decoding_weights(), norm)
-        return Merged(mixer, token.MergedGlu.of(self._glu_weights()))
+        return Merged(scaled_norm(self.mixer_norm), mixer, token.MergedGlu.of(self._glu_weights()))
 
     def _by_kernels(self, x: Tensor, state: State) -> tuple[Tensor, State] | None:
         """`decode` in a few kernels; None if it must be computed otherwise."""
