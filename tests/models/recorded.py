@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from prism.models import PrismCache, PrismForCausalLM
 from prism.models.decode import Patience
 
+
 class Recorder(TorchDispatchMode):
     """Records every operation with its arguments and results."""
 

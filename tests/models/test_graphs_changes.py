@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -82,7 +81,9 @@ def test_memories_of_a_recorded_step_are_updated_in_place(monkeypatch: pytest.Mo
     _, replayed = pair(lm, ids[:, :5])
     overwritten = []
     memory_ = dispatch.memory_
-    monkeypatch.setattr(dispatch, "memory_", lambda u, state, *more: overwritten.append(state) or memory_(u, state, *more))
+    monkeypatch.setattr(
+        dispatch, "memory_", lambda u, state, *more: overwritten.append(state) or memory_(u, state, *more)
+    )
     steps(lm, replayed, ids[:, 5:8])
     own = [state.memory for state in replayed.states]
     assert [any(z is state for z in overwritten) for state in own] == [True, True]

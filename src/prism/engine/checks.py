@@ -24,7 +24,7 @@ class InvalidValueError(ValueError):
 _skipped = threading.local()
 
 
-class unchecked:  # noqa: N801  (used as a statement; a generator would take longer than what it saves)
+class unchecked:
     """In this thread, check neither shapes nor values of an `Update`: for single tokens, after a prompt that was checked."""
 
     def __enter__(self) -> None:

@@ -352,10 +352,8 @@ def _later_writes(
     if merged.ups is not None:
         wide = torch.split_with_sizes(torch.mm(low[0], merged.ups), merged.wide_sizes, -1)
     parts = iter(wide)
-    if writes.key is None:
-        keys = first.unsqueeze(2).expand(B, H, N, -1)
-    else:
-        keys = _unit(next(parts).view(B, H, N, -1), merged.root)
+    shared = first.unsqueeze(2).expand(B, H, N, -1)
+    keys = shared if writes.key is None else _unit(next(parts).view(B, H, N, -1), merged.root)
     given = None if writes.gain is None else next(parts).view(B, H, N, V)
     residual = v if writes.expected is None else v - next(parts).view(B, H, V)
     gains: Sequence[Tensor | float]

@@ -93,6 +93,13 @@ class PrismPreTrainedModel(PreTrainedModel):
         kwargs["use_safetensors"] = True
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
+    def save_pretrained(self, *arguments: Any, **options: Any) -> Any:
+        """Save configuration and weights, of which those stored by columns (`loading.by_columns`) are stored by rows again."""
+        for parameter in self.parameters():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        return super().save_pretrained(*arguments, **options)
+
 
 class PrismModel(PrismPreTrainedModel):
     """Tokens in, hidden states out."""
@@ -198,7 +205,8 @@ class PrismModel(PrismPreTrainedModel):
                 y, state = layer(x.unsqueeze(1), state, shared=shared)
                 x = y.squeeze(1)
             new.append(state)
-        return (self.norm if norm is None else norm)(x), new
+        x = self.norm(x) if norm is None else norm(x)
+        return x, new
 
     def _run(
         self,
@@ -218,8 +226,8 @@ class PrismModel(PrismPreTrainedModel):
         if plain and states and use_cache and x.shape[1] == 1 and not torch.compiler.is_compiling():
             with using(form, backend):
                 if token.allowed(x):
-                    x, new = self.decode(x.squeeze(1), states, shared)
-                    return x.unsqueeze(1), new, []
+                    x, decoded = self.decode(x.squeeze(1), states, shared)
+                    return x.unsqueeze(1), decoded, []
         hidden: list[Any] = []
         new: list[State] = []
         options: dict[str, Any] = {"form": form, "backend": backend, "context": context}
@@ -365,7 +373,8 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         answer = next_logits(self, input_ids, cache)
         if answer is None:
             return None
-        return PrismOutput(logits=answer[0].unsqueeze(1), past_key_values=cache, balance_loss=answer[1])
+        logits: Any = answer[0].unsqueeze(1)
+        return PrismOutput(logits=logits, past_key_values=cache, balance_loss=answer[1])
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # names only the arguments it reads
         self, input_ids: Any, next_sequence_length: int | None = None, inputs_embeds: Any = None, **kwargs: Any

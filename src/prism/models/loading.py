@@ -136,9 +136,9 @@ def by_columns(model: nn.Module) -> None:
     For models that are only read. Shapes, names and values stay; a saved model has its weights by rows again.
     """
     for part in model.modules():
-        plain = type(part) is nn.Linear and type(part.weight) is nn.Parameter and part.weight.device.type == "cpu"
-        if plain and token.is_wide(part.weight):
-            part.weight.data = part.weight.mT.contiguous().mT
+        weight = part.weight if type(part) is nn.Linear else None
+        if type(weight) is nn.Parameter and weight.device.type == "cpu" and token.is_wide(weight):
+            weight.data = weight.mT.contiguous().mT
 
 
 def open_causal_lm(folder: Path, device: str = "auto") -> PreTrainedModel:

@@ -33,7 +33,8 @@ class Snapshot:
         """Whether changes can be noticed at all: torch's registries were found."""
         self.registries, self.hooks = registries or [], hooks or []
         entries = [(registry, name, value) for registry in self.registries for name, value in registry.items()]
-        self.holders, self.names, self.contents = ([entry[i] for entry in entries] for i in range(3))
+        self.holders, self.names = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        self.contents = [entry[2] for entry in entries]
         self.attributes = [m.__dict__ for m in modules]
         self.weights = [*module.parameters(), *module.buffers()]
         self.in_place = in_place and not any(w.is_inference() for w in self.weights)  # those have no version
@@ -42,7 +43,9 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        if (any(self.hooks) and not self.hooked) or not all(map(is_, map(dict.get, self.holders, self.names), self.contents)):
+        if (any(self.hooks) and not self.hooked) or not all(
+            map(is_, map(dict.get, self.holders, self.names), self.contents)
+        ):
             return False
         return (self._modules(), self._weights()) == self.found
 

@@ -53,7 +53,9 @@ def one_token(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
         S = before * u.log_decay.to(dtype).exp().reshape(B * H, -1, 1)
     if u.erase_key is not None:
         b = rows(u.erase_key)
-        a = u.erase_strength.to(dtype).reshape(B * H, 1, 1) * b if u.erase_write is None else rows(u.erase_write)
+        a = b if u.erase_write is None else rows(u.erase_write)
+        if u.erase_strength is not None:
+            a = u.erase_strength.to(dtype).reshape(B * H, 1, 1) * a
         seen = torch.bmm(b, S if u.erase_on == "decayed" else before)  # bᵀS
         S = torch.baddbmm(S, a.mT, seen, alpha=-1)
     S = torch.baddbmm(S, k.mT, w)

@@ -249,7 +249,9 @@ class Scheduler:
             writer.choose(logits)
         except Exception as error:  # of this text alone
             log.error("a text could not be written", exc_info=error)
-            self._fail(self._jobs[writer], RuntimeError("this text could not be written, and the log of the service says why"))
+            self._fail(
+                self._jobs[writer], RuntimeError("this text could not be written, and the log of the service says why")
+            )
             return
         self.metrics.add(len(writer.tokens) - before)
         if writer.finish is not None:

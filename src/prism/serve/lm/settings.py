@@ -30,7 +30,7 @@ class LmSettings:
     """File with a chat template in jinja2. None: the tokenizer's."""
     exact: bool | None = None
     """Whether a text is the same whatever else is computed with it: there are then always `rows` rows, used or not, and the
-    service ends at its start if that is not enough on this machine. None: on a GPU, if it is, because there it costs nothing."""
+    service ends at its start if that is not enough on this machine. None: on a GPU, where it costs nothing, if it can be."""
     device: str = "auto"
 
     def check(self) -> None:
