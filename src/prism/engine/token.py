@@ -207,8 +207,7 @@ class ScaledNorm(NamedTuple):
         return cls(norm.weight.detach().to(dtype) * width**0.5, root)
 
     def __call__(self, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x / torch.hypot(length, self.root)).mul_(self.weight)
+        return _unit(x, self.root).mul_(self.weight)
 
 
 class Merged:
@@ -294,18 +293,19 @@ def uniform(x: Tensor, *weights: Tensor) -> bool:
     return all(w.dtype == x.dtype and w.device == x.device for w in weights)
 
 
-def delta(x: Tensor, merged: Merged, state: DeltaState) -> tuple[Tensor, DeltaState]:
-    """mixer(x) for x `[B, D]`, or x + mixer(norm x) if the norm is among the weights; and the state after this token."""
+def delta(x: Tensor, merged: Merged, state: DeltaState) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """mixer(x) for x `[B, D]`, or x + mixer(norm x) if the norm is among the weights; memory and carry after this token."""
     layer, norm = merged.layer, merged.norm
     B, H, K, V, steps = x.shape[0], layer.heads, layer.key_dim, layer.value_dim, layer.substeps
     n = x if norm is None else norm(x)
     projected, beta, *others = torch.split_with_sizes(torch.mm(n, merged.inputs), merged.sizes, -1)
     decay = others.pop(0) if merged.has_decay else None
     gate = others[0] if others else None
-    mixed, window = _convolved(projected, state.conv, merged.taps)
+    carry: dict[str, Tensor] = {}
+    mixed = _convolved(projected, state.conv, merged.taps, carry, "conv")
     keys, values = torch.split_with_sizes(mixed, merged.columns, -1)
     q, *k = _unit(keys.view(B, 1 + steps, H, K), merged.root).unbind(1)
-    strength = beta.sigmoid()
+    strength = beta.sigmoid_()
     if layer.beta_scale != 1.0:
         strength = strength.mul_(layer.beta_scale)
     v = [values.view(B, H, V)] if steps == 1 else values.view(B, steps, H, V).unbind(1)
@@ -321,39 +321,45 @@ def delta(x: Tensor, merged: Merged, state: DeltaState) -> tuple[Tensor, DeltaSt
         error.mul_(rate.reshape(B * H, 1, 1))
         S = torch.baddbmm(before, key.mT, error) if S is None else S.baddbmm_(key.mT, error)
     assert S is not None
-    anchor = None
     if layer.writes is not None:
-        later, written, anchor = _later_writes(n, merged, layer.writes, state.anchor, v[0], k[0])
+        later, written = _later_writes(n, merged, layer.writes, state.anchor, v[0], k[0], carry)
         S.baddbmm_(later.mT, written)
     y = merged.out_norm(torch.bmm(q.reshape(B * H, 1, K), S).view(B, H, V)).view(B, H * V)
     if gate is not None:
         gate = _widened(gate, merged.gate_up, layer.gate)
-        y.mul_(gate.sigmoid() if layer.gate_by == "sigmoid" else F.silu(gate))
+        y.mul_(gate.sigmoid_() if layer.gate_by == "sigmoid" else F.silu(gate, inplace=True))
     y = torch.mm(y, merged.out) if norm is None else torch.addmm(x, y, merged.out)
     memory = S.view(B, H, K, V)
     if memory.dtype != state.memory.dtype:
         memory = memory.to(state.memory.dtype)
-    return y, DeltaState(memory, window, anchor)
+    return y, memory, carry
 
 
 def _later_writes(
-    n: Tensor, merged: Merged, writes: WritesWeights, window: Tensor | None, v: Tensor, first: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys `[B·H, N, K]` and values `[B·H, N, V]` of PRISM's later writes, and the anchor's window.
+    n: Tensor,
+    merged: Merged,
+    writes: WritesWeights,
+    window: Tensor | None,
+    v: Tensor,
+    first: Tensor,
+    carry: dict[str, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Keys `[B·H, N, K]` and values `[B·H, N, V]` of PRISM's later writes.
 
     Args:
         v: the values `[B, H, V]`.
         first: the keys of the first write, `[B, H, K]`.
+        carry: gets the anchor's window.
     """
     (B, H, V), N = v.shape, writes.scale.shape[0]
-    u, window = _convolved(n, window, merged.anchor_taps)
+    u = _convolved(n, window, merged.anchor_taps, carry, "anchor")
     *low, beta = torch.split_with_sizes(torch.mm(u, merged.of_u), merged.sizes_of_u, -1)
     wide: Sequence[Tensor] = ()
     if merged.ups is not None:
         wide = torch.split_with_sizes(torch.mm(low[0], merged.ups), merged.wide_sizes, -1)
     parts = iter(wide)
-    shared = first.unsqueeze(2).expand(B, H, N, -1)
-    keys = shared if writes.key is None else _unit(next(parts).view(B, H, N, -1), merged.root)
+    given = None if writes.key is None else next(parts).view(B, H, N, -1)
+    keys = first.unsqueeze(2).expand(B, H, N, -1) if given is None else _unit(given, merged.root)
     given = None if writes.gain is None else next(parts).view(B, H, N, V)
     residual = v if writes.expected is None else v - next(parts).view(B, H, V)
     gains: Sequence[Tensor | float]
@@ -371,15 +377,15 @@ def _later_writes(
         if index + 1 < N:
             residual = residual - correction
     found = corrections[0].view(B, H, 1, V) if N == 1 else torch.stack(corrections, 2)
-    values = found * (beta.sigmoid().view(B, H, N, 1) * merged.scale)
-    return keys.reshape(B * H, N, -1), values.view(B * H, N, V), window
+    values = found * (beta.sigmoid_().view(B, H, N, 1) * merged.scale)
+    return keys.reshape(B * H, N, -1), values.view(B * H, N, V)
 
 
 def _decay(z: Tensor, merged: Merged, rows: int) -> Tensor:
     """e^g `[B, H, 1]` or `[B, H, K]` for the map z of a token; computed in the gates' precision."""
     layer, dtype = merged.layer, z.dtype
     assert layer.decay is not None
-    z = (_widened(z, merged.decay_up, layer.decay_in) + merged.bias).view(rows, layer.heads, -1)
+    z = _widened(z, merged.decay_up, layer.decay_in).add(merged.bias).view(rows, layer.heads, -1)
     bound = layer.decay.bound
     g = F.softplus(z).mul_(merged.rate) if bound is None else torch.sigmoid(merged.rate * z).mul_(bound)
     return g.exp_() if g.dtype == dtype else g.exp_().to(dtype)
@@ -392,23 +398,24 @@ def _widened(z: Tensor, up: Tensor | None, m: Tensor | LowRankWeights | None) ->
     return torch.mm(z, up) if m.bias is None else torch.addmm(m.bias, z, up)
 
 
-def _convolved(now: Tensor, window: Tensor | None, taps: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """SiLU of the convolution's output for this token `[B, D]`, and its window after it."""
+def _convolved(now: Tensor, window: Tensor | None, taps: Tensor | None, carry: dict[str, Tensor], name: str) -> Tensor:
+    """SiLU of the convolution's output for this token `[B, D]`. `carry` gets its window after it, by this name."""
     if taps is None or window is None:
-        return F.silu(now), None
+        return F.silu(now)
     seen = torch.cat([window, now.unsqueeze(1)], 1)
-    return F.silu(torch.linalg.vecdot(seen, taps, dim=1)), seen[:, 1:]
+    carry[name] = seen.narrow(1, 1, seen.shape[1] - 1)
+    return F.silu(torch.linalg.vecdot(seen, taps, dim=1), inplace=True)
 
 
 def _unit(x: Tensor, root: Tensor) -> Tensor:
     """x / sqrt(|x|² + eps), given the root of eps."""
-    return x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), root)
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(root)
 
 
 def glu(x: Tensor, merged: MergedGlu) -> Tensor:
     """x + down(SiLU(gate n) ⊙ up n) for n = norm x, x `[B, D]`."""
     gate, up = torch.mm(merged.norm(x), merged.both).chunk(2, 1)
-    return torch.addmm(x, F.silu(gate).mul_(up), merged.down)
+    return torch.addmm(x, F.silu(gate, inplace=True).mul_(up), merged.down)
 
 
 # On a GPU

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -247,9 +248,8 @@ class PrismCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        parts: list[State | Inputs] = [*self.states, *self.unread]
-        sizes = [len(x) for part in parts for x in part.tensors().values()]
-        return sizes[0] if sizes else -1
+        parts: Iterator[State | Inputs] = chain(self.states, self.unread)
+        return next((x.shape[0] for part in parts for x in part.tensors().values()), -1)
 
     @property
     def is_initialized(self) -> bool:

@@ -12,7 +12,7 @@ Design choices
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -186,7 +186,7 @@ class PrismModel(PrismPreTrainedModel):
         states: Sequence[State],
         shared: dict[str, Tensor],
         weights: Sequence[Merged] | None = None,
-        norm: Callable[[Tensor], Tensor] | None = None,
+        norm: token.ScaledNorm | None = None,
     ) -> tuple[Tensor, list[State]]:
         """One token per row, ids `[B]` or embeddings `[B, hidden_size]` → `[B, hidden_size]` and the states after it.
 

@@ -123,15 +123,14 @@ class Block(nn.Module):
             weights: what `merged` returned, for a layer that has not changed since.
         """
         weights = NOTHING if weights is None else weights
-        found = self._by_kernels(x, state) if token.kernels_serve(x) else None
-        if found is not None:
+        if token.kernels_serve(x) and (found := self._by_kernels(x, state)) is not None:
             return found
         given = None
         if weights.mixer is not None:
             given = token.DeltaState.of(x, weights.mixer.layer, state.memory, state.carry)
         if given is not None and weights.mixer is not None:
-            x, after = token.delta(x, weights.mixer, given)
-            state = State(after.memory, after.carry)
+            x, memory, carry = token.delta(x, weights.mixer, given)
+            state = State(memory, carry)
         elif compat.is_unmodified(self.mixer):
             n = self.mixer_norm(x) if weights.norm is None else weights.norm(x)
             y, state = self.mixer.decode_unchecked(n, state, shared)

@@ -23,7 +23,8 @@ class Snapshot:
     """What a module, with all modules inside it, computes with at this moment.
 
     Args:
-        in_place: whether a weight that is written in place counts as a change.
+        in_place: whether a weight that is written in place counts as a change, and a module that is added does not: for what
+            was computed from weights, in contrast to what was captured.
     """
 
     def __init__(self, module: nn.Module, in_place: bool) -> None:
@@ -43,9 +44,9 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
-        if (any(self.hooks) and not self.hooked) or not all(
-            map(is_, map(dict.get, self.holders, self.names), self.contents)
-        ):
+        if not self.hooked and any(self.hooks):
+            return False
+        if not all(map(is_, map(dict.get, self.holders, self.names), self.contents)):
             return False
         return (self._modules(), self._weights()) == self.found
 
@@ -54,7 +55,8 @@ class Snapshot:
         """Of every module: mode, an overridden `forward` (by accelerate), class, number of entries, whether it has hooks."""
         modes = map(dict.get, self.attributes, repeat("training"))
         forwards = map(dict.get, self.attributes, repeat("forward"))
-        return [*modes, *forwards, *map(type, self.modules), *map(len, self.registries), *self._hooks()]
+        added = () if self.in_place else map(len, self.registries)  # an added module is not in what was merged
+        return [*modes, *forwards, *map(type, self.modules), *added, *self._hooks()]
 
     def _hooks(self) -> list[bool]:
         return list(map(bool, self.hooks)) if self.hooked else []

@@ -240,8 +240,7 @@ class DeltaFamily(Rule):
         state = token.DeltaState.of(x, weights.layer, memory, carry) if isinstance(weights, token.Merged) else None
         if state is None:
             return super().decode(x, memory, carry, shared, overwrite=overwrite)
-        y, after = token.delta(x, weights, state)
-        return y, after.memory, after.carry
+        return token.delta(x, weights, state)
 
     def decoding_weights(self) -> DeltaWeights | None:
         maps = {name: map_weights(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}
