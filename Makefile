@@ -48,7 +48,7 @@ test-slow: $(VENV)/ready
 # for flash-linear-attention, which autotunes its kernels first.
 test-gpu: $(VENV)/ready
 	PRISM_TEST_GPU=1 $(BIN)/python -m pytest -m "not slow" tests/engine/kernels tests/engine/test_pieces.py \
-		tests/engine/networks/test_serial_mlp.py tests/models/test_replay.py tests/train/test_synchronisation.py \
+		tests/engine/networks/test_serial_mlp.py tests/models/test_graphs.py tests/train/test_synchronisation.py \
 		tests/train/test_step.py
 
 bench: $(VENV)/ready

@@ -141,7 +141,13 @@ def test_replayed_steps_assist_too(captured_at_once: None, monkeypatch: pytest.M
     lm, ids = model("prism*2", torch.float32), tokens(1, 9)
     plain = generate(lm, ids)
     made: list[PrismCache] = []
-    monkeypatch.setattr(language, "PrismCache", lambda: made.append(PrismCache()) or made[-1])
+
+    class Noted(PrismCache):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(language, "PrismCache", Noted)
     assert torch.equal(generate(lm, ids, assistant_model=similar(lm, "prism*2")), plain)
     assert len(made) == 2 and any(step_of(cache) is not None for cache in made)
     twice = torch.cat([ids, plain[:, 9:30], ids], 1)

@@ -198,7 +198,8 @@ class PrismModel(PrismPreTrainedModel):
         """
         x = self.embed_tokens(x) if x.ndim == 1 else x
         new: list[State] = []
-        for i, (layer, state) in enumerate(zip(self.layers, states, strict=True)):
+        layers: list[Any] = list(self.layers)
+        for i, (layer, state) in enumerate(zip(layers, states, strict=True)):
             if is_unmodified(layer):
                 x, state = layer.decode(x, state, shared, None if weights is None else weights[i])
             else:
