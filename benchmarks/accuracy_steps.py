@@ -1,4 +1,4 @@
-"""Check a layer's decode step in a few kernels (prism.engine.layer_step) against float64, compared with its ordinary pass.
+"""Check a layer's decode step in a few kernels (prism.engine.token) against float64, compared with torch.
 
 The bound is that of accuracy.py: at most twice the error of torch with the same weights, states and dtype.
 """
@@ -57,7 +57,7 @@ def _check(
 def _steps(layer: Block, tokens: Tensor, state: State) -> dict[str, Tensor]:
     """Outputs token by token, and the last state's tensors."""
     outputs = []
-    for token in tokens.split(1, 1):
-        y, state = layer(token, state)
+    for token in tokens.unbind(1):
+        y, state = layer.decode(token, state)
         outputs.append(y)
-    return {"y": torch.cat(outputs, 1), **state.tensors()}
+    return {"y": torch.stack(outputs, 1), **state.tensors()}

@@ -37,8 +37,8 @@ from prism.language.model import build_model
 from prism.language.settings import DataSettings, ModelSettings, Settings
 from prism.language.task import LanguageTask
 from prism.language.tokens import Batch
-from prism.models import PrismCache, PrismForCausalLM, ReplayedCache
-from prism.models.replay import PATIENCE
+from prism.models import PrismCache, PrismForCausalLM
+from prism.models.decode import PATIENCE, Patience
 from prism.train.distributed import World, spread
 from prism.train.readback import HostCopy
 from prism.train.settings import BatchSettings
@@ -225,7 +225,7 @@ def _turns(name: str, trainer: Trainer, arguments: argparse.Namespace) -> Iterat
 def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Milliseconds of one more token for every row after each context, and the bytes of state per row.
 
-    Decoding is replayed as a CUDA graph if the states have a fixed size (`prism.models.ReplayedCache`), with memories in
+    Decoding is replayed as a CUDA graph if the states have a fixed size (models/decode.py), with memories in
     float32 and in bfloat16. The model is also called from Python.
     """
     torch.manual_seed(0)
@@ -235,7 +235,7 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
         model = model.to(torch.bfloat16)
     for context in contexts:
         tokens = torch.randint(0, model.config.vocab_size, (batch, context), device=arguments.device)
-        cache = PrismCache()
+        cache = ordinary(PrismCache())
         # In parts where that changes nothing: a million tokens in one call exceed the memory.
         for part in tokens.split(8192 if model.config.constant_state else context, 1):
             logits = model(part, past_key_values=cache, logits_to_keep=1).logits
@@ -244,7 +244,7 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
         row = {"model": name, "context": context, "batch": batch, "called_milliseconds": called}
         row["milliseconds"] = called
         if states:
-            replayed = ReplayedCache()
+            replayed = PrismCache()
             replayed.update(states, context)
             row["milliseconds"], again = _token_by_token(model, replayed, logits)
             if not torch.equal(after, again):
@@ -256,15 +256,21 @@ def decode(name: str, contexts: tuple[int, ...], batch: int, arguments: argparse
         yield {**row, "state_bytes_a_row": cache.nbytes // batch}
 
 
+def ordinary(cache: PrismCache) -> PrismCache:
+    """The cache, whose steps are never captured."""
+    cache.graph = Patience(limit=-1)
+    return cache
+
+
 def _with_half_states(
     model: PrismForCausalLM, states: list[Any], context: int, logits: torch.Tensor
 ) -> dict[str, float]:
     """Milliseconds with memories kept in bfloat16, and how far the logits of the same tokens are from those with float32."""
-    replayed, answers = ReplayedCache(torch.bfloat16), {}
+    replayed, answers = PrismCache(torch.bfloat16), {}
     replayed.update(states, context)
     taken, _ = _token_by_token(model, replayed, logits)
     for dtype in (torch.float32, torch.bfloat16):
-        cache = PrismCache(dtype)
+        cache = ordinary(PrismCache(dtype))
         cache.update(states, context)
         given = logits[:, -1:].argmax(-1)
         for _ in range(20):  # the same tokens for both

@@ -41,7 +41,7 @@ for name in rules.names():
     first, state = mixer(x[:, :4])
     second, state = mixer(x[:, 4:], state)
     (first.sum() + second.sum()).backward()
-    mixer.step(x[:, 0], state.detach())
+    mixer.decode(x[:, 0], state.detach())
 with prism.engine.using(form="scan", backend="torch"):
     o, state = prism.memory(prism.Update(torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2, 1, 8), torch.randn(1, 5, 2, 1, 4)))
 print("done", sorted(Blocker.names & {name.partition(".")[0] for name in sys.modules}))

@@ -1,10 +1,11 @@
-"""A stand-in for CUDA graphs on a CPU, which repeats recorded operations on the same memory; and helpers of replay tests.
+"""A stand-in for CUDA graphs on a CPU, which repeats recorded operations on the same memory; and helpers of the tests.
 
 Like a graph it does not read the model again, so that a test notices an outdated one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prism.models import PrismCache, PrismForCausalLM, ReplayedCache
-from prism.models.replay import CapturedStep
+from prism.models import PrismCache, PrismForCausalLM
+from prism.models.decode import Patience
 
 
 class Recorder(TorchDispatchMode):
@@ -42,19 +43,11 @@ def _storage(z: Tensor) -> int:
     return z.untyped_storage().data_ptr()
 
 
-def record(step: CapturedStep) -> bool:
-    """Replacement of `replay.record`."""
-    if not step.has_fixed_layout():
-        return False
-    before = [state.map(torch.clone) for state in step.states]
+def capture(run: Callable[[], Any], *_: Any, **__: Any) -> tuple[Any, Recorder]:
+    """Replacement of `cuda_graph.capture`. What it runs changes the step's states, which the first replay writes anew."""
     recorder = Recorder()
     with recorder:
-        step.run()
-    for state, old in zip(step.states, before, strict=True):  # recording runs nothing
-        for name, value in state.tensors().items():
-            value.copy_(old.tensors()[name])
-    step.replay = recorder.replay
-    return True
+        return run(), recorder
 
 
 @torch.no_grad()
@@ -63,9 +56,20 @@ def steps(lm: PrismForCausalLM, cache: PrismCache, ids: Tensor) -> Tensor:
     return torch.cat([lm(ids[:, i : i + 1], past_key_values=cache).logits for i in range(ids.shape[1])], 1)
 
 
-def pair(lm: PrismForCausalLM, ids: Tensor) -> tuple[PrismCache, ReplayedCache]:
-    """An ordinary cache and a replayed one that have read the same tokens."""
-    caches = PrismCache(), ReplayedCache()
+def step_of(cache: PrismCache) -> Any:
+    """The captured step of a cache, or None."""
+    return None if cache.graph is None else cache.graph.step
+
+
+def never_captured(cache: PrismCache) -> PrismCache:
+    """The cache, whose steps stay ordinary ones."""
+    cache.graph = Patience(limit=-1)
+    return cache
+
+
+def pair(lm: PrismForCausalLM, ids: Tensor) -> tuple[PrismCache, PrismCache]:
+    """Two caches that have read the same tokens, for ordinary steps and for captured ones."""
+    caches = never_captured(PrismCache()), PrismCache()
     with torch.no_grad():
         for cache in caches:
             lm(ids, past_key_values=cache)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from prism.models import PrismCache, PrismForCausalLM, ReplayedCache, language
+from prism.models import PrismCache, PrismForCausalLM, language
 from prism.models.rollback import DEPTH
 from tests.helpers import assert_close
+from tests.models.recorded import step_of
 from tests.models.stacks import HYBRIDS, VOCABULARY, left_padded, model, tokens
 
 NEW = 24
@@ -139,10 +140,16 @@ def test_prompts_with_padding() -> None:
 def test_replayed_steps_assist_too(captured_at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, ids = model("prism*2", torch.float32), tokens(1, 9)
     plain = generate(lm, ids)
-    made: list[ReplayedCache] = []
-    monkeypatch.setattr(language, "cache_for", lambda _: made.append(ReplayedCache()) or made[-1])
+    made: list[PrismCache] = []
+
+    class Noted(PrismCache):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(language, "PrismCache", Noted)
     assert torch.equal(generate(lm, ids, assistant_model=similar(lm, "prism*2")), plain)
-    assert len(made) == 2 and any(cache._step is not None for cache in made)
+    assert len(made) == 2 and any(step_of(cache) is not None for cache in made)
     twice = torch.cat([ids, plain[:, 9:30], ids], 1)
     assert torch.equal(generate(lm, twice, prompt_lookup_num_tokens=6), generate(lm, twice))
 

@@ -15,8 +15,9 @@ from transformers.configuration_utils import PreTrainedConfig
 
 import prism
 from prism.engine import compat as torch_compat
-from prism.models import PrismForCausalLM, ReplayedCache, compat
+from prism.models import PrismCache, PrismForCausalLM, compat
 from prism.recommend.config import PrismRecConfig
+from tests.models.recorded import step_of
 from tests.models.stacks import model, tokens
 
 CLASSES = (PreTrainedModel, GenerationMixin, PreTrainedConfig)
@@ -69,14 +70,16 @@ def test_initialisation_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lost", ["GLOBAL_HOOKS", "FORWARD_HOOKS", "REGISTRIES"])
 @torch.no_grad()
-def test_a_step_that_cannot_be_watched_is_not_replayed(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_watched_is_not_replayed(
+    lost: str, monkeypatch: pytest.MonkeyPatch, captured_at_once: None
+) -> None:
     built, ids = model("gated_delta"), tokens(2, 12)
 
     def decode() -> tuple[torch.Tensor, bool]:
-        cache = ReplayedCache()
+        cache = PrismCache()
         built(ids[:, :4], past_key_values=cache)
         logits = [built(ids[:, t : t + 1], past_key_values=cache).logits for t in range(4, 12)]
-        return torch.cat(logits, 1), cache._step is not None
+        return torch.cat(logits, 1), step_of(cache) is not None
 
     expected, replayed = decode()
     assert replayed

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, dynamic_mo
 from prism import rules
 from prism.models import PrismConfig, PrismForCausalLM, PrismModel
 from prism.models.auto import name_classes
-from prism.models.loading import config_sha256, fingerprint, maps_sha256, mismatch
+from prism.models.loading import by_columns, config_sha256, fingerprint, maps_sha256, mismatch
 from prism.nn import no_weight_decay
 from prism.nn.parameters import gates
 from tests.children import finish, start_children
@@ -325,3 +325,16 @@ def test_how_weights_start_is_not_part_of_a_configuration_s_hash() -> None:
     long = {"prism": {"key_dim": 4}}
     assert digest(rule_options=long) == digest(rule_options={"prism": {"start": "drawn", "key_dim": 4}})
     assert digest(rule_options=long) != digest()
+
+
+def test_weights_by_columns_are_the_same_weights(tmp_path: Path) -> None:
+    lm, ids = model("prism+gla", torch.float32), tokens(2, 9)
+    before = {name: z.clone() for name, z in lm.state_dict().items()}
+    with torch.no_grad():
+        expected = lm(ids).logits
+        by_columns(lm)
+        assert not lm.lm_head.weight.is_contiguous() and lm.lm_head.weight.shape == before["lm_head.weight"].shape
+        torch.testing.assert_close(lm(ids).logits, expected)
+    lm.save_pretrained(tmp_path)
+    again = PrismForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(z, again[name]) for name, z in before.items())

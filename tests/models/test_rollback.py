@@ -11,15 +11,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from prism.models import PrismCache, PrismForCausalLM, ReplayedCache
+from prism.models import PrismCache, PrismForCausalLM
 from prism.models.rollback import DEPTH
 from tests.helpers import assert_close, examples
-from tests.models.recorded import steps
+from tests.models.recorded import never_captured, step_of, steps
 from tests.models.stacks import HYBRIDS, STACKS, label, model, tokens
 
 pytestmark = pytest.mark.usefixtures("captured_at_once")
 EXACT = 1e-9
-CACHES = (PrismCache, ReplayedCache)
+CACHES = (lambda **options: never_captured(PrismCache(**options)), PrismCache)
+"""For ordinary steps, and for captured ones."""
 SIZES = st.one_of(st.just(1), st.integers(1, 12), st.integers(13, 70))
 
 
@@ -123,7 +124,7 @@ def test_every_rule_can_be_cropped(layers: Any) -> None:
 @settings(examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_the_last_tokens_can_always_be_removed(kind: Any, sizes: list[int], last: bool) -> None:
     """At least as many as promised, also those of the last call, and no more is kept than that needs."""
-    text = Text(model("prism+softmax" if kind is PrismCache else "prism"), kind(rollback=DEPTH), rows=1)
+    text = Text(model("prism" if kind is PrismCache else "prism+softmax"), kind(rollback=DEPTH), rows=1)
     for size in sizes:
         text.read(size, keep=1 if last else 0)
         needed = max(DEPTH, 1 if last else size)
@@ -158,12 +159,12 @@ def test_a_growing_cache_is_not_copied() -> None:
 
 
 def test_states_are_copied_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    text, copies = Text(model("prism"), ReplayedCache(rollback=DEPTH)), []
-    keep = ReplayedCache.kept_states
-    monkeypatch.setattr(ReplayedCache, "kept_states", lambda self: copies.append(1) or keep(self))
+    text, copies = Text(model("prism"), PrismCache(rollback=DEPTH)), []
+    keep = PrismCache.kept_states
+    monkeypatch.setattr(PrismCache, "kept_states", lambda self: copies.append(1) or keep(self))
     text.read(8)
     steps(text.lm, text.cache, tokens(2, 80))
-    assert text.cache._step is not None  # type: ignore[attr-defined]
+    assert step_of(text.cache) is not None
     assert len(copies) == 1 + 80 // DEPTH
 
 
@@ -287,7 +288,7 @@ def test_what_cannot_be_removed_is_named() -> None:
 
 def test_a_buffer_that_the_caller_reuses() -> None:
     lm, ids, buffer = model("prism"), tokens(1, 20), torch.zeros(1, 1, dtype=torch.long)
-    for cache in (PrismCache(rollback=DEPTH), ReplayedCache(rollback=DEPTH)):
+    for cache in (never_captured(PrismCache(rollback=DEPTH)), PrismCache(rollback=DEPTH)):
         with torch.no_grad():
             for t in range(20):
                 buffer.copy_(ids[:, t : t + 1])
@@ -307,7 +308,7 @@ def test_a_document_may_start_after_a_crop_within_the_first_call() -> None:
 
 
 def test_replayed_steps_do_not_overwrite_what_is_kept() -> None:
-    text = Text(model("prism*2"), ReplayedCache(rollback=DEPTH))
+    text = Text(model("prism*2"), PrismCache(rollback=DEPTH))
     text.read(5)
     for _ in range(11):
         text.read(1)
@@ -327,7 +328,7 @@ def test_embeddings_are_cropped_too() -> None:
 @pytest.mark.parametrize("layers", ["prism*2", "gated_delta+sliding_window"])
 def test_graphs_on_a_gpu_are_cropped(layers: str) -> None:
     lm, ids = model(layers, torch.float32).to("cuda"), tokens(2, 60).to("cuda")
-    cache = ReplayedCache(rollback=DEPTH)
+    cache = PrismCache(rollback=DEPTH)
     with torch.no_grad():
         lm(ids[:, :20], past_key_values=cache, logits_to_keep=1)
         logits = [lm(ids[:, 19:20]).logits[:, :0]]

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from prism.engine import using
-from prism.models import PrismConfig, PrismForCausalLM, ReplayedCache
+from prism.models import PrismCache, PrismConfig, PrismForCausalLM
 from prism.models.loading import config_sha256
 from prism.recommend.config import PrismRecConfig
 from prism.recommend.model import PrismForRecommendation
+from tests.models.recorded import step_of
 from tests.models.stacks import model, tokens
 
 
@@ -78,14 +79,13 @@ def test_the_fields_are_saved_and_may_be_missing(tmp_path: Path) -> None:
     assert config_sha256(old) == config_sha256(saved), "how a model computes is not what it is"
 
 
-def test_a_captured_step_is_not_used_for_another_form(taken: list[str]) -> None:
-    stepped, ids, cache = model("gla"), tokens(1, 20), ReplayedCache()
+def test_a_captured_step_is_not_used_for_another_form(taken: list[str], captured_at_once: None) -> None:
+    stepped, ids, cache = model("gla"), tokens(1, 20), PrismCache()
     with torch.no_grad():
         for t in range(10):
             stepped(ids[:, t : t + 1], past_key_values=cache)
-        first = cache._step
-        assert first is not None
+        assert step_of(cache) is not None
         taken.clear()
         with using(form="scan"):
             stepped(ids[:, 10:11], past_key_values=cache)
-        assert cache._step is not first and taken == ["scan"]
+        assert taken == ["scan"]

@@ -173,7 +173,7 @@ def test_steps_are_one_pass(name: str, options: dict[str, Any]) -> None:
     y, end = mixer(x)
     state = None
     for t in range(x.shape[1]):
-        out, state = mixer.step(x[:, t], state)
+        out, state = mixer.decode(x[:, t], state)
         assert out.shape == (2, WIDTH)
         assert_close(f"y at {t}", out, y[:, t], 1e-10)
     assert_state(state, end)
@@ -310,7 +310,7 @@ def test_padded_packed_and_chained_at_once(name: str, options: dict[str, Any], d
     expected, document = torch.zeros_like(got), None
     for t in range(total):
         if mask[t]:
-            y, document = mixer.step(x[:, t], None if reset[t] else document)
+            y, document = mixer.decode(x[:, t], None if reset[t] else document)
             expected[t] = y[0]
     assert_close("y", got, expected, 1e-10)
 
@@ -374,7 +374,7 @@ def test_a_state_is_not_changed_by_what_follows(name: str, options: dict[str, An
     _, state = mixer(tokens(2, 8))
     before = {key: value.detach().clone() for key, value in state.tensors().items()}
     mixer(tokens(2, 5, seed=6), state)
-    mixer.step(tokens(2, seed=7), state)
+    mixer.decode(tokens(2, seed=7), state)
     for key, value in state.tensors().items():
         assert torch.equal(value, before[key]), key
 

@@ -29,11 +29,11 @@ def test_wrong_tokens() -> None:
     for shape in [(2, 5, WIDTH + 1), (5, WIDTH), (2, 0, WIDTH), (2, 5, 1, WIDTH)]:
         message = refusal(lambda shape=shape: mixer(torch.zeros(shape)))
         assert message.startswith("x ") and str(list(shape)) in message and f"[B, T, {WIDTH}]" in message
-    for call in (mixer, mixer.step):
+    for call in (mixer, mixer.decode):
         message = refusal(lambda call=call: call([1]))
         assert "x must be" in message and "got list" in message
     for shape in [(2, 1, WIDTH), (WIDTH,), (2, WIDTH + 1)]:
-        message = refusal(lambda shape=shape: mixer.step(torch.zeros(shape)))
+        message = refusal(lambda shape=shape: mixer.decode(torch.zeros(shape)))
         assert "x " in message and str(WIDTH) in message
 
 

@@ -94,7 +94,7 @@ def test_what_is_not_routed_stands_still() -> None:
     _, state = mixture(small_tokens(2, 12))
     x = small_tokens(2)
     chosen = (x @ mixture.rule.router.weight.T).argmax(-1)
-    _, after = mixture.step(x, state)
+    _, after = mixture.decode(x, state)
     for name, value in after.tensors().items():
         if name == "carry.stale":
             continue

@@ -139,7 +139,7 @@ def test_mixers_step_pad_and_pack_as_they_run(name: str, options: dict[str, Any]
 
     state, stepped = None, []
     for t in range(7):
-        y, state = mixer.step(documents[0][:, t], state)
+        y, state = mixer.decode(documents[0][:, t], state)
         stepped.append(y)
     assert_close("steps", torch.stack(stepped, 1), alone[0], 1e-10)
 

@@ -220,9 +220,9 @@ def test_new_options_take_the_ordinary_way_in_decoding() -> None:
         {"steps": 1, "erase": "head"},
     ]
     for options in served:
-        plan = Block("prism", 16, 2, 0, **options).mixer.rule.current_step_plan()
-        assert plan is not None and plan.is_served, options
-    assert all(Block("prism", 16, 2, 0, **options).mixer.rule.current_step_plan() is None for options in others)
+        plan = Block("prism", 16, 2, 0, **options).mixer.rule.current_decoding_weights()
+        assert plan is not None and plan.has_kernel, options
+    assert all(Block("prism", 16, 2, 0, **options).mixer.rule.current_decoding_weights() is None for options in others)
 
 
 def test_the_second_halves_of_maps_start_as_asked() -> None:

@@ -47,7 +47,7 @@ def serve_lm(
         prefix_memory: MiB for prompts that start alike.
         max_body: largest request, in MiB.
         chat_template: jinja2. None: the tokenizer's.
-        exact: text of `prism generate`. None: in float32.
+        exact: same text at any load. None: on a GPU.
         grace: seconds for requests to finish.
         device: cpu, cuda, cuda:1 … or auto.
         log_level: debug, info, warning or error.

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -28,20 +27,25 @@ class InvalidValueError(ValueError):
 _skipped = threading.local()
 
 
-@contextmanager
-def without_value_checks() -> Iterator[None]:
-    """In this thread, check no values: what runs is recorded (engine/tape)."""
-    before = getattr(_skipped, "now", False)
-    _skipped.now = True
-    try:
-        yield
-    finally:
-        _skipped.now = before
+class unchecked:
+    """In this thread, check neither shapes nor values of an `Update`: for single tokens, after a prompt that was checked."""
+
+    def __enter__(self) -> None:
+        self.before = skipped()
+        _skipped.now = True
+
+    def __exit__(self, *_: object) -> None:
+        _skipped.now = self.before
+
+
+def skipped() -> bool:
+    """Whether this is inside `unchecked`."""
+    return getattr(_skipped, "now", False)
 
 
 def values_may_be_read(x: Tensor) -> bool:
     """Whether reading a value of x is possible and cheap: on the CPU in eager mode, on CUDA only with PRISM_CHECK=1."""
-    if torch.compiler.is_compiling() or x.is_meta or transforms_active(x) or getattr(_skipped, "now", False):
+    if torch.compiler.is_compiling() or x.is_meta or transforms_active(x) or skipped():
         return False
     return x.device.type == "cpu" or os.environ.get("PRISM_CHECK") == "1"
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.inputs import without_autocast
+from prism.engine.linear.recurrent import one_token as recurrent_token
 from prism.engine.linear.recurrent import recurrent
 from prism.engine.update import Update, check_state, wants_gradients
 
@@ -213,6 +214,24 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
     o, new = without_autocast(recurrent, update, state)
     state.copy_(new)
     return o
+
+
+def one_token(update: Any, state: Any, overwrite: bool = False) -> tuple[Any, Any]:
+    """`memory` for one token per row (T = 1), without checks of form and state.
+
+    Args:
+        overwrite: whether the state may be updated in place; it then is the one returned.
+    """
+    engine = engine_of(type(update))
+    form, backend = resolve()
+    if engine.delegate is not None:
+        return engine.delegate(update, state, form, backend)
+    if type(update) is Update and not update.w.is_cuda and backend in ("auto", "torch"):
+        return recurrent_token(update, state)
+    if overwrite and state is not None and in_place_equivalent(update, form, state):
+        return memory_(update, state, backend), state
+    run = chosen(engine, update, form, backend)[1].run
+    return run(update, state) if engine.autocast else without_autocast(run, update, state)
 
 
 def in_place_equivalent(update: Any, form: str, state: Tensor | None = None) -> bool:

@@ -35,6 +35,7 @@ from prism.engine.inputs import (
     real_resets,
     repeat_heads,
     repeat_mask,
+    skipped,
     values_may_be_read,
     zero_padding,
 )
@@ -101,6 +102,8 @@ class Update:
                 object.__setattr__(self, "erase_key", self.k[..., 0, :])
             if self.erase_write_first:
                 object.__setattr__(self, "erase_write", self.k[..., 0, :])
+        if skipped():
+            return
         _check_shapes(self)
         if self.log_decay is not None and values_may_be_read(self.w):
             check_log_decay(self.log_decay, self.mask)

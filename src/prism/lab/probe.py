@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from prism.device import pick_device, without_subnormals
 from prism.engine import InvalidValueError
+from prism.engine.cuda_graph import capture
 from prism.lab.model import ModelSettings, ProbeModel
 from prism.lab.tasks.batches import Curriculum, Questions, held_out, is_asked, questions, training_batches
 from prism.lab.tasks.catalogue import build_task
@@ -239,10 +240,7 @@ class _Graph:
 
     def __init__(self, trainer: Trainer, batch: Questions) -> None:
         self.batch = Questions(*(x.clone() for x in batch))
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.loss = trainer.compute(self.batch)
+        self.loss, self.graph = capture(lambda: trainer.compute(self.batch), self.batch.inputs.device)
 
     def replay(self, batch: Questions) -> Tensor:
         for held, new in zip(self.batch, batch, strict=True):

@@ -24,9 +24,7 @@ from prism.files import inner_suffix, open_bytes, reason, sync, write_atomically
 from prism.language.generate import LanguageModel, Sampling, Session
 from prism.language.text import documents
 from prism.models.cache import PrismCache
-from prism.models.lean import step
-from prism.models.replay import cache_for
-from prism.nn.state import State, concatenate
+from prism.models.decode import Decoder, sizes_for
 
 JSONL = (".jsonl", ".ndjson")
 
@@ -89,11 +87,11 @@ class Row:
         self.pieces: list[str] = []
         self.tokens = 0
 
-    def take_states(self) -> tuple[list[State], int]:
-        """The states after the prompt, and its number of tokens; the row does not keep them."""
+    def take_cache(self) -> PrismCache:
+        """The states after the prompt; the row does not keep them."""
         cache: PrismCache = self.session.reader.cache
         self.session.reader.cache = PrismCache()
-        return cache.states, cache.tokens
+        return cache
 
     def choose(self, limit: int, sampling: Sampling) -> int | None:
         """The next token; None if the row is complete."""
@@ -126,45 +124,35 @@ def continue_all(
         stepped: called with the number of rows after each step; True stops, and unfinished rows are dropped.
     """
     waiting, rows = iter(prompts), list[Row]()
-    cache = cache_for(lm.model, state_dtype) if lm.own else None
-    held: list[Row] = []  # whose states the cache holds, in this order
+    decoder = Decoder(lm.model, sizes_for(lm.model, batch), state_dtype) if lm.own else None
     while True:
         while len(rows) < (batch if lm.own else 1) and (prompt := next(waiting, None)) is not None:
             rows.append(Row(lm, prompt, seed, state_dtype))
         chosen = {row.prompt.index: row.choose(limit, sampling) for row in rows}
         done = [row for row in rows if chosen[row.prompt.index] is None]
         rows = [row for row in rows if chosen[row.prompt.index] is not None]
+        if decoder is not None:
+            decoder.leave(done)
         for row in done:
             yield row.finished()
         if not rows and not done:
             return
         if not rows:
             continue
-        tokens = [token for row in rows if (token := chosen[row.prompt.index]) is not None]
-        if cache is None:
-            logits = [row.session.reader.read_next(token) for row, token in zip(rows, tokens, strict=True)]
+        tokens = {row: token for row in rows if (token := chosen[row.prompt.index]) is not None}
+        if decoder is None:
+            following = {row: row.session.reader.read_next(token) for row, token in tokens.items()}
         else:
-            _hold(cache, held, rows)
-            held = list(rows)
-            ids = torch.tensor(tokens, device=lm.model.device)
-            logits = list(step(lm.model, ids, cache).float())
-        for row, token, following in zip(rows, tokens, logits, strict=True):
-            row.push(token, following)
+            known = decoder.texts
+            for row in rows:
+                if row not in known:
+                    decoder.join(row, row.take_cache())
+            held: list[Row] = decoder.texts
+            following = dict(zip(held, decoder.step([tokens[row] for row in held]), strict=True))
+        for row, token in tokens.items():
+            row.push(token, following[row])
         if stepped(len(rows)):
             return
-
-
-def _hold(cache: PrismCache, held: list[Row], rows: list[Row]) -> None:
-    """Make the cache hold the states of these rows: those it holds already come first."""
-    places = {id(row): place for place, row in enumerate(held)}
-    kept = torch.tensor([places[id(row)] for row in rows if id(row) in places])
-    new = [row.take_states() for row in rows if id(row) not in places]
-    if not new and len(kept) == len(held):
-        return
-    groups = [[state.index_select(kept) for state in cache.states]] if len(kept) else []
-    groups += [states for states, _ in new]
-    cache.states = [concatenate(list(layer)) for layer in zip(*groups, strict=True)]
-    cache.tokens = max([cache.tokens if len(kept) else 0, *(tokens for _, tokens in new)])
 
 
 class Journal:

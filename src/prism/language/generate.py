@@ -25,9 +25,7 @@ from prism.files import read_json, read_state, write_state
 from prism.language.tokenizer import TextStream, Tokenizer, load_tokenizer
 from prism.models import PrismCache, PrismForCausalLM
 from prism.models.language import PrismOutput
-from prism.models.lean import step
-from prism.models.loading import fingerprint, fingerprint_mismatch, open_weights
-from prism.models.replay import cache_for
+from prism.models.loading import by_columns, fingerprint, fingerprint_mismatch, open_weights
 
 FORMAT = "prism generation state 1"
 SEGMENT = 2048
@@ -56,7 +54,7 @@ class Reader:
         self, model: PrismForCausalLM, end: int, cache: PrismCache | None = None, last: int | None = None
     ) -> None:
         self.model, self.end, self.last = model, end, last
-        self.cache = cache_for(model) if cache is None else cache
+        self.cache = PrismCache() if cache is None else cache
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, **options: Any) -> PrismOutput:
@@ -99,9 +97,11 @@ class Reader:
         """Read one token; returns the logits `[V]` of the next one."""
         if token == self.end or not self.cache.states:
             return self.read_all(torch.tensor([token]))
-        logits = step(self.model, torch.tensor([token], device=self.model.device), self.cache)[0]
+        ids = torch.tensor([[token]], device=self.model.device)
+        with torch.inference_mode():
+            logits: Any = self.model(ids, past_key_values=self.cache, use_cache=True).logits
         self.last = token
-        return logits.float()
+        return logits[0, -1].float()
 
 
 class OtherReader(Reader):
@@ -149,7 +149,7 @@ class LanguageModel:
         """The model with an empty state."""
         if not self.own:
             return OtherReader(self.model, self.tokenizer.end)
-        return Reader(self.model, self.tokenizer.end, cache_for(self.model, state_dtype))
+        return Reader(self.model, self.tokenizer.end, PrismCache(state_dtype))
 
     @property
     def device(self) -> torch.device:
@@ -158,8 +158,10 @@ class LanguageModel:
 
 
 def open_model(folder: Path, device: str = "auto") -> LanguageModel:
-    """Open a model folder that `save_pretrained` or `prism train lm` wrote."""
-    return with_tokenizer(open_weights(PrismForCausalLM, folder, device), folder)
+    """Open a model folder that `save_pretrained` or `prism train lm` wrote, to read and write texts with it."""
+    model = open_weights(PrismForCausalLM, folder, device)
+    by_columns(model)
+    return with_tokenizer(model, folder)
 
 
 def with_tokenizer(model: Any, folder: Path) -> LanguageModel:
@@ -309,7 +311,7 @@ class Session:
             )
         session = cls(lm, 0 if seed is None else seed)
         states = {name[6:]: x.to(lm.device) for name, x in tensors.items() if name.startswith("state.")}
-        cache = type(cache_for(lm.model)).load(states)
+        cache = PrismCache.load(states)
         if state_dtype is not None:
             cache.state_dtype = state_dtype
             cache.update(cache.states, 0)

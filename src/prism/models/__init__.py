@@ -21,16 +21,14 @@ with needs_extra("prism.models", "lm"):
 if TYPE_CHECKING:
     from prism.models.cache import PrismCache
     from prism.models.convert import convert_model
+    from prism.models.decode import Decoder
     from prism.models.language import PrismForCausalLM, PrismModel
-    from prism.models.lean import LeanCache
-    from prism.models.replay import ReplayedCache
 
 _LAZY = {
-    "LeanCache": "prism.models.lean",
+    "Decoder": "prism.models.decode",
     "PrismCache": "prism.models.cache",
     "PrismModel": "prism.models.language",
     "PrismForCausalLM": "prism.models.language",
-    "ReplayedCache": "prism.models.replay",
     "convert_model": "prism.models.convert",
 }
 
@@ -42,11 +40,10 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "LeanCache",
+    "Decoder",
     "PrismCache",
     "PrismConfig",
     "PrismForCausalLM",
     "PrismModel",
-    "ReplayedCache",
     "convert_model",
 ]

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from itertools import chain
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 
-from prism.engine.layer_step import STATE_DTYPES
+from prism.engine.token import STATE_DTYPES
 from prism.models.compat import tokens_removed
 from prism.models.rollback import DEPTH, Inputs, Rollback, count, cut, join
 from prism.nn.state import State
 
 
-class CachedModel(Protocol):
-    """The interface of a model that a cache can step, such as `PrismForCausalLM`."""
-
-    config: Any
-
-    def forward(self, input_ids: Tensor, **options: Any) -> Any: ...
-    def modules(self) -> Iterator[nn.Module]: ...
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-    def buffers(self) -> Iterator[Tensor]: ...
-
-
 class PrismCache(Cache):
     """The states of a stack, in the shape that transformers' `generate` expects of a cache.
+
+    A call makes new states, and leaves the old ones as they are. The exception is a GPU, where after a few tokens a CUDA graph
+    takes over (models/decode.py) and writes states in place: take a `copy`, or `tensors`, to return to a position later.
 
     Its size is that of the layers' states, which does not depend on the number of tokens for rules with `constant_state`.
 
@@ -51,6 +44,10 @@ class PrismCache(Cache):
         self.unread: list[Inputs] = []
         """Inputs that `tokens` counts but the states have not read: the next forward pass starts with them."""
         self.rollback: Rollback | None = None
+        self.weights: Any = None
+        """The merged weights that its last token was computed with, which it keeps alive (models/decode.py)."""
+        self.graph: Any = None
+        """The captured step that owns the states, on a GPU (models/decode.py)."""
         if rollback:
             self.activate_past_recording(rollback)
 
@@ -128,7 +125,10 @@ class PrismCache(Cache):
 
     def kept_states(self) -> list[State]:
         """States that later calls do not change."""
-        return list(self.states)
+        step = None if self.graph is None else self.graph.step
+        if step is None or not step.holds(self.states):
+            return list(self.states)
+        return [state.map(torch.clone) for state in self.states]
 
     def activate_past_recording(self, tokens: int = DEPTH) -> None:
         """Record from now on what `crop` needs to remove the last `tokens` tokens. transformers calls this, too.
@@ -147,7 +147,7 @@ class PrismCache(Cache):
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by flat name, for saving; `load` is the inverse."""
-        named = {f"{i}.{name}": x for i, state in enumerate(self.states) for name, x in state.tensors().items()}
+        named = {f"{i}.{name}": x for i, state in enumerate(self.kept_states()) for name, x in state.tensors().items()}
         unread = {f"unread.{i}.{name}": x for i, part in enumerate(self.unread) for name, x in part.tensors().items()}
         return {**named, **unread, "tokens": torch.tensor(self.tokens)}
 
@@ -227,21 +227,26 @@ class PrismCache(Cache):
         self.tokens = remaining
 
     def copy(self) -> PrismCache:
-        """An independent cache with the same states. States are never written in place, so no tensor is copied."""
-        return self._twin(list(self.states))
-
-    def _twin(self, states: list[State]) -> PrismCache:
+        """An independent cache with the same states. Tensors are copied only if a captured step writes them in place."""
         twin = PrismCache(self.state_dtype)
-        twin.update(states, self.tokens)
+        twin.update(self.kept_states(), self.tokens)
         twin.unread = list(self.unread)
         twin.rollback = None if self.rollback is None else self.rollback.copy()
         return twin
 
+    def __copy__(self) -> PrismCache:
+        return self.copy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrismCache:
+        return self.copy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "weights": None, "graph": None}
+
     @property
     def batch_size(self) -> int:
-        parts: list[State | Inputs] = [*self.states, *self.unread]
-        sizes = [len(x) for part in parts for x in part.tensors().values()]
-        return sizes[0] if sizes else -1
+        parts: Iterator[State | Inputs] = chain(self.states, self.unread)
+        return next((x.shape[0] for part in parts for x in part.tensors().values()), -1)
 
     @property
     def is_initialized(self) -> bool:

@@ -79,7 +79,6 @@ class DecodeStep(nn.Module):
 
     def _step(self, input_ids: Tensor, states: list[State] | None) -> tuple[Tensor, list[State]]:
         with using(form="recurrent", backend="torch"):
-            hidden, new, _ = self.model.model._run(
-                input_ids.unsqueeze(1), states or [], None, None, {}, True, False, None
-            )
-        return self.model.lm_head(hidden)[:, 0], new
+            layers = self.model.model.layers
+            hidden, new = self.model.model.decode(input_ids, states or [State() for _ in layers], {})
+        return self.model.lm_head(hidden), new

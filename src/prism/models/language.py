@@ -3,8 +3,8 @@
 Design choices
 - A layer is a `Block` around a `Mixer`; which rule it runs is configuration. There is no modelling file per mechanism.
 - Positions belong to the rules that use them, so `position_ids` only say where packed documents start (at 0).
-- The cache holds the mixers' states. They are not written in place: a forward pass creates new ones. (The exception is
-  `ReplayedCache` and `LeanCache`, which `generate` uses on a GPU and on a CPU.)
+- The cache holds the mixers' states. A forward pass creates new ones. One plain token per row takes a shorter way
+  (models/decode.py), in `generate` and wherever else the model is called for one.
 - Initialisation draws every parameter in full, on the CPU, in one order, independent of the model's device and sharding: the
   same seed gives the same model. Gates and other weights that a rule sets itself are initialised by the rule.
 - Weights are safetensors. Pickles are never opened, because they can run code.
@@ -12,7 +12,7 @@ Design choices
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from prism.engine import token, using
 from prism.engine.compat import is_unmodified
 from prism.engine.memory import resolve
 from prism.engine.sequence_parallel import Context
@@ -32,11 +33,10 @@ from prism.models.cache import PrismCache
 from prism.models.compat import is_loaded, require_marks, tokens_to_record, warn_of_missing
 from prism.models.config import PrismConfig
 from prism.models.cross_entropy import next_token_loss
+from prism.models.decode import next_logits
 from prism.models.flags import document_starts_of, padding_mask
-from prism.models.lean import LeanCache as LeanCache  # which adds itself to what `cache_for` chooses from
-from prism.models.replay import ReplayedCache, cache_for
 from prism.models.rollback import Inputs
-from prism.nn.block import Block, may_defer, place_options
+from prism.nn.block import Block, Merged, may_defer, place_options
 from prism.nn.parameters import aligned_weights, assign, gates, initial_weights
 from prism.nn.pattern import LayerSpec
 from prism.nn.state import State
@@ -92,6 +92,13 @@ class PrismPreTrainedModel(PreTrainedModel):
         _refuse_pickles(pretrained_model_name_or_path, kwargs)
         kwargs["use_safetensors"] = True
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    def save_pretrained(self, *arguments: Any, **options: Any) -> Any:
+        """Save configuration and weights, of which those stored by columns (`loading.by_columns`) are stored by rows again."""
+        for parameter in self.parameters():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        return super().save_pretrained(*arguments, **options)
 
 
 class PrismModel(PrismPreTrainedModel):
@@ -173,6 +180,35 @@ class PrismModel(PrismPreTrainedModel):
         )
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
+    def decode(
+        self,
+        x: Tensor,
+        states: Sequence[State],
+        shared: dict[str, Tensor],
+        weights: Sequence[Merged] | None = None,
+        norm: token.ScaledNorm | None = None,
+    ) -> tuple[Tensor, list[State]]:
+        """One token per row, ids `[B]` or embeddings `[B, hidden_size]` → `[B, hidden_size]` and the states after it.
+
+        The call must be `token.allowed`. Parts that have hooks or were replaced are called.
+
+        Args:
+            weights: those of every layer (`Block.merged`), if the model has not changed since.
+            norm: what takes the place of the last norm.
+        """
+        x = self.embed_tokens(x) if x.ndim == 1 else x
+        new: list[State] = []
+        layers: list[Any] = list(self.layers)
+        for i, (layer, state) in enumerate(zip(layers, states, strict=True)):
+            if is_unmodified(layer):
+                x, state = layer.decode(x, state, shared, None if weights is None else weights[i])
+            else:
+                y, state = layer(x.unsqueeze(1), state, shared=shared)
+                x = y.squeeze(1)
+            new.append(state)
+        x = self.norm(x) if norm is None else norm(x)
+        return x, new
+
     def _run(
         self,
         x: Tensor,
@@ -187,6 +223,12 @@ class PrismModel(PrismPreTrainedModel):
         """The stack on ids `[B, T]` or embeddings `[B, T, hidden_size]`: its output, new states, and the layers' inputs."""
         x = self.embed_tokens(x) if x.ndim == 2 else x
         form, backend = resolve(self.config.form, self.config.backend)
+        plain = mask is None and reset is None and context is None and not output_hidden_states and not self.training
+        if plain and states and use_cache and x.shape[1] == 1 and not torch.compiler.is_compiling():
+            with using(form, backend):
+                if token.allowed(x):
+                    x, decoded = self.decode(x.squeeze(1), states, shared)
+                    return x.unsqueeze(1), decoded, []
         hidden: list[Any] = []
         new: list[State] = []
         options: dict[str, Any] = {"form": form, "backend": backend, "context": context}
@@ -265,7 +307,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         # Not a parameter: transformers' Trainer expects a column in the data for every one with "label" in its name.
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
         return_dict = self.config.return_dict if return_dict is None else return_dict
-        if isinstance(past_key_values, ReplayedCache):
+        if past_key_values is not None and past_key_values.states:
             special = (
                 position_ids,
                 inputs_embeds,
@@ -277,9 +319,9 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
                 context,
             )
             plain = use_cache is not False and isinstance(logits_to_keep, int) and all(z is None for z in special)
-            replayed = self._replayed(input_ids, attention_mask, past_key_values) if plain else None
-            if replayed is not None:
-                return replayed if return_dict else replayed.to_tuple()
+            decoded = self._decoded(input_ids, attention_mask, past_key_values) if plain else None
+            if decoded is not None:
+                return decoded if return_dict else decoded.to_tuple()
         shared: dict[str, Tensor] = {}
         out = self.model(
             input_ids,
@@ -323,17 +365,17 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         loss: Tensor = self.loss_function(logits=self.lm_head(hidden), **given, **kwargs)
         return loss
 
-    def _replayed(self, input_ids: Any, attention_mask: Any, cache: ReplayedCache) -> PrismOutput | None:
-        """The output of a replayed step; None if the call is not one plain token per row, or there is no graph for it."""
-        idle = self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not cache.states
-        if idle or cache.unread or input_ids is None or input_ids.ndim != 2 or input_ids.shape[1] != 1:
+    def _decoded(self, input_ids: Any, attention_mask: Any, cache: PrismCache) -> PrismOutput | None:
+        """The output for one plain token per row; None if the call is not that."""
+        if input_ids is None or input_ids.ndim != 2 or input_ids.shape[1] != 1 or self.config.output_hidden_states:
             return None
-        if self.config.output_hidden_states or padding_mask(attention_mask, len(input_ids), 1) is not None:
+        if torch.compiler.is_compiling() or padding_mask(attention_mask, len(input_ids), 1) is not None:
             return None
-        answers: Any = cache.step(self, input_ids)
-        if answers is None:
+        answer = next_logits(self, input_ids, cache)
+        if answer is None:
             return None
-        return PrismOutput(logits=answers[0], past_key_values=cache, balance_loss=answers[1])
+        logits: Any = answer[0].unsqueeze(1)
+        return PrismOutput(logits=logits, past_key_values=cache, balance_loss=answer[1])
 
     def prepare_inputs_for_generation(  # type: ignore[override]  # names only the arguments it reads
         self, input_ids: Any, next_sequence_length: int | None = None, inputs_embeds: Any = None, **kwargs: Any
@@ -366,7 +408,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
                 "this model has its own cache"
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = cache_for(self)
+            model_kwargs["past_key_values"] = PrismCache()
         cache, recorded = model_kwargs.get("past_key_values"), tokens_to_record(generation_config, generation_mode)
         if recorded and isinstance(cache, PrismCache):
             cache.activate_past_recording(recorded)

@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from prism.device import pick_device
+from prism.engine import token
 from prism.files import check_weights, read_json
 
 
@@ -125,6 +127,18 @@ def open_weights(kind: type[Model], folder: Path, device: str = "auto") -> Model
         raise ValueError(f"{folder} has unknown weights ({min(unknown)}): its config.json belongs to another model")
     opened: Model = model
     return opened
+
+
+@torch.no_grad()
+def by_columns(model: nn.Module) -> None:
+    """Store wide weights on a CPU by columns, in place: a product with one row then takes half the time (engine/token.py).
+
+    For models that are only read. Shapes, names and values stay; a saved model has its weights by rows again.
+    """
+    for part in model.modules():
+        weight = part.weight if type(part) is nn.Linear else None
+        if type(weight) is nn.Parameter and weight.device.type == "cpu" and token.is_wide(weight):
+            weight.data = weight.mT.contiguous().mT
 
 
 def open_causal_lm(folder: Path, device: str = "auto") -> PreTrainedModel:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from prism import rules
-from prism.engine import compat, layer_step
+from prism.engine import compat, token
 from prism.engine.layer_ops import plain_linear, residual_norm, residual_sum, swiglu
 from prism.engine.recompute import recomputing
 from prism.engine.sequence_parallel import Context
-from prism.engine.step_plan import GluPlan, Norm
-from prism.nn.mixer import Mixer
+from prism.nn.mixer import Mixer, is_plain
 from prism.nn.state import State
 
 Summands = tuple[Tensor, Tensor]
@@ -32,6 +31,17 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return swiglu(x, self.gate, self.up, self.down)
+
+
+class Merged(NamedTuple):
+    """What a layer computes a token from on a CPU; None for a part that is called as a module."""
+
+    norm: token.ScaledNorm | None
+    mixer: token.Merged | None
+    glu: token.MergedGlu | None
+
+
+NOTHING = Merged(None, None, None)
 
 
 class Block(nn.Module):
@@ -92,10 +102,6 @@ class Block(nn.Module):
             defer: whether to return the output as two summands, so that the next layer sums them up together with its norm.
         """
         x, delta = (x, None) if isinstance(x, Tensor) else x
-        if mask is None and reset is None and state is not None and context is None and delta is None:
-            stepped = self._step(x, state, form, backend)
-            if stepped is not None:
-                return stepped if keep_state else (stepped[0], State())
         # What is recomputed contains the convolution, which would exchange its window again in the backward.
         with recomputing(self.recompute and context is None):
             x, y = residual_norm(x, delta, self.mixer_norm)
@@ -106,36 +112,73 @@ class Block(nn.Module):
                 mixed = self.dropout(self.mlp(y))
             return (x, mixed) if defer else residual_sum(x, mixed), state if keep_state else State()
 
-    def _step(self, x: Tensor, state: State, form: str, backend: str) -> tuple[Tensor, State] | None:
-        """One token per row in a few kernels, with the state after it; None if the ordinary forward pass must compute it."""
-        if self.training or not layer_step.allowed(x, form, backend) or not _is_unmodified(self):
+    def decode(
+        self, x: Tensor, state: State, shared: dict[str, Tensor] | None = None, weights: Merged | None = None
+    ) -> tuple[Tensor, State]:
+        """One token per row, x `[B, width]` → `[B, width]` and the state after it, as `forward` in eval mode.
+
+        The call must be `token.allowed`, and the state is not checked. Parts that have hooks or were replaced are called.
+
+        Args:
+            weights: what `merged` returned, for a layer that has not changed since.
+        """
+        weights = NOTHING if weights is None else weights
+        if token.kernels_serve(x) and (found := self._by_kernels(x, state)) is not None:
+            return found
+        given = None
+        if weights.mixer is not None:
+            given = token.DeltaState.of(x, weights.mixer.layer, state.memory, state.carry)
+        if given is not None and weights.mixer is not None:
+            x, memory, carry = token.delta(x, weights.mixer, given)
+            state = State(memory, carry)
+        elif compat.is_unmodified(self.mixer):
+            n = self.mixer_norm(x) if weights.norm is None else weights.norm(x)
+            y, state = self.mixer.decode_unchecked(n, state, shared)
+            x = x + y
+        else:
+            y, state = self.mixer(self.mixer_norm(x).unsqueeze(1), state, shared=shared)
+            x = x + y.squeeze(1)
+        if self.has_mlp:
+            x = x + self.mlp(self.mlp_norm(x)) if weights.glu is None else token.glu(x, weights.glu)
+        return x, state
+
+    def merged(self) -> Merged:
+        """Merged copies of the weights for `decode` on a CPU, as far as the layer can be computed from them."""
+        norm = _norm_weights(self.mixer_norm)
+        if norm is None or not is_plain(self) or not compat.is_unmodified(self):
+            return NOTHING
+        mixer = token.Merged.of(self.mixer.rule.current_decoding_weights(), norm)
+        return Merged(scaled_norm(self.mixer_norm), mixer, token.MergedGlu.of(self._glu_weights()))
+
+    def _by_kernels(self, x: Tensor, state: State) -> tuple[Tensor, State] | None:
+        """`decode` in a few kernels; None if it must be computed otherwise."""
+        if not is_plain(self) or not compat.is_unmodified(self):
             return None
-        plan, glu, norm = self.mixer.rule.current_step_plan(), self._glu_plan(), _norm_plan(self.mixer_norm)
-        if plan is None or not plan.is_served or norm is None or (self.has_mlp and glu is None):
+        layer, glu = self.mixer.rule.current_decoding_weights(), self._glu_weights()
+        norm = _norm_weights(self.mixer_norm)
+        if layer is None or not layer.has_kernel or norm is None or (self.has_mlp and glu is None):
             return None
-        weights = [*plan.weights, *(() if glu is None else glu[1:])]
-        row = x.squeeze(1).contiguous()
-        before = layer_step.DeltaState.of(row, plan, state.memory, state.carry)
-        if before is None or not layer_step.uniform(row, *weights):
+        weights = [*layer.weights, *(() if glu is None else glu[1:])]
+        x = x.contiguous()
+        before = token.DeltaState.of(x, layer, state.memory, state.carry)
+        if before is None or not token.uniform(x, *weights):
             return None
         if not all(p.is_contiguous() and p.device == x.device for p in self.parameters()):
             return None
         # A state that is not contiguous was copied, and the copy would be overwritten.
         overwrite = state.overwrite and all(z.is_contiguous() for z in state.tensors().values())
-        row, after = layer_step.delta_step(row, norm, plan, before, overwrite)
+        x, after = token.delta_by_kernels(x, norm, layer, before.contiguous(), overwrite)
         if glu is not None:
-            row = layer_step.glu_step(row, glu)
-        if overwrite:
-            return row.unsqueeze(1), State(state.memory, dict(state.carry))
-        return row.unsqueeze(1), State(after.memory, after.carry)
+            x = token.glu_by_kernels(x, glu)
+        return x, State(state.memory, dict(state.carry)) if overwrite else State(after.memory, after.carry)
 
-    def _glu_plan(self) -> GluPlan | None:
+    def _glu_weights(self) -> token.GluWeights | None:
         if not self.has_mlp:
             return None
-        norm, maps = _norm_plan(self.mlp_norm), (self.mlp.gate, self.mlp.up, self.mlp.down)
+        norm, maps = _norm_weights(self.mlp_norm), (self.mlp.gate, self.mlp.up, self.mlp.down)
         if norm is None or type(self.mlp) is not SwiGLU or not all(map(plain_linear, maps)):
             return None
-        return GluPlan(norm, *(m.weight for m in maps))
+        return token.GluWeights(norm, *(m.weight for m in maps))
 
 
 def may_defer(layers: Iterable[nn.Module]) -> bool:
@@ -146,17 +189,18 @@ def may_defer(layers: Iterable[nn.Module]) -> bool:
     return plain and all(map(compat.is_unmodified, layers))
 
 
-def _norm_plan(norm: nn.Module) -> Norm | None:
+def _norm_weights(norm: nn.Module) -> token.Norm | None:
     """The weight and epsilon of an RMSNorm; None if it is another module, or has no weight."""
     if type(norm) is not nn.RMSNorm or norm.weight is None or norm.eps is None:
         return None
-    return Norm(norm.weight, norm.eps)
+    return token.Norm(norm.weight, norm.eps)
 
 
-def _is_unmodified(block: Block) -> bool:
-    """Whether every module inside would do nothing but its own forward pass: no hooks, nothing replaced on an instance."""
-    hooked = compat.forward_hooks(())  # the global ones
-    return not (hooked is None or any(hooked)) and all(m is block or compat.is_unmodified(m) for m in block.modules())
+def scaled_norm(norm: nn.Module) -> token.ScaledNorm | None:
+    """An unmodified RMSNorm in the form for single tokens on a CPU; None for anything else."""
+    found = _norm_weights(norm) if compat.is_unmodified(norm) else None
+    low = found is None or found.weight.dtype not in (torch.float32, torch.float64) or found.weight.is_inference()
+    return None if low or found is None else token.ScaledNorm.of(found, found.weight.dtype)
 
 
 def place_options(rule: str | type[rules.Rule], index: int, count: int) -> dict[str, int]:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from prism import rules
-from prism.engine import engine_of, memory, memory_, using
+from prism.engine import compat, engine_of, memory, memory_, token, using
 from prism.engine.inputs import check_flags, packed_starts
 from prism.engine.memory import cannot_be_shared, in_place_equivalent
 from prism.engine.sequence_parallel import Context
 from prism.nn.parameters import aligned_weights, assign, full_precision, gates, keep_gates_exact
+from prism.nn.snapshot import Kept
 from prism.nn.state import State
 from prism.rules.parts import fewest_tokens
 from prism.rules.rule import Carry, Span
@@ -46,6 +47,7 @@ class Mixer(nn.Module):
             self.rule = rules.get(rule).build(width, heads, **options)
             for name, value in aligned_weights(self.rule).items():
                 assign(self.rule.get_parameter(name), value)
+        self._merged: Kept[token.Merged | None] = Kept()
         self.to(torch.get_default_dtype())
 
     @property
@@ -127,17 +129,47 @@ class Mixer(nn.Module):
             y = _reorder(torch.where(span.mask.unsqueeze(-1), y, 0.0), order.argsort(1))
         return y, _compact(State(new, {name: value for name, value in carry.items() if value.numel()}))
 
-    def step(
+    def decode(
         self, x: Tensor, state: State | None = None, shared: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, State]:
-        """One token per row: x `[B, width]` → `[B, width]` and the new state."""
+        """One token per row: x `[B, width]` → `[B, width]` and the new state, as `forward` gives them up to rounding.
+
+        Without gradients (under `torch.no_grad()`) it takes the rule's shortest way for a token, which on a CPU may keep a
+        merged copy of the weights until they change or the mixer is trained.
+        """
         if not isinstance(x, Tensor) or x.ndim != 2:
             raise ValueError(
-                f"step takes one token per row: x must be [B, {self.rule.width}], got "
+                f"decode takes one token per row: x must be [B, {self.rule.width}], got "
                 f"{f'shape {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__}"
             )
-        y, state = self(x.unsqueeze(1), state, shared=shared)
-        return y.squeeze(1), state
+        if not token.allowed(x) or not compat.is_unmodified(self):
+            y, state = self(x.unsqueeze(1), state, shared=shared)
+            return y.squeeze(1), state
+        state = State() if state is None else state
+        self._check(x.unsqueeze(1), state, None, None)
+        return self.decode_unchecked(x, state, shared, self._merged.get(self, self._merge))
+
+    def _merge(self) -> token.Merged | None:
+        return token.Merged.of(self.rule.current_decoding_weights()) if is_plain(self) else None
+
+    def decode_unchecked(
+        self, x: Tensor, state: State, shared: dict[str, Tensor] | None, weights: Any = None
+    ) -> tuple[Tensor, State]:
+        """`decode` after its checks, for a stack of layers; `weights` as in `Rule.decode`."""
+        try:
+            y, memory, carry = self.rule.decode(x, state.memory, state.carry, shared, weights, state.overwrite)
+        except (RuntimeError, IndexError):
+            self(x.unsqueeze(1), state, shared=shared)  # says what is wrong with the state, if it is that
+            raise
+        new = _compact(State(memory, {name: value for name, value in carry.items() if value.numel()}))
+        if (state.carry or state.memory is not None) and not _same_sizes(state, new):
+            self(x.unsqueeze(1), state, shared=shared)  # says which part of the state does not fit
+        return y, new
+
+    def train(self, mode: bool = True) -> Mixer:
+        if mode:
+            self._merged.drop()
+        return super().train(mode)
 
     @torch.no_grad()
     def check_cut(self, tokens: int) -> None:
@@ -243,6 +275,20 @@ class Mixer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rule={self.rule.name!r}, state_size={self.state_size}, write_rank={self.write_rank}"
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether every module inside would do nothing but its own forward pass: no hooks, nothing replaced on an instance."""
+    hooked = compat.forward_hooks(())  # the global ones
+    return not (hooked is None or any(hooked)) and all(m is module or compat.is_unmodified(m) for m in module.modules())
+
+
+def _same_sizes(old: State, new: State) -> bool:
+    """Whether a state may be the one before another: caches, which are no single tensors, may grow."""
+    if isinstance(new.memory, Tensor) and (not isinstance(old.memory, Tensor) or old.memory.shape != new.memory.shape):
+        return False
+    same = old.carry.keys() == new.carry.keys()
+    return same and all(z.shape == new.carry[name].shape for name, z in old.carry.items())
 
 
 def _compact(state: State) -> State:

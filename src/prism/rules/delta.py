@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prism.engine import Update
+from prism.engine import Update, token
 from prism.engine.compat import is_unmodified
 from prism.engine.layer_ops import (
     Columns,
@@ -30,8 +30,8 @@ from prism.engine.layer_ops import (
     products_serve,
 )
 from prism.engine.recompute import cheap
-from prism.engine.step_plan import DeltaPlan
-from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_plan, recall_taps
+from prism.engine.token import DeltaWeights
+from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_weights, recall_taps
 from prism.rules.parts.decays import DRAWN, SoftplusDecay, channel_decay
 from prism.rules.parts.norms import HeadNorm, gated_output
 from prism.rules.rule import (
@@ -64,7 +64,7 @@ class DeltaFamily(Rule):
 
     shared_maps = ("gate", "out")
     query_first_maps = ("qkv",)
-    planned = ("update", "output", "beta_and_decay", "anchor", "anchor_operands", "corrections", "placed", "erasure")
+    described = (*Rule.described, "beta_and_decay", "anchor", "anchor_operands", "corrections", "placed", "erasure")
 
     def __init__(
         self,
@@ -234,16 +234,31 @@ class DeltaFamily(Rule):
             return self.out(self.norm(o))
         return gated_output(self.norm, o, self.gate(x) if extra is None else extra, self.out, self.gate_by)
 
-    def step_plan(self) -> DeltaPlan | None:
-        maps = {name: map_plan(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}
-        missing = any(plan is None and getattr(self, name) is not None for name, plan in maps.items())
-        norm = self.norm.step_plan() if isinstance(self.norm, HeadNorm) else None
+    def decode(
+        self,
+        x: Tensor,
+        memory: Any,
+        carry: Carry,
+        shared: dict[str, Tensor] | None = None,
+        weights: Any = None,
+        overwrite: bool = False,
+    ) -> tuple[Tensor, Any, dict[str, Tensor]]:
+        """As in `Rule`; `weights` are those of the layer, merged (engine/token.py)."""
+        state = token.DeltaState.of(x, weights.layer, memory, carry) if isinstance(weights, token.Merged) else None
+        if state is None:
+            return super().decode(x, memory, carry, shared, overwrite=overwrite)
+        return token.delta(x, weights, state)
+
+    def decoding_weights(self) -> DeltaWeights | None:
+        maps = {name: map_weights(getattr(self, name)) for name in ("qkv", "beta", "decay_in", "gate", "out")}
+        missing = any(found is None and getattr(self, name) is not None for name, found in maps.items())
+        norm = self.norm.decoding_weights() if isinstance(self.norm, HeadNorm) else None
         if missing or not is_plain_conv(self.conv) or norm is None:
             return None
-        decay = self.decay.step_plan() if isinstance(self.decay, SoftplusDecay) else None
+        decay = self.decay.decoding_weights() if isinstance(self.decay, SoftplusDecay) else None
         if (decay is None) != (self.decay is None):
             return None
-        return DeltaPlan(
+        return DeltaWeights(
             heads=self.heads,
             key_dim=self.key_dim,
             value_dim=self.value_dim,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.layer_ops import delta_columns
-from prism.engine.step_plan import DecayPlan
+from prism.engine.token import DecayWeights
 from prism.rules.delta import DeltaFamily
 from prism.rules.parts import Carry, LowRank, fused_linears, split_heads
 from prism.rules.parts.decays import DRAWN, SoftplusDecay, channel_decay
@@ -36,9 +36,9 @@ class BoundedDecay(SoftplusDecay):
         z = split_heads(z.to(self.dt_bias.dtype) + self.dt_bias, len(self.A_log))
         return self.bound * torch.sigmoid(self.A_log.exp().unsqueeze(-1) * z)
 
-    def step_plan(self) -> DecayPlan | None:
+    def decoding_weights(self) -> DecayWeights | None:
         same = type(self).forward is BoundedDecay.forward
-        return DecayPlan(self.A_log, self.dt_bias, self.bound) if same else None
+        return DecayWeights(self.A_log, self.dt_bias, self.bound) if same else None
 
 
 class Kda(DeltaFamily):

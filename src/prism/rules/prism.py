@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from prism.engine import Update
 from prism.engine.layer_ops import SOLVERS, Convolution, Corrections, solved_writes
-from prism.engine.step_plan import DeltaPlan
+from prism.engine.token import DeltaWeights
 from prism.rules.delta import RECALL, GatedDelta
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, split_heads
 from prism.rules.parts.norms import HeadNorm, gated_output
@@ -268,11 +268,11 @@ class Prism(GatedDelta):
             )
         return found
 
-    def step_plan(self) -> DeltaPlan | None:
-        plan = None if self.erase is not None or self.hands_over else super().step_plan()
+    def decoding_weights(self) -> DeltaWeights | None:
+        plan = None if self.erase is not None or self.hands_over else super().decoding_weights()
         if plan is None or self.writes is None:
             return plan
-        writes = self.writes.step_plan()
+        writes = self.writes.decoding_weights()
         return None if writes is None else plan._replace(writes=writes)
 
 

@@ -5,6 +5,8 @@ A rule is two functions around a memory:
     update(x, carry, span) -> (update, carry, extra)     what is forgotten, erased, written and queried, from the input alone
     output(o, x, extra)    -> y                          bonus, skip, norm, gate, projection
 
+A third one, `decode`, computes a single token per row. Its default calls these two; a rule may have a shorter way.
+
 A rule has no loop over time and knows no form: the engine computes its update. `extra` passes on tensors that `update` has
 computed and `output` also needs. Conv states and positions travel in `carry`, a dict of tensors whose first dimension is
 the batch.
@@ -28,8 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine import FORMS
+from prism.engine.inputs import unchecked
+from prism.engine.memory import one_token
 from prism.engine.sequence_parallel import Context
-from prism.engine.step_plan import DeltaPlan
+from prism.engine.token import DeltaWeights
 
 Carry = Mapping[str, Tensor]
 
@@ -239,8 +243,8 @@ class Rule(nn.Module):
     query_first_maps: ClassVar[tuple[str, ...]] = ()
     """Maps whose first `query_size` outputs are queries: a mixture shares those rows, and each memory has its own rest."""
 
-    planned: ClassVar[tuple[str, ...]] = ("update", "output")
-    """Methods that `step_plan` describes in another way."""
+    described: ClassVar[tuple[str, ...]] = ("update", "output", "decode")
+    """Methods whose work `decoding_weights` describes."""
 
     def __init__(self, width: int, heads: int, key_dim: int, value_dim: int, write_rank: int = 1) -> None:
         super().__init__()
@@ -318,18 +322,41 @@ class Rule(nn.Module):
         """o `[B, T, H, V]`, x `[B, T, width]` → `[B, T, width]`."""
         raise NotImplementedError
 
-    def step_plan(self) -> DeltaPlan | None:
-        """The weights by role, if engine/layer_step.py can compute a token of this rule; None: `update` and `output` do.
+    def decode(
+        self,
+        x: Tensor,
+        memory: Any,
+        carry: Carry,
+        shared: dict[str, Tensor] | None = None,
+        weights: Any = None,
+        overwrite: bool = False,
+    ) -> tuple[Tensor, Any, dict[str, Tensor]]:
+        """One token per row, x `[B, width]` → `[B, width]`, the memory and the carry after it. Without gradients.
 
-        It describes the methods in `planned` of the class that defines it."""
+        Args:
+            memory, carry: of the token before; None and {} at the start of a sequence.
+            shared: as in `Span`.
+            weights: what was made of `current_decoding_weights`, for rules with a shorter way.
+            overwrite: whether the memory may be updated in place.
+        """
+        row = x.unsqueeze(1)
+        with unchecked():
+            update, carried, extra = self.update(row, carry, Span(shared=shared))
+        o, new = one_token(update, memory, overwrite)
+        return self.output(o, row, extra).squeeze(1), new, carried
+
+    def decoding_weights(self) -> DeltaWeights | None:
+        """The weights by role, if engine/token.py can compute a token of this rule; None: `update` and `output` do.
+
+        It describes the methods in `described` of the class that defines it."""
         return None
 
-    def current_step_plan(self) -> DeltaPlan | None:
-        """`step_plan()`, unless a subclass has overridden something that the plan describes."""
+    def current_decoding_weights(self) -> DeltaWeights | None:
+        """`decoding_weights()`, unless a subclass has overridden something that these describe."""
         for cls in type(self).__mro__:
-            if "step_plan" in cls.__dict__:
-                return self.step_plan()
-            if any(name in cls.__dict__ for name in self.planned):
+            if "decoding_weights" in cls.__dict__:
+                return self.decoding_weights()
+            if any(name in cls.__dict__ for name in self.described):
                 return None
         return None
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine.compat import zero_all
+from prism.engine.cuda_graph import capture
 from prism.train.task import Samples
 
 Differentiate = Callable[[Any, Any], Tensor]
@@ -74,9 +75,7 @@ class _Graph:
         self.tensors = tensors
         device = next(iter(tensors.values())).device
         self.weight = torch.full((), float(weight), device=device)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
-            self.loss = differentiate(samples, self.weight)
+        self.loss, self.graph = capture(lambda: differentiate(samples, self.weight), device, pool, errors="global")
         self.pool = self.graph.pool()
 
     def replay(self, tensors: dict[str, Tensor], weight: float) -> Tensor:

@@ -214,12 +214,12 @@ def networks() -> None:
     forward_and_backward(serial_mlp(*tokens, rate, *weights, None, None, None, None, True)[:3])
 
 
-def layer_step() -> None:
-    """The kernels of `prism.engine.layer_step`, at the sizes of small and large models."""
-    from prism.engine import layer_step as steps
+def one_token() -> None:
+    """The kernels of `prism.engine.token`, at the sizes of small and large models."""
+    from prism.engine import token
     from prism.nn.block import Block
 
-    steps.allowed = lambda *_: True  # nothing is started here
+    token.kernels_serve = lambda *_: True  # nothing is started here
 
     def layer(
         rule: str, width: int, heads: int, rows: int, dtype: torch.dtype, state: torch.dtype, **options: Any
@@ -227,7 +227,7 @@ def layer_step() -> None:
         block, x = Block(rule, width, heads, 2 * width, **options).eval(), torch.zeros(rows, 1, width)
         with torch.no_grad():
             before = block(x)[1].map(lambda z: z.to(dtype).contiguous())
-            block.to(dtype)(x.to(dtype), replace(before, memory=before.memory.to(state)), backend="triton")
+            block.to(dtype).decode(x[:, 0].to(dtype), replace(before, memory=before.memory.to(state)))
 
     half, single = torch.bfloat16, torch.float32
     head = {"key_dim": 128, "value_dim": 128}
@@ -248,7 +248,7 @@ GROUPS = {
     "around": around_the_memory,
     "pieces": pieces_of_a_layer,
     "networks": networks,
-    "layer_step": layer_step,
+    "token": one_token,
 }
 
 if __name__ == "__main__":

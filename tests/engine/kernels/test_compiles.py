@@ -19,11 +19,11 @@ KERNELS = {
     "unit_strip_backward write_strip write_strip_backward",
     "pieces": "residual_norm residual_norm_backward product product_backward gated_norm gated_norm_backward",
     "networks": "serial_mlp serial_mlp_backward",
-    "layer_step": "normed maps gated delta_token",
+    "token": "normed maps gated delta_token",
 }
 
 
-LONG = {"around", "layer_step", "networks", "sizes"}
+LONG = {"around", "token", "networks", "sizes"}
 """Groups that take half a minute and more, or differ from another group in sizes only; `make test-slow` compiles them."""
 
 

@@ -43,7 +43,7 @@ def test_methods_have_the_arguments_that_peft_passes() -> None:
     for method in ("_prepare_model", "_prepare_adapter_config", "_create_and_replace", "_remove_adapter_name_from_key"):
         theirs, ours = (list(inspect.signature(getattr(cls, method)).parameters) for cls in (BaseTuner, PrismTuner))
         assert theirs == ours, f"BaseTuner.{method} takes {theirs} in {VERSIONS}: change adapters/tuner.py"
-    assert hasattr(BaseTunerLayer, "_disable_adapters"), f"models/replay.py looks for it; not in {VERSIONS}"
+    assert hasattr(BaseTunerLayer, "_disable_adapters"), f"models/decode.py looks for it; not in {VERSIONS}"
 
 
 def test_caches_hold_several_states_per_layer() -> None:

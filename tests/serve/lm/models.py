@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -14,7 +14,6 @@ import httpx
 
 from prism.language.generate import LanguageModel, Sampling, Session, open_model
 from prism.serve.lm.app import lm_app
-from prism.serve.lm.rows import Step
 from prism.serve.lm.scheduler import Job, Scheduler
 from prism.serve.lm.service import LmService, open_service
 from prism.serve.lm.settings import LmSettings
@@ -60,11 +59,13 @@ class Ask:
     tokens: int = 20
     n: int = 1
     stop: tuple[str, ...] = ()
+    logprobs: int | None = None
     events: list[Any] = field(default_factory=list)
 
     def job(self, lm: LanguageModel, store: bool = False) -> Job:
         ends = frozenset([lm.tokenizer.end])
-        orders = [Order(self.sampling, self.seed + i, self.tokens, ends, self.stop) for i in range(self.n)]
+        given = self.sampling, self.seed, self.tokens, ends, self.stop, self.logprobs
+        orders = [replace(Order(*given), seed=self.seed + i) for i in range(self.n)]
         return Job(Text().followed_by(tokens_of(lm, self.prompt)), orders, self.events.append, store)
 
     @property
@@ -76,9 +77,9 @@ class Ask:
         return "".join(piece.text for piece in self.pieces if piece.choice == choice)
 
 
-def scheduler(lm: LanguageModel, step: Step | None = None, **settings: Any) -> Scheduler:
+def scheduler(lm: LanguageModel, **settings: Any) -> Scheduler:
     """A scheduler without a thread: call `turn`."""
-    return Scheduler(lm, LmSettings(**settings), Metrics("tokens"), step)
+    return Scheduler(lm, LmSettings(**settings), Metrics("tokens"))
 
 
 def busy(one: Scheduler) -> bool:

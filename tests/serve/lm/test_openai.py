@@ -310,7 +310,7 @@ def test_a_key_and_the_size_of_the_body() -> None:
 def test_what_the_page_and_prometheus_read(served: Served) -> None:
     stats = served[0].get("/api/stats").json()
     facts = stats["Model"]
-    assert (facts["name"], facts["layers"], facts["constant_state"], facts["exact"]) == (NAME, 2, True, True)
+    assert (facts["name"], facts["layers"], facts["constant_state"], facts["exact"]) == (NAME, 2, True, False)
     assert facts["kv_bytes_per_token"] == 2 * 2 * 2 * 16 and facts["state_bytes"] > 0 and facts["chat"]
     assert len(stats["Series"]["Tokens"]) == 120
     text = served[0].get("/metrics").text

@@ -1,18 +1,15 @@
-"""Texts that are written together are those that `prism generate` writes, for every kind of row and any rounding."""
+"""Texts that are written together are those that `prism generate` writes, and with `exact` the same at any load."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from prism.language.generate import Sampling
-from prism.models import PrismCache
-from prism.serve.lm.rows import FixedRows, Rows, model_step, rows_for
+from prism.models import Decoder
 from prism.serve.lm.scheduler import Full
-from prism.serve.lm.text import Place, Solo
+from prism.serve.lm.text import Reading
 from tests.serve.lm.models import Ask, busy, generated, model, run, scheduler, tokens_of
 
 SAMPLINGS = [Sampling(0), Sampling(0.8), Sampling(1.0, None, 0.9), Sampling(1.2, 20)]
@@ -29,63 +26,68 @@ def expected(ask: Ask, layers: str) -> str:
 
 @pytest.mark.parametrize("layers", ["prism*2", "rwkv7*2", "prism+sliding_window+softmax"])
 def test_texts_together_are_those_of_generate(layers: str) -> None:
+    """Up to rounding, which changes none of these."""
     sent = asks(9, tokens=16)
     run(scheduler(model(layers), rows=6), sent, join_after=2)  # some wait for a row, all join at another step
     assert [ask.text() for ask in sent] == [expected(ask, layers) for ask in sent]
 
 
-def noisy(amount: float) -> Callable[[Tensor, PrismCache], Tensor]:
-    """A step whose rounding is much coarser than the machine's, and differs with the number of rows."""
-    plain = model_step(model().model)
+@pytest.mark.parametrize("layers", ["prism*2", "gla+mamba2"])
+def test_exact_texts_have_the_same_numbers_at_any_load(layers: str) -> None:
+    def probabilities(asks: list[Ask], join_after: int) -> list[list[float]]:
+        one = scheduler(model(layers), rows=4, exact=True)
+        assert one.exact
+        run(one, asks, join_after)
+        return [[token.logprob for piece in ask.pieces for token in piece.tokens] for ask in asks]
 
-    def step(tokens: Tensor, cache: PrismCache) -> Tensor:
-        logits = plain(tokens, cache)
-        noise = torch.rand(logits.shape, generator=torch.Generator().manual_seed(len(tokens) + int(tokens[0])))
-        return logits + amount * (2 * noise - 1)
+    def sent(**more: int) -> list[Ask]:
+        return [Ask("ab" * 9 + str(i), seed=i, tokens=12, logprobs=0, **more) for i in range(6)]
 
-    return step
-
-
-def test_coarse_rounding_does_not_change_exact_texts() -> None:
-    sent = asks(6)
-    exact = scheduler(model(), noisy(0.02))
-    run(exact, sent)
-    assert [ask.text() for ask in sent] == [expected(ask, "prism*2") for ask in sent]
-    assert exact._read_again._value.get() > 0  # there were ties, and texts joined again after them
+    together = probabilities(sent(), 2)
+    assert together == [probabilities([ask], 0)[0] for ask in sent()]
 
 
-def test_without_exact_coarse_rounding_does_change_texts() -> None:
-    """So the test above can fail."""
-    sent = asks(16)
-    run(scheduler(model(), noisy(0.02), exact=False), sent)
-    assert [ask.text() for ask in sent] != [expected(ask, "prism*2") for ask in sent]
+def test_exact_is_refused_where_it_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not scheduler(model()).exact  # on a CPU only if it is asked for
+    with pytest.raises(ValueError, match="exact needs a model whose states have a fixed size"):
+        scheduler(model("softmax"), exact=True)
+    step, calls = Decoder.step, []
+
+    def rounded(self: Decoder, tokens: list[int]) -> Tensor:
+        calls.append(tokens)
+        return step(self, tokens) + 1e-7 * len(calls)
+
+    monkeypatch.setattr(Decoder, "step", rounded)
+    with pytest.raises(ValueError, match="with --rows 4 the numbers of a text depend on its row here"):
+        scheduler(model(), rows=4, exact=True)
+
+
+def test_a_text_that_cannot_be_written_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, good, broken = scheduler(model()), Ask("a"), Ask("b", n=2)
+    choose = Sampling.choose
+
+    def fails(self: Sampling, logits: Tensor, random: torch.Generator) -> int:
+        if random is random_of_broken and len(broken.events) > 3:
+            raise RuntimeError("probabilities are not finite")
+        return choose(self, logits, random)
+
+    jobs = [ask.job(one.lm) for ask in (good, broken)]
+    for job in jobs:
+        one.submit(job)
+    one.turn()
+    one.turn()
+    random_of_broken = jobs[1].writers[1].random
+    monkeypatch.setattr(Sampling, "choose", fails)
+    while busy(one):
+        one.turn()
+    assert isinstance(broken.events[-1], RuntimeError) and "this text could not be written" in str(broken.events[-1])
+    assert good.text() == expected(good, "prism*2") and len(one.rows) == 0
 
 
 def test_several_texts_of_one_prompt_have_seeds_of_their_own() -> None:
     ask = Ask("Once", seed=5, n=3)
     run(scheduler(model()), [ask])
     assert [ask.text(i) for i in range(3)] == [generated(model(), "Once", 20, ask.sampling, 5 + i) for i in range(3)]
-
-
-@pytest.mark.parametrize("layers", ["prism", "softmax", "sliding_window+softmax", "mom", "hstu"])
-def test_rows_that_come_and_go_are_those_of_texts_alone(layers: str) -> None:
-    lm = model(layers)
-    solo, rows = Solo(lm), rows_for(lm.model, 8)
-    assert isinstance(rows, FixedRows if lm.model.config.constant_state else Rows)
-    places, random = [Place() for _ in range(7)], torch.Generator().manual_seed(0)
-    for i, place in enumerate(places):
-        solo.read(place, torch.randint(256, (2 + 9 * (i == 2) + i,), generator=random).tolist())
-    there: list[Place] = []
-    for join, leave in [([0, 1, 2], []), ([3], [2]), ([4, 5, 6, 2], [0]), ([], [4, 5, 6, 3]), ([0], []), ([], [1, 2])]:
-        for i in join:
-            rows.join(places[i], solo.cache(places[i]))
-        rows.leave([places[i] for i in leave])
-        there = rows.texts
-        given = torch.randint(256, (len(there),), generator=random).tolist()
-        logits = rows.step(given)
-        for place, token, found in zip(there, given, logits, strict=True):
-            torch.testing.assert_close(found, solo.read_next(place, token), rtol=1e-4, atol=1e-4)
-    assert len(there) == 1
 
 
 def test_a_long_prompt_does_not_stop_the_others() -> None:
@@ -129,7 +131,7 @@ def test_a_full_queue_refuses() -> None:
 def test_a_failed_computation_ends_its_jobs_and_not_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     one = scheduler(model())
     broken, good = Ask("a"), Ask("b")
-    monkeypatch.setattr(one.solo, "read", _fails)
+    monkeypatch.setattr(Reading, "read_segment", _fails)
     one.submit(broken.job(one.lm))
     while busy(one):
         one.turn()
@@ -161,7 +163,8 @@ def test_a_stored_text_continues_as_if_it_were_read_again() -> None:
         one.turn()
     tokens = [*tokens_of(lm, first.prompt), *job.writers[0].tokens]
     assert len(job.text) == len(tokens) == job.text.start + len(job.text.tail) and job.text.start >= 256
-    solo, place = Solo(lm), Place()
-    logits = solo.read(place, tokens)
-    again = Place(job.text.cache)
-    assert torch.equal(solo.read(again, job.text.tail), logits)
+    whole, again = lm.reader(), lm.reader()
+    logits = whole.read_all(torch.tensor(tokens))
+    assert job.text.cache is not None
+    again.cache = job.text.cache
+    assert torch.equal(again.read_all(torch.tensor(job.text.tail)), logits)

@@ -34,7 +34,7 @@ configurations; nothing is tuned at run time. The first call of a kind compiles 
 | channel_prepare.py, channel_scan.py, channel_tokens.py | its kernels |
 | segments.py | how a sequence is cut into segments, and the kernel that links them |
 | decode.py | one token at a time: kernel, launch and operator |
-| token_maps.py, token_memory.py | one token through a whole layer (engine/layer_step.py): its maps, its memory |
+| token_maps.py, token_memory.py | one token through a whole layer (engine/token.py): its maps, its memory |
 | short_conv.py, solver.py, columns.py | kernel, launch and operator of each operation around the memory (engine/layer_ops.py) |
 | conv_columns.py, strips.py | convolution and columns in one: launch and operator, kernels |
 | serial_mlp.py | kernel, launch and operator of online gradient descent of a two-layer network (engine/networks/serial.py) |

@@ -11,7 +11,7 @@ between is float32. Wide values are taken BV channels after the other, and norma
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,9 @@ from torch import Tensor
 from prism.engine.kernels.available import device_guard, tile_width
 from prism.engine.kernels.short_conv import joined
 from prism.engine.kernels.solver import correction
-from prism.engine.step_plan import DeltaPlan, LowRankPlan
+
+if TYPE_CHECKING:
+    from prism.engine.token import DeltaWeights
 
 ELEMENTS, MOST_BLOCKS = 8192, 4
 """Elements of the state that a program holds in registers: more at a time was slower. Wide heads take at most four blocks,
@@ -253,7 +255,7 @@ class Places(NamedTuple):
 
 
 def delta_token(
-    given: Tensor, places: Places, plan: DeltaPlan, unit_eps: float, state: Tensor, new_state: Tensor
+    given: Tensor, places: Places, plan: DeltaWeights, unit_eps: float, state: Tensor, new_state: Tensor
 ) -> Tensor:
     """y `[rows, H·V]`, before the output projection. Writes `new_state`, which may be `state`. All tensors are contiguous."""
     rows, (H, K, V) = given.shape[0], plan[:3]
@@ -266,8 +268,8 @@ def delta_token(
     if writes is not None:
         ups = [None if m is None else m.up for m in (writes.key, writes.gain, writes.expected)]
     R = next((up.shape[1] for up in ups if up is not None), 1)
-    decay_up = plan.decay_in.up if isinstance(plan.decay_in, LowRankPlan) else None
-    gate_up, gate_bias = plan.gate[1:] if isinstance(plan.gate, LowRankPlan) else (None, None)
+    decay_up = getattr(plan.decay_in, "up", None)  # of a low-rank map
+    gate_up, gate_bias = plan.gate[1:] if hasattr(plan.gate, "up") else (None, None)
     ranks = [1 if up is None else up.shape[1] for up in (decay_up, gate_up)]
     with device_guard(given):
         delta_token_kernel[(rows * H,)](

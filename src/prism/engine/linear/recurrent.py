@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from prism.engine.inputs import repeat_heads
 from prism.engine.update import Steps, Update, check_state, steps_of
 
 
@@ -26,11 +27,39 @@ def recurrent(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 def step(update: Update, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute one token (T = 1), for decoding. The same arithmetic as `recurrent`."""
+    """Compute one token per row (T = 1), for decoding."""
     if update.tokens != 1:
         raise ValueError(f"step takes one token, q has {update.tokens}: shape {list(update.q.shape)}")
     check_state(update, state)
-    return recurrent(update, state)
+    return one_token(update, state)
+
+
+def one_token(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`recurrent` for one token per row (T = 1) without padding, in few operations. The state is left as it is."""
+    if u.substeps > 1 or u.reset is not None or u.mask is not None:
+        return recurrent(u, state)
+    B, _, H, _, V = u.w.shape
+    K, dtype = u.q.shape[-1], u.state_dtype
+
+    def rows(x: Tensor) -> Tensor:
+        """`[B, 1, G, …, K]` → `[B·H, …, K]`: all heads are one batch of matrices."""
+        return repeat_heads(x.to(dtype), H).reshape(B * H, -1, K)
+
+    before = u.q.new_zeros(B * H, K, V, dtype=dtype) if state is None else state.to(dtype).reshape(B * H, K, V)
+    q, k, w = rows(u.q), rows(u.k), u.w.to(dtype).reshape(B * H, -1, V)
+    S = before
+    if u.log_decay is not None:
+        S = before * u.log_decay.to(dtype).exp().reshape(B * H, -1, 1)
+    if u.erase_key is not None:
+        b = rows(u.erase_key)
+        a = b if u.erase_write is None else rows(u.erase_write)
+        if u.erase_strength is not None:
+            a = u.erase_strength.to(dtype).reshape(B * H, 1, 1) * a
+        seen = torch.bmm(b, S if u.erase_on == "decayed" else before)  # bᵀS
+        S = torch.baddbmm(S, a.mT, seen, alpha=-1)
+    S = torch.baddbmm(S, k.mT, w)
+    o = torch.bmm(q, S if u.read == "after" else before)
+    return o.view(B, 1, H, V).to(u.w.dtype), S.view(B, H, K, V)
 
 
 def _step(

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from prism.engine import Update, memory
 from prism.engine.memory import Engine, register
-from prism.engine.step_plan import DeltaPlan
+from prism.engine.token import DeltaWeights
 from prism.hf.adapters.branch import First, Sizes
 from prism.hf.adapters.layer import AdapterLayer
 from prism.rules.delta import GatedDelta
 from prism.rules.parts import Carry
 from prism.rules.prism import Prism
-from prism.rules.rule import Span
+from prism.rules.rule import Rule, Span
 
 BASE = "base"
 _ADAPTER = "adapter."
@@ -98,6 +98,8 @@ class AdaptedRule(AdapterLayer):
     def output(self, o: Tensor, x: Tensor, extra: Any) -> Tensor:
         return self.base_layer.output(o, x, extra)
 
-    def current_step_plan(self) -> DeltaPlan | None:
+    decode = Rule.decode  # and not the base's own
+
+    def current_decoding_weights(self) -> DeltaWeights | None:
         """None: the kernels for one token know one memory."""
         return None

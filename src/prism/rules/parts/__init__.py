@@ -18,7 +18,7 @@ from prism.engine.compat import is_unmodified
 from prism.engine.layer_ops import UNIT_EPS as UNIT_EPS
 from prism.engine.layer_ops import Convolution, history, plain_linear, products, products_serve, short_conv, widened
 from prism.engine.layer_ops import l2_normalize as l2_normalize
-from prism.engine.step_plan import LowRankPlan
+from prism.engine.token import LowRankWeights
 from prism.rules.rule import Carry, Span, set_initial_weights, uniform
 
 
@@ -83,14 +83,14 @@ def _second_halves(maps: tuple[nn.Module, ...]) -> list[Tensor | None] | None:
     half is not a plain product."""
     found: list[Tensor | None] = []
     for m in maps:
-        plan = map_plan(m) if isinstance(m, LowRank) else None
-        if isinstance(m, LowRank) and (not isinstance(plan, LowRankPlan) or plan.bias is not None):
+        plan = map_weights(m) if isinstance(m, LowRank) else None
+        if isinstance(m, LowRank) and (not isinstance(plan, LowRankWeights) or plan.bias is not None):
             return None
-        found.append(plan.up if isinstance(plan, LowRankPlan) else None)
+        found.append(plan.up if isinstance(plan, LowRankWeights) else None)
     return found if any(w is not None for w in found) else None
 
 
-def map_plan(m: nn.Module | None) -> Tensor | LowRankPlan | None:
+def map_weights(m: nn.Module | None) -> Tensor | LowRankWeights | None:
     """The weight of a plain linear map, or the weights of a low-rank one's halves; None if m is anything else.
 
     A low-rank map may have a bias, and no non-linearity in between.
@@ -101,7 +101,7 @@ def map_plan(m: nn.Module | None) -> Tensor | LowRankPlan | None:
         return None
     if type(m.up) is not nn.Linear or type(m.up.weight) not in (Tensor, nn.Parameter) or not is_unmodified(m.up):
         return None
-    return LowRankPlan(m.down.weight, m.up.weight, m.up.bias)
+    return LowRankWeights(m.down.weight, m.up.weight, m.up.bias)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prism.engine.step_plan import DecayPlan
+from prism.engine.token import DecayWeights
 from prism.rules.parts import LowRank, at_least_float32, split_heads
 from prism.rules.rule import set_initial_weights
 
@@ -112,10 +112,10 @@ class SoftplusDecay(nn.Module):
             return -rate * step
         return -rate.unsqueeze(-1) * split_heads(step, len(rate))
 
-    def step_plan(self) -> DecayPlan | None:
+    def decoding_weights(self) -> DecayWeights | None:
         """The gate's parameters; None for a subclass that computes something else."""
         same = type(self).forward is SoftplusDecay.forward and type(self).step_size is SoftplusDecay.step_size
-        return DecayPlan(self.A_log, self.dt_bias) if same else None
+        return DecayWeights(self.A_log, self.dt_bias) if same else None
 
 
 def channel_decay(

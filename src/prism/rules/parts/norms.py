@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from prism.engine import layer_ops
 from prism.engine.compat import is_unmodified
-from prism.engine.step_plan import Norm
+from prism.engine.token import Norm
 
 
 def rms_norm(norm: nn.RMSNorm, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class HeadNorm(nn.Module):
         o = rms_norm(self.norm, o).flatten(-2)
         return o if gate is None else o * gate
 
-    def step_plan(self) -> Norm | None:
+    def decoding_weights(self) -> Norm | None:
         """The norm's parameters; None for one that computes something else."""
         norm = self.norm
         same = type(self) is HeadNorm and type(norm) is nn.RMSNorm

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from prism.engine.layer_ops import Convolution, Corrections, plain_linear
-from prism.engine.step_plan import LowRankPlan, WritesPlan
+from prism.engine.token import LowRankWeights, WritesWeights
 from prism.rules.parts import (
     Carry,
     LowRank,
@@ -30,7 +30,7 @@ from prism.rules.parts import (
     fused_linears,
     is_plain_conv,
     l2_normalize,
-    map_plan,
+    map_weights,
     split_heads,
     token_shift,
 )
@@ -187,17 +187,17 @@ class ResidualWrites(nn.Module):
             later = torch.cat(places, 3)
         return torch.cat([first, later], 3), carried
 
-    def step_plan(self) -> WritesPlan | None:
-        """As `Rule.step_plan`, for these writes. Only own and shared keys, and an e of the anchor, have kernels."""
+    def decoding_weights(self) -> WritesWeights | None:
+        """As `Rule.decoding_weights`, for these writes. Only own and shared keys, and an e of the anchor, have kernels."""
         if self.keys not in ("own", "shared") or self.below:
             return None
         maps = [m for m in (self.key, self.gain, self.expected) if m is not None]
-        plans = {m: plan for m in maps if isinstance(plan := map_plan(m), LowRankPlan)}
+        plans = {m: plan for m in maps if isinstance(plan := map_weights(m), LowRankWeights)}
         if len(plans) < len(maps) or not plain_linear(self.beta) or not is_plain_conv(self.conv):
             return None
         key, gain, expected = (None if m is None else plans[m] for m in (self.key, self.gain, self.expected))
         given = (self.conv.weight, key, gain, expected, self.beta.weight, self.gamma())
-        return WritesPlan(*given, self.solver, self.nonlinearity)
+        return WritesWeights(*given, self.solver, self.nonlinearity)
 
 
 def check_scale(step_scale: float | Sequence[float]) -> None:

@@ -3,13 +3,9 @@
 One thread computes. Each of its turns reads one segment of one prompt and then one token of every text, so that a long prompt
 delays the others by a segment at a time. Texts join and leave the batch between turns.
 
-Exactness. The numbers of a row depend, in their last bits, on how many rows are computed together. With `exact` a text is
-nevertheless the one that it would be alone, and that `prism generate` writes:
-- prompts are read alone, always in the same segments (text.py);
-- a text that is the only one is computed alone;
-- in a batch, a token that rounding could have changed is not taken (choice.py). The tokens since the last exact state are
-  read again alone, the token is chosen by those logits, and the text joins the batch again from this exact state.
-How far rounding reaches is measured at the start, and again whenever a text is read again; eight times that is allowed for.
+Exactness. The numbers of a row depend, in their last bits, on how many rows are computed together. So with `exact` there are
+always as many, used or not, and a text is the same at any load. Whether a row's numbers then depend on its place and on the
+other rows is tried at the start. Prompts are read alone in any case, always in the same segments (text.py).
 """
 
 from __future__ import annotations
@@ -23,21 +19,13 @@ import torch
 from torch import Tensor
 
 from prism.language.generate import LanguageModel
-from prism.serve.lm.choice import choose_rows
-from prism.serve.lm.rows import FixedRows, Rows, Step, rows_for
+from prism.models.decode import Decoder, sizes_for
 from prism.serve.lm.settings import LmSettings
-from prism.serve.lm.text import Place, PrefixCache, Reading, Solo, Text
-from prism.serve.lm.writer import Order, Piece, Row, Writer
+from prism.serve.lm.text import PrefixCache, Reading, Text
+from prism.serve.lm.writer import Order, Piece, Writer
 from prism.serve.metrics import Metrics
 
 log = logging.getLogger("prism.serve")
-CATCH_UP = 8
-"""Tokens of a text that are read again in one turn."""
-ALLOWANCE = 8.0
-"""How many times the largest difference seen is allowed for."""
-LEAST = 2.0**-18
-"""Smallest difference allowed for, relative to the spread of the logits."""
-
 
 Send = Callable[[Piece | Exception | None], None]
 
@@ -72,31 +60,30 @@ class Job:
 class Scheduler:
     """Run jobs in a thread of its own.
 
-    Args:
-        step: computes a token per row; by default the model's forward pass.
+    Attributes:
+        exact: whether a text is the same whatever else is computed.
     """
 
-    def __init__(self, lm: LanguageModel, settings: LmSettings, metrics: Metrics, step: Step | None = None) -> None:
+    def __init__(self, lm: LanguageModel, settings: LmSettings, metrics: Metrics) -> None:
         self.lm, self.settings, self.metrics = lm, settings, metrics
-        self.solo = Solo(lm)
         self.prefixes = PrefixCache(settings.prefix_bytes)
-        self.rows = rows_for(lm.model, settings.rows, step)
-        weights = next(lm.model.parameters()).dtype
-        self.exact = weights == torch.float32 if settings.exact is None else settings.exact
-        self.tolerance = 0.0
-        """How far the logits of a row may be from those of the text alone, relative to their spread."""
-        if self.exact:
-            self._allow_for(rounding(self.solo, rows_for(lm.model, 4, step)))
+        sizes = (settings.rows,) if settings.exact else sizes_for(lm.model, settings.rows)
+        if settings.exact and not lm.model.config.constant_state:
+            raise ValueError("exact needs a model whose states have a fixed size: omit --exact, or serve another model")
+        self.rows = Decoder(lm.model, sizes)
+        self.exact = sizes is not None and settings.exact is not False and same_in_any_row(lm, settings.rows)
+        if settings.exact and not self.exact:
+            raise ValueError(
+                f"with --rows {settings.rows} the numbers of a text depend on its row here, so exact cannot be kept: choose "
+                "another number of rows, such as 8 or 32, or omit --exact"
+            )
         self._waiting: deque[Job] = deque()
         self._reading: deque[Job] = deque()
-        self._behind: deque[Writer] = deque()
-        self._alone: Writer | None = None
         self._jobs: dict[Writer, Job] = {}
         self._storing: set[Job] = set()
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._read_again = metrics.counter("texts_read_again", "Texts read again because two tokens were nearly tied.")
         metrics.gauge("texts_active", "Texts being read or written.", lambda: self.active)
         metrics.gauge("requests_waiting", "Requests that wait for a free row.", lambda: self.waiting)
         metrics.gauge("prefix_bytes", "Bytes kept of texts that were read.", lambda: self.prefixes.nbytes)
@@ -155,11 +142,10 @@ class Scheduler:
         self._end_all(Full("the service is stopping"))
 
     def turn(self) -> None:
-        """Admit, read one segment, read again a few tokens, and write one token of every text."""
+        """Admit, read one segment, and write one token of every text."""
         self._drop_cancelled()
         self._admit()
         self._read()
-        self._catch_up()
         self._write()
 
     # Jobs
@@ -203,11 +189,8 @@ class Scheduler:
             self._fail(job, error)
 
     def _remove(self, writers: Sequence[Writer]) -> None:
-        """Take writers out of the batch, wherever they are."""
+        """Take writers out of the batch."""
         self.rows.leave(writers)
-        self._behind = deque(writer for writer in self._behind if writer not in writers)
-        if self._alone in writers:
-            self._alone = None
 
     # Reading
 
@@ -218,7 +201,7 @@ class Scheduler:
         job = self._reading.popleft()
         try:
             if job.reading is None:
-                job.reading = Reading(self.solo, job.text, self.prefixes)
+                job.reading = Reading(self.lm, job.text, self.prefixes)
                 job.cached_tokens = job.reading.reused
             if not job.reading.settled or (job.writers and not job.reading.done):
                 job.reading.read_segment()
@@ -238,15 +221,18 @@ class Scheduler:
 
     def _begin(self, job: Job) -> None:
         """Write the first token of every text of a job that was read."""
-        reading = job.reading
+        reading, job.reading = job.reading, None
         assert reading is not None and reading.logits is not None
-        cache = self.solo.cache(reading.place)
         for writer in job.writers:
-            writer.row = Row(Place(cache, job.text.documents))
+            if writer not in self._jobs:  # an earlier text of the job has failed
+                return
             writer.end_if_nothing_is_asked()
             if writer.finish is None:
-                self._choose(writer, reading.logits)
-            self._continue(writer)
+                self._choose(writer, reading.logits.cpu())
+            else:
+                self._written(writer)
+            if writer.finish is None and writer in self._jobs:
+                self.rows.join(writer, reading.cache)
 
     def _finish(self, job: Job) -> None:
         self._forget(job)
@@ -255,120 +241,61 @@ class Scheduler:
     # Writing
 
     def _choose(self, writer: Writer, logits: Tensor) -> None:
-        """Write a token by exact logits."""
+        """Write a token, unless its job has ended."""
+        if writer not in self._jobs:
+            return
         before = len(writer.tokens)
-        writer.choose(logits.cpu())
+        try:
+            writer.choose(logits)
+        except Exception as error:  # of this text alone
+            log.error("a text could not be written", exc_info=error)
+            self._fail(
+                self._jobs[writer], RuntimeError("this text could not be written, and the log of the service says why")
+            )
+            return
         self.metrics.add(len(writer.tokens) - before)
-
-    def _continue(self, writer: Writer) -> None:
-        """What follows a token that was chosen alone: the end, or a place in the batch."""
         if writer.finish is not None:
             self._written(writer)
-        elif self.exact and self._alone is None and not len(self.rows):
-            self._alone = writer
-        else:
-            if self._alone is not None:
-                self._join(self._alone)
-                self._alone = None
-            self._join(writer)
-
-    def _join(self, writer: Writer) -> None:
-        assert writer.row.place is not None
-        cache = self.solo.cache(writer.row.place)
-        writer.row = Row(anchor=cache if self.exact else None)
-        self.rows.join(writer, cache)
 
     def _written(self, writer: Writer) -> None:
         """A text has ended: free its row, and when it is the last of its job, end the job."""
         self._remove([writer])
         job = self._jobs[writer]
-        writer.row = Row()
         if any(each.finish is None for each in job.writers):
             return
         if job.store:  # read the new tokens as part of a text, so that it can be continued
             job.text = job.text.followed_by(job.writers[0].tokens)
-            job.reading = Reading(self.solo, job.text, self.prefixes)
+            job.reading = Reading(self.lm, job.text, self.prefixes)
             self._reading.append(job)
         else:
             self._finish(job)
 
     def _write(self) -> None:
-        """One token of every text in the batch, or of the one text that is alone."""
-        if self._alone is not None:
-            writer = self._alone
-            assert writer.row.place is not None
-            self._choose(writer, self.solo.read_next(writer.row.place, writer.last))
-            if writer.finish is not None:
-                self._written(writer)
-            return
-        writers: list[Writer] = list(self.rows.texts)
+        """One token of every text in the batch."""
+        writers: list[Writer] = self.rows.texts
         if not writers:
             return
-        logits = self.rows.step([writer.last for writer in writers])[:, : self.lm.tokenizer.size]
-        tolerance = self.tolerance * logits.std(-1) if self.exact else None
-        samplings = [writer.order.sampling for writer in writers]
-        tokens = choose_rows(logits, samplings, [writer.random for writer in writers], tolerance)
-        for writer, token, own in zip(writers, tokens, logits, strict=True):
-            if self.exact:
-                writer.row.since.append(writer.last)
-            if token is None:
-                self._leave_to_catch_up(writer, own)
-                continue
-            before = len(writer.tokens)
-            writer.write(token, own)
-            self.metrics.add(len(writer.tokens) - before)
-            if writer.finish is not None:
-                self._written(writer)
-
-    # Reading again
-
-    def _leave_to_catch_up(self, writer: Writer, logits: Tensor) -> None:
-        self.rows.leave([writer])
-        row, job = writer.row, self._jobs[writer]
-        writer.row = Row(Place(row.anchor, job.text.documents), since=row.since, logits=logits)
-        self._behind.append(writer)
-        self._read_again.inc()
-
-    def _catch_up(self) -> None:
-        """Read a few tokens of a text alone; at its end, choose the token that was not certain."""
-        if not self._behind:
-            return
-        writer = self._behind[0]
-        row = writer.row
-        assert row.place is not None and row.logits is not None
-        now, row.since = row.since[:CATCH_UP], row.since[CATCH_UP:]
-        for token in now:
-            logits = self.solo.read_next(row.place, token)
-        if row.since:
-            self._behind.rotate(-1)
-            return
-        self._behind.popleft()
-        exact = logits[: self.lm.tokenizer.size].float().cpu()
-        self._allow_for(difference(row.logits, exact))
-        writer.row = Row(row.place)
-        self._choose(writer, exact)
-        self._continue(writer)
-
-    def _allow_for(self, seen: float) -> None:
-        self.tolerance = max(self.tolerance, ALLOWANCE * seen, LEAST)
+        logits = self.rows.step([writer.last for writer in writers])
+        for writer, own in zip(writers, logits, strict=True):
+            self._choose(writer, own)
 
 
-def difference(logits: Tensor, exact: Tensor) -> float:
-    """The largest difference of logits, relative to their spread."""
-    return float((logits - exact).abs().max() / exact.std())
-
-
-def rounding(solo: Solo, rows: Rows | FixedRows, texts: int = 3, tokens: int = 8) -> float:
-    """How far the logits of a row are from those of the same text alone, measured on a few random texts."""
+def same_in_any_row(lm: LanguageModel, rows: int, tokens: int = 3) -> bool:
+    """Whether a text has the same logits, to the bit, in the first, the middle and the last of so many rows, the others being
+    unused or other texts."""
     random = torch.Generator().manual_seed(0)
-    size = solo.lm.tokenizer.size
-    places = [Place(documents=False) for _ in range(texts)]
-    for i, place in enumerate(places):
-        solo.read(place, torch.randint(size, (3 + i,), generator=random).tolist())
-        rows.join(place, solo.cache(place))
-    largest = 0.0
-    for _ in range(tokens):
-        given = torch.randint(size, (texts,), generator=random).tolist()
-        together = rows.step(given)[0, :size]
-        largest = max(largest, difference(together, solo.read_next(places[0], given[0])[:size].float().cpu()))
-    return largest
+    given = torch.randint(lm.tokenizer.size, (4, 5 + tokens), generator=random)
+    caches = []
+    for text in given:
+        reader = lm.reader()
+        reader.read_all(text[:5])
+        caches.append(reader.cache)
+    found = []
+    for place in sorted({0, rows // 2, rows - 1}):
+        decoder = Decoder(lm.model, (rows,))
+        for other in range(place):
+            decoder.join(f"other {other}", caches[1 + other % 3])
+        decoder.join("text", caches[0])
+        following = [*(given[1 + other % 3] for other in range(place)), given[0]]
+        found.append(torch.stack([decoder.step([int(text[5 + i]) for text in following])[-1] for i in range(tokens)]))
+    return all(torch.equal(logits, found[0]) for logits in found)

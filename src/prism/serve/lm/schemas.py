@@ -350,7 +350,7 @@ class ModelFacts(BaseModel):
         description="What a float16 KV cache of a Transformer of this shape takes per token."
     )
     chat: bool = Field(description="Whether there is a chat template.")
-    exact: bool = Field(description="Whether texts do not depend on what else is computed.")
+    exact: bool = Field(description="Whether a text is the same whatever else is computed: tried at the start.")
 
 
 class Stats(BaseModel):

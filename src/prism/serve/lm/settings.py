@@ -29,8 +29,8 @@ class LmSettings:
     chat_template: Path | None = None
     """File with a chat template in jinja2. None: the tokenizer's."""
     exact: bool | None = None
-    """Whether texts are those of `prism generate`, whatever else is computed with them (serve/lm/choice.py). None: if the
-    model's weights are float32."""
+    """Whether a text is the same whatever else is computed with it: there are then always `rows` rows, used or not, and the
+    service ends at its start if that is not enough on this machine. None: on a GPU, where it costs nothing, if it can be."""
     device: str = "auto"
 
     def check(self) -> None:

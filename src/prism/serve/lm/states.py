@@ -20,7 +20,7 @@ from prism.language.generate import LanguageModel
 from prism.models import PrismCache
 from prism.models.loading import fingerprint, mismatch
 from prism.serve.errors import ApiError
-from prism.serve.lm.text import Place, Solo, Text
+from prism.serve.lm.text import Text
 
 FORMAT = "prism serve state 1"
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"
@@ -57,12 +57,12 @@ class States:
         self._kept: dict[str, KeptState] = {}
         self._lock = threading.Lock()
         self._about = {"model": lm.name, **fingerprint(lm.model)}
-        solo, place = Solo(lm), Place()
-        solo.read(place, [lm.tokenizer.end])
-        self.memory = solo.cache(place).nbytes
+        reader = lm.reader()
+        reader.read_all(torch.tensor([lm.tokenizer.end]))
+        self.memory = reader.nbytes
         """Size of the memory of one text; of one token, if it grows."""
-        self._layout = _described(solo.cache(place))
-        self._segment = solo.segment
+        self._layout = _described(reader.cache)
+        self._segment = reader.segment
 
     def __len__(self) -> int:
         return len(self._kept)

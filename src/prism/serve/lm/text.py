@@ -14,17 +14,15 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prism.language.generate import LanguageModel, Reader
+from prism.language.generate import LanguageModel
 from prism.models import PrismCache
-from prism.models.replay import cache_for
 
 Key = bytes
 """Hash of the tokens of whole segments."""
@@ -56,86 +54,32 @@ class Text:
         return replace(self, tail=(*self.tail, *tokens))
 
 
-class Solo:
-    """The model with one text at a time, stepped as a `Session` steps it.
-
-    Its cache is kept: it may own a step that was recorded or captured (`cache_for`), which is then used for all texts.
-    """
-
-    def __init__(self, lm: LanguageModel) -> None:
-        self.lm = lm
-        self._reader = Reader(lm.model, lm.tokenizer.end, cache_for(lm.model))
-        self.segment = self._reader.segment
-        """Tokens per forward pass."""
-        self._open: Place | None = None
-
-    def read(self, place: Place, tokens: Sequence[int]) -> Tensor:
-        """Read tokens of a prompt, in segments; returns the logits `[V]` of the next token. The place is then after them."""
-        with self._at(place) as reader:
-            return reader.read_all(torch.tensor(tokens))
-
-    def read_next(self, place: Place, token: int) -> Tensor:
-        """Read a token that was written; returns the logits `[V]` of the next one."""
-        with self._at(place) as reader:
-            return reader.read_next(token)
-
-    @contextmanager
-    def _at(self, place: Place) -> Iterator[Reader]:
-        """The reader at this place."""
-        if self._open is not place:
-            self.close()
-            self._reader.cache.reset()
-            if place.cache is not None:
-                copy = place.cache.copy()
-                self._reader.cache.update(copy.states, copy.tokens)
-            self._open = place
-        self._reader.documents = place.documents
-        try:
-            yield self._reader
-        except BaseException:  # the place is lost, not half read
-            self._open = None
-            raise
-
-    def cache(self, place: Place) -> PrismCache:
-        """The memory at a place, which nothing changes."""
-        if self._open is place:
-            place.cache = self._reader.cache.copy()
-        return PrismCache() if place.cache is None else place.cache
-
-    def close(self) -> None:
-        """Store the memory of the open place in it."""
-        if self._open is not None:
-            self.cache(self._open)
-            self._open = None
-
-
-@dataclass(eq=False)
-class Place:
-    """Where reading continues: a memory, None at the start of a text. `Solo` holds the newest one of the place it has open."""
-
-    cache: PrismCache | None = None
-    documents: bool = True
-
-
 class Reading:
-    """Read a text, one segment at a call; then `text`, `logits` and `place` are there.
+    """Read a text, one segment at a call; then `text`, `logits` and `cache` are there.
 
     Args:
         text: its tail may have any length, at least one token.
         prefixes: where memories of earlier texts are found and kept.
     """
 
-    def __init__(self, solo: Solo, text: Text, prefixes: PrefixCache) -> None:
+    def __init__(self, lm: LanguageModel, text: Text, prefixes: PrefixCache) -> None:
         if not text.tail:
             raise ValueError("a text of at least one token is needed")
-        self.solo, self.prefixes, self.segment = solo, prefixes, solo.segment
+        self._reader = lm.reader()
+        self._reader.documents = text.documents
+        self.prefixes, self.segment = prefixes, self._reader.segment
         self.text = prefixes.find(text, self.segment)
+        if self.text.cache is not None:
+            self._reader.cache = self.text.cache.copy()
         self.reused = self.text.start
         """Number of tokens that need not be read, because memories of them were kept."""
-        self.place = Place(self.text.cache, text.documents)
-        """After the last token that was read."""
         self.logits: Tensor | None = None
         """Logits `[V]` of the next token; None until all is read."""
+
+    @property
+    def cache(self) -> PrismCache:
+        """The memory after the last token that was read."""
+        return self._reader.cache
 
     @property
     def settled(self) -> bool:
@@ -151,12 +95,12 @@ class Reading:
         """Read the next segment."""
         text = self.text
         part, rest = text.tail[: self.segment], text.tail[self.segment :]
-        logits = self.solo.read(self.place, part)
+        logits = self._reader.read_all(torch.tensor(part))
         if not rest:  # the tail stays in the text, to be read again with what follows
             self.logits = logits
             return
         key = next_key(text.key, part, text.documents)
-        self.text = replace(text, cache=self.solo.cache(self.place), start=text.start + len(part), tail=rest, key=key)
+        self.text = replace(text, cache=self.cache.copy(), start=text.start + len(part), tail=rest, key=key)
         self.prefixes.keep(self.text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -11,9 +11,7 @@ from torch import Tensor
 
 from prism.language.generate import LanguageModel, Sampling
 from prism.language.tokenizer import TextStream
-from prism.models import PrismCache
 from prism.serve.lm.stops import StopStrings
-from prism.serve.lm.text import Place
 
 Finish = Literal["stop", "length"]
 """Why a text has ended: its end token or a stop string, or the most tokens."""
@@ -62,22 +60,6 @@ class Piece:
     finish: Finish | None = None
 
 
-@dataclass
-class Row:
-    """Where a writer's state is: alone at `place`, exact; or in a row of the batch, since `anchor`.
-
-    Args:
-        place: after all tokens but the last, if the text is computed alone.
-        anchor: an exact state from before the tokens in `since`, which the row has read.
-        logits: those of the row whose choice was not certain.
-    """
-
-    place: Place | None = None
-    anchor: PrismCache | None = None
-    since: list[int] = field(default_factory=list)
-    logits: Tensor | None = None
-
-
 class Writer:
     """Write one text, token by token.
 
@@ -89,7 +71,6 @@ class Writer:
         self.lm, self.order, self.choice, self._send = lm, order, choice, send
         self.random = torch.Generator().manual_seed(order.seed)
         self.tokens: list[int] = []
-        self.row = Row()
         self.finish: Finish | None = None
         self._text, self._stops = TextStream(lm.tokenizer), StopStrings(order.stop)
         self._unsent: list[TokenProbability] = []
@@ -100,12 +81,9 @@ class Writer:
         return self.tokens[-1]
 
     def choose(self, logits: Tensor) -> None:
-        """Write the next token by the logits `[V]` of the text alone, as `prism generate` does."""
+        """Choose the next token by its logits `[V]`, as `prism generate` does, write it, and send what can be sent."""
         logits = logits[: self.lm.tokenizer.size]
-        self.write(self.order.sampling.choose(logits, self.random), logits)
-
-    def write(self, token: int, logits: Tensor) -> None:
-        """Write this token, chosen by these logits `[V]`, and send what can be sent."""
+        token = self.order.sampling.choose(logits, self.random)
         if token in self.order.ends:
             self._end("stop")
             return

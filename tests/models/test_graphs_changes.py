@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from prism.models import PrismForCausalLM, replay
-from prism.models.replay import CapturedStep
-from prism.nn import mixer
-from tests.models.recorded import pair, steps
+from prism.engine import dispatch
+from prism.models import PrismForCausalLM
+from tests.models.recorded import pair, step_of, steps
 from tests.models.stacks import model, tokens
 
 pytestmark = pytest.mark.usefixtures("captured_at_once")
@@ -70,45 +68,25 @@ def test_the_model_may_change(change: Callable[[PrismForCausalLM], None]) -> Non
     lm, ids = model("prism*2"), tokens(1, 20)
     plain, replayed = pair(lm, ids[:, :5])
     assert torch.equal(steps(lm, replayed, ids[:, 5:8]), before := steps(lm, plain, ids[:, 5:8]))
-    step = replayed._step
+    step = step_of(replayed)
     change(lm)
     after = steps(lm, plain, ids[:, 5:8])
     assert not torch.equal(after, before)
     assert torch.equal(steps(lm, replayed, ids[:, 5:8]), after)
-    assert (replayed._step is step) == (change is weight_in_place), "captured again only where needed"
+    assert (step_of(replayed) is step) == (change is weight_in_place), "captured again only where needed"
 
 
 def test_memories_of_a_recorded_step_are_updated_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, ids = model("prism*2"), tokens(1, 20)
     _, replayed = pair(lm, ids[:, :5])
     overwritten = []
-    memory_ = mixer.memory_
-    monkeypatch.setattr(mixer, "memory_", lambda u, state, *more: overwritten.append(state) or memory_(u, state, *more))
+    memory_ = dispatch.memory_
+    monkeypatch.setattr(
+        dispatch, "memory_", lambda u, state, *more: overwritten.append(state) or memory_(u, state, *more)
+    )
     steps(lm, replayed, ids[:, 5:8])
     own = [state.memory for state in replayed.states]
     assert [any(z is state for z in overwritten) for state in own] == [True, True]
-
-
-def test_an_interrupted_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no graph, which nothing interrupts."""
-    monkeypatch.setattr(replay, "record", CapturedStep.has_fixed_layout)
-    lm, ids = model("prism*3"), tokens(1, 20)
-    plain, replayed = pair(lm, ids[:, :5])
-    assert torch.equal(steps(lm, replayed, ids[:, 5:8]), steps(lm, plain, ids[:, 5:8]))
-    assert replayed._step is not None and replayed._step.replay is None
-    kind, last = type(lm.model.layers[2]), lm.model.layers[2]
-    forward = kind.forward
-
-    def interrupted(self: Any, *arguments: Any, **named: Any) -> Any:
-        if self is last:
-            raise KeyboardInterrupt
-        return forward(self, *arguments, **named)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(kind, "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            steps(lm, replayed, ids[:, 8:9])
-    assert torch.equal(steps(lm, replayed, ids[:, 8:]), steps(lm, plain, ids[:, 8:]))
 
 
 def test_an_added_layer_is_noticed() -> None:
@@ -154,7 +132,7 @@ def test_hooks_run_at_every_step() -> None:
     assert len(seen) == 4
     handle.remove()
     steps(lm, replayed, ids[:, 12:16])
-    assert len(seen) == 4 and replayed._step is not None
+    assert len(seen) == 4 and step_of(replayed) is not None
 
 
 def test_hooks_on_all_modules_run_too() -> None:

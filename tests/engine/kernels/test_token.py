@@ -1,10 +1,9 @@
-"""A layer's and a model's step in a few kernels against its ordinary forward pass, in Triton's interpreter or on a GPU."""
+"""A layer's and a model's token in a few kernels against its ordinary forward pass, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from prism import rules
-from prism.engine import layer_step, using
-from prism.models import PrismCache, ReplayedCache
+from prism.engine import cuda_graph, token, using
+from prism.models import PrismCache
+from prism.models.decode import Captured
 from prism.nn.block import Block
 from prism.nn.state import State
 from prism.rules.delta import GatedDelta
@@ -60,10 +60,10 @@ def stepped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def step(*given: Any) -> Any:
         seen.append(given)
-        return layer_step.__dict__["_original"](*given)
+        return original(*given)
 
-    monkeypatch.setitem(layer_step.__dict__, "_original", layer_step.delta_step)
-    monkeypatch.setattr(layer_step, "delta_step", step)
+    original = token.delta_by_kernels
+    monkeypatch.setattr(token, "delta_by_kernels", step)
     return seen
 
 
@@ -82,13 +82,17 @@ def block(name: str, dtype: torch.dtype, width: int = 24, hidden: int = 40, **op
 
 
 def run(layer: Block, x: Tensor, state: State, backend: str = "auto", overwrite: bool = False) -> dict[str, Tensor]:
-    """Outputs of x `[B, T, D]`, token by token, and the last state."""
+    """Outputs of x `[B, T, D]`, token by token, and the last state; with backend="torch" by the forward pass."""
     outputs = []
     with torch.no_grad(), using(backend=backend):
-        for token in x.split(1, 1):
-            y, state = layer(token, replace(state, overwrite=overwrite))
-            outputs.append(y)
-    return {"y": torch.cat(outputs, 1), **state.tensors()}
+        for row in x.unbind(1):
+            if backend == "torch":
+                y, state = layer(row.unsqueeze(1), state)
+                outputs.append(y.squeeze(1))
+            else:
+                y, state = layer.decode(row, replace(state, overwrite=overwrite))
+                outputs.append(y)
+    return {"y": torch.stack(outputs, 1), **state.tensors()}
 
 
 def errors(got: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
@@ -117,9 +121,9 @@ def test_a_layer(name: str, stepped: list[Any]) -> None:
     assert len(stepped) == STEPS
 
 
-def test_every_rule_with_a_plan_is_tested() -> None:
-    planned = {name for name in rules.names() if rules.get(name).build(16, 2).current_step_plan() is not None}
-    assert planned == {name.split(",")[0] for name in LAYERS}
+def test_every_rule_with_weights_by_role_is_tested() -> None:
+    described = {name for name in rules.names() if rules.get(name).build(16, 2).current_decoding_weights() is not None}
+    assert described == {name.split(",")[0] for name in LAYERS}
 
 
 @pytest.mark.parametrize("name", ["prism, gelu", "gated_delta", "kda"])
@@ -179,26 +183,20 @@ def test_a_model(stepped: list[Any]) -> None:
     assert_all_close("model", *({"logits": logits[n], **caches[n].tensors()} for n in ("triton", "torch")), 1e-5, {})
 
 
-def test_replayed_steps_write_the_caches_own_states(stepped: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prism.models.replay.PATIENCE", 0)
-    lm, ids = model("prism*2", torch.float32).to(DEVICE), tokens(1, 6).to(DEVICE)
-    plain, replayed = PrismCache(), ReplayedCache()
-    with torch.no_grad(), using(backend="triton"):
-        for cache in (plain, replayed):
-            lm(ids[:, :4], past_key_values=cache)
-        answers = [[lm(ids[:, i : i + 1], past_key_values=c).logits for i in range(4, 6)] for c in (plain, replayed)]
-        assert replayed._step is not None and replayed._step.holds(replayed.states)
-        places = [
-            z.data_ptr()
-            for z in replayed._step.compute(replayed._step.states, overwrite=True)[-1][0].tensors().values()
-        ]
-    assert all(map(torch.equal, *answers))
-    assert places == [z.data_ptr() for z in replayed.states[0].tensors().values()]
+@torch.no_grad()
+def test_a_captured_step_writes_its_own_states(stepped: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "capture", lambda run, *_: (run(), None))
+    lm, ids, cache = model("prism*2", torch.float32).to(DEVICE), tokens(1, 6).to(DEVICE), PrismCache()
+    lm(ids[:, :4], past_key_values=cache)
+    with using(backend="triton"):
+        step = Captured(lm, ids[:, 4:5], cache.states, torch.float32)
+        places = [z.data_ptr() for state in step._step()[-1] for z in state.tensors().values()]
+    assert places == [z.data_ptr() for state in step.states for z in state.tensors().values()]
     assert stepped
 
 
 class Louder(GatedDelta):
-    """A rule with its own output: the family's plan does not describe it."""
+    """A rule with its own output: the family's weights by role do not describe it."""
 
     def output(self, o: Tensor, x: Tensor, extra: None) -> Tensor:
         return 2 * super().output(o, x, extra)
@@ -225,7 +223,6 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
         layer.mixer.rule.norm, "norm", nn.LayerNorm(layer.mixer.rule.value_dim).requires_grad_(False).to(DEVICE)
     ),
     "taps of other strides": _turned,
-    "training": Block.train,
     "another norm": lambda layer: setattr(layer, "mlp_norm", nn.LayerNorm(24).requires_grad_(False).to(DEVICE)),
 }
 
@@ -250,18 +247,18 @@ def test_a_subclass_with_its_own_output_takes_the_ordinary_way(stepped: list[Any
     assert not stepped
 
 
-@pytest.mark.parametrize("case", ["gradients", "autocast", "mask", "reset", "tokens", "form", "first"])
-def test_other_calls_take_the_ordinary_way(case: str, stepped: list[Any]) -> None:
+@pytest.mark.parametrize("case", ["gradients", "autocast", "form"])
+def test_other_calls_take_the_ordinary_way(case: str) -> None:
+    x, autocast = torch.randn(2, 24, device=DEVICE), torch.autocast(DEVICE, torch.bfloat16)
+    with torch.no_grad():
+        assert token.allowed(x)
+        with using(form="chunkwise") if case == "form" else autocast if case == "autocast" else torch.enable_grad():
+            assert not token.allowed(x)
+
+
+def test_the_first_token_takes_the_ordinary_way(stepped: list[Any]) -> None:
     layer, _ = block("prism", torch.float32)
-    x, flags = torch.randn(2, 3, 24), torch.ones(2, 1, dtype=torch.bool)
-    with torch.no_grad(), using(backend="torch"):
-        state = layer(x)[1]
-    token = x if case == "tokens" else x[:, :1]
-    options: dict[str, Any] = {"mask": flags} if case == "mask" else {"reset": flags} if case == "reset" else {}
-    options |= {"form": "chunkwise"} if case == "form" else {}
-    autocast = torch.autocast(DEVICE, torch.bfloat16) if case == "autocast" else nullcontext()
-    with torch.set_grad_enabled(case == "gradients"), autocast:
-        layer(token, None if case == "first" else state, backend="torch" if case == "autocast" else "triton", **options)
+    run(layer, torch.randn(2, 1, 24), State(), "triton")
     assert not stepped
 
 
@@ -272,4 +269,4 @@ def test_a_state_of_another_layer_is_refused_as_usual() -> None:
     with torch.no_grad():
         state = other(x, backend="torch")[1]
         with pytest.raises(ValueError, match="state does not fit rule 'prism'"):
-            layer(x[:, :1], state, backend="triton")
+            layer.decode(x[:, 0], state)
