@@ -27,7 +27,6 @@ from torch import Tensor
 
 from prism.engine.inputs import without_autocast
 from prism.engine.linear.recurrent import one_token as recurrent_token
-from prism.engine.linear.recurrent import recurrent
 from prism.engine.update import Update, check_state, wants_gradients
 
 if TYPE_CHECKING:
@@ -206,12 +205,13 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
         raise ValueError(f"state must be contiguous {wanted} to be overwritten, got {state.dtype}{strides}")
     if wants_gradients(*update.tensors, state):
         raise ValueError("memory_ has no gradients: call it under torch.no_grad(), or call memory")
-    if chosen(engine_of(Update), update, *resolve("recurrent", backend))[1].backend == "triton":
+    _, one = chosen(engine_of(Update), update, *resolve("recurrent", backend))
+    if one.backend == "triton":
         from prism.engine.kernels import decode
         from prism.engine.kernels.serve import decode_options
 
         return decode.step_(*update.tensors, update.reset, update.mask, state, *decode_options(update))
-    o, new = without_autocast(recurrent, update, state)
+    o, new = without_autocast(one.run, update, state)
     state.copy_(new)
     return o
 
