@@ -268,8 +268,8 @@ def delta_token(
     if writes is not None:
         ups = [None if m is None else m.up for m in (writes.key, writes.gain, writes.expected)]
     R = next((up.shape[1] for up in ups if up is not None), 1)
-    decay_up = getattr(plan.decay_in, "up", None)  # of a low-rank map
-    gate_up, gate_bias = plan.gate[1:] if hasattr(plan.gate, "up") else (None, None)
+    decay_up = plan.decay_in.up if isinstance(plan.decay_in, tuple) else None  # of a low-rank map
+    gate_up, gate_bias = plan.gate[1:] if isinstance(plan.gate, tuple) else (None, None)
     ranks = [1 if up is None else up.shape[1] for up in (decay_up, gate_up)]
     with device_guard(given):
         delta_token_kernel[(rows * H,)](
