@@ -83,13 +83,9 @@ def main() -> None:
     lines = [f"| {name} | {len(files)} | {', '.join(f'`{file}`' for file in files)} |\n" for name, files in rows]
     table = "| call | files | in order |\n|---|--:|---|\n" + "".join(lines)
     page = ROOT / "docs" / "design.md"
-    text = re.sub(
-        rf"({MARK}).*?({MARK})",
-        lambda found: found[1] + "\n" + table + "\n" + found[2],
-        page.read_text(),
-        flags=re.DOTALL,
-    )
-    page.write_text(text)
+    block = re.compile(f"{MARK}.*?{MARK}", re.DOTALL)
+    text = block.sub(lambda _: f"{MARK}\n{table}\n{MARK}", page.read_text(encoding="utf-8"))
+    page.write_text(text, encoding="utf-8")
     print(table)
 
 
