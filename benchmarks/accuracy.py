@@ -21,7 +21,7 @@ import prism
 from low_precision import low_precision
 from prism.engine import layer_ops
 from prism.engine.inputs import repeat_heads, repeat_mask
-from prism.engine.kernels.configurations import Configuration, forced
+from prism.engine.kernels.memory.configurations import Configuration, forced
 from prism.engine.update import at_substep
 
 Tensors = dict[str, Tensor]
@@ -225,7 +225,7 @@ def _in_torch(form: str) -> Callable[[prism.Update, Tensor], tuple[Tensor, Tenso
 
 
 def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
-    from prism.engine.kernels.configurations import configuration
+    from prism.engine.kernels.memory.configurations import configuration
 
     columns = case.writes + (case.erase == "own")
     return configuration(case.key_dim, case.value_dim, columns, dtype, torch.device(device))
@@ -233,7 +233,7 @@ def _default(case: Case, dtype: torch.dtype, device: str) -> Configuration:
 
 def around_the_memory(device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """Check the kernels of the operations around the memory (prism.engine.layer_ops) in the same way."""
-    from prism.engine.kernels import columns, short_conv, solver
+    from prism.engine.kernels.ops import columns, short_conv, solver
     from prism.engine.layer_ops import UNIT_EPS, Corrections, delta_columns, solve
 
     B, T, H, L, K, V = 2, 333, 2, 3, 128, 128

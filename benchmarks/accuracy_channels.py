@@ -14,8 +14,8 @@ from torch import Tensor
 
 import prism
 from accuracy import FLOOR, Tensors, error, unwritten_memory_is_nan
-from prism.engine.kernels.channel_configurations import ChannelConfiguration, channel_configuration
-from prism.engine.kernels.configurations import forced
+from prism.engine.kernels.memory.channel_configurations import ChannelConfiguration, channel_configuration
+from prism.engine.kernels.memory.configurations import forced
 
 KEPT = ("log_decay", "erase_strength", "state", "d_state")
 """Float32 even with half-precision tensors."""

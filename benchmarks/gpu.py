@@ -30,7 +30,7 @@ import accuracy_steps
 import speed
 import speed_channels
 from prism.engine.kernels.available import INTERPRETED
-from prism.engine.kernels.configurations import MEASURED, architecture
+from prism.engine.kernels.memory.configurations import MEASURED, architecture
 from prism.lab.results import write_results
 
 PARTS = ("accuracy", "decode", "first-call", "speed")

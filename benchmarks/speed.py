@@ -207,7 +207,7 @@ def decode(batch: int, have: Ceilings, heads: int = 16, width: int = 128, writes
 
 FIRST_CALL = """
 import time, torch, prism
-from prism.engine.kernels import memory
+from prism.engine.kernels.memory import operator as memory
 import torch._dynamo  # torch.library imports it at the first call of any custom operator
 torch.zeros(1, device="cuda").cpu()
 def call(B, T, H):

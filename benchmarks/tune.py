@@ -1,4 +1,4 @@
-"""Measure tilings on this machine's GPU and print rows for `src/prism/engine/kernels/configurations.py`.
+"""Measure tilings on this machine's GPU and print rows for `src/prism/engine/kernels/memory/configurations.py`.
 
     python benchmarks/tune.py --widths 64 128 --writes 1 2 4
     python benchmarks/tune.py --widths 256 --writes 2 --blocks 32 64
@@ -18,8 +18,8 @@ import torch
 
 import accuracy
 import speed
-from prism.engine.kernels.configurations import Configuration, Tiling, architecture, configuration, forced
-from prism.engine.kernels.launch import KernelInputs, Launch
+from prism.engine.kernels.memory.configurations import Configuration, Tiling, architecture, configuration, forced
+from prism.engine.kernels.memory.launch import KernelInputs, Launch
 
 
 def time_kernels(u: KernelInputs, d_o: torch.Tensor, chosen: Configuration, name: str) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from prism.engine import sequence_parallel as shared
-from prism.engine.kernels import fla, serve
+from prism.engine.kernels import fla
+from prism.engine.kernels.memory import dispatch
 from prism.engine.linear.block import parallel
 from prism.engine.linear.chunkwise import chunkwise
 from prism.engine.linear.recurrent import recurrent
@@ -37,7 +38,7 @@ def _recurrent_or(form: str) -> Callable[[Any], str]:
 
 
 def _on_gpu(update: Update) -> bool:
-    return update.w.is_cuda and serve.on_gpu(update)  # asked first: on a CPU nothing of the kernels runs
+    return update.w.is_cuda and dispatch.on_gpu(update)  # asked first: on a CPU nothing of the kernels runs
 
 
 def _choose_linear(update: Update) -> str:
@@ -67,12 +68,12 @@ register(
     Engine(
         {
             "recurrent": [
-                Implementation(serve.run_step, "triton", serve.refuses, _on_gpu),
+                Implementation(dispatch.run_step, "triton", dispatch.refuses, _on_gpu),
                 Implementation(recurrent),
             ],
             "parallel": [Implementation(parallel)],
             "chunkwise": [
-                Implementation(serve.run_chunks, "triton", serve.refuses, _on_gpu),
+                Implementation(dispatch.run_chunks, "triton", dispatch.refuses, _on_gpu),
                 Implementation(fla.run, "fla", fla.refuses, _on_gpu),
                 Implementation(chunkwise),
             ],

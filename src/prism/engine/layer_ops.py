@@ -99,7 +99,7 @@ def short_conv(
     """
     size, T = weight.shape[0], x.shape[1]
     if use_kernel(x):
-        from prism.engine.kernels import short_conv as kernel
+        from prism.engine.kernels.ops import short_conv as kernel
 
         numbers = None if documents is None else documents.int()
         if window is not None and window.requires_grad and torch.is_grad_enabled():
@@ -163,7 +163,7 @@ def delta_columns(
 
 
 def _columns_by_kernel(mixed: Tensor, beta: Tensor, key_dim: int, c: Corrections | None) -> Columns:
-    from prism.engine.kernels import columns as kernel
+    from prism.engine.kernels.ops import columns as kernel
 
     later, options = _for_kernel(c, key_dim)
     return Columns(*kernel.columns(mixed, beta, *later, *options))
@@ -203,7 +203,7 @@ def conv_columns(
     c, writes = corrections, 1 if corrections is None else 1 + corrections.beta.shape[-1]
     if not one_operator_serves(projected, window, weight.shape[0], key_dim, value_dim, writes):
         return delta_columns(short_conv(projected, weight, None, window, documents), beta, key_dim, 1, c)
-    from prism.engine.kernels.conv_columns import conv_columns as kernel
+    from prism.engine.kernels.ops.conv_columns import conv_columns as kernel
 
     before = None if window is None else window.to(projected.dtype)
     numbers = None if documents is None else documents.int()
@@ -243,7 +243,7 @@ def solved_writes(
         nonlinearity: False omits the GELU, or the sigmoid of the closed form.
     """
     if use_kernel(v):
-        from prism.engine.kernels import solver as kernel
+        from prism.engine.kernels.ops import solver as kernel
 
         return kernel.solve(v, u, p, beta, scale, solver == "gelu", nonlinearity)
     r = v if u is None else v - u
@@ -416,7 +416,7 @@ def token_losses(
     The logits, in float32 or float64, are overwritten. Rows whose target is `ignore_index` have loss and gradient 0.
     """
     if use_kernel(logits):
-        from prism.engine.kernels import cross_entropy as kernel
+        from prism.engine.kernels.ops import cross_entropy as kernel
 
         return kernel.token_losses(logits, targets, ignore_index, z_loss, dtype)
     counted = targets != ignore_index

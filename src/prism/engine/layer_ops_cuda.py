@@ -1,6 +1,6 @@
 """The autograd functions of layer_ops.py for training on a GPU: few passes over memory, and little kept.
 
-Each gives the same values as its definition in torch up to rounding, from the kernels in engine/kernels/pieces.py. It keeps its
+Each gives the same values as its definition in torch up to rounding, from kernels/ops/layer_ops.py. It keeps its
 inputs and the outputs of large products; the backward pass computes their gated product again.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prism.engine.kernels import pieces as kernel
-from prism.engine.kernels.short_conv import short_conv, short_conv_backward
+from prism.engine.kernels.ops import layer_ops as kernel
+from prism.engine.kernels.ops.short_conv import short_conv, short_conv_backward
 
 
 def _refuse_second_derivatives() -> None:

@@ -207,8 +207,8 @@ def memory_(update: Update, state: Tensor, backend: str = "auto") -> Tensor:
         raise ValueError("memory_ has no gradients: call it under torch.no_grad(), or call memory")
     _, one = chosen(engine_of(Update), update, *resolve("recurrent", backend))
     if one.backend == "triton":
-        from prism.engine.kernels import decode
-        from prism.engine.kernels.serve import decode_options
+        from prism.engine.kernels.memory.dispatch import decode_options
+        from prism.engine.kernels.token import decode
 
         return decode.step_(*update.tensors, update.reset, update.mask, state, *decode_options(update))
     o, new = without_autocast(one.run, update, state)

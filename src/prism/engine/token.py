@@ -443,8 +443,8 @@ def delta_by_kernels(
 
     All tensors are contiguous.
     """
-    from prism.engine.kernels.token_maps import Window, maps, normed
-    from prism.engine.kernels.token_memory import Places, delta_token
+    from prism.engine.kernels.token.layer_maps import Window, maps, normed
+    from prism.engine.kernels.token.layer_memory import Places, delta_token
 
     new, writes = state if overwrite else state.like(), layer.writes
     anchor = None if writes is None else Window(writes.taps, state.anchor, new.anchor)
@@ -462,6 +462,6 @@ def delta_by_kernels(
 
 def glu_by_kernels(x: Tensor, weights: GluWeights) -> Tensor:
     """x + down(SiLU(gate n) ⊙ up n) for n = norm x, x `[B, D]`."""
-    from prism.engine.kernels.token_maps import gated, maps, normed
+    from prism.engine.kernels.token.layer_maps import gated, maps, normed
 
     return maps(gated(normed(x, weights.norm)[0], weights.gate, weights.up), [weights.down], residual=x)

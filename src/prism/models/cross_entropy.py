@@ -10,7 +10,7 @@ Design choices
   it to those of hidden rows and weights, and drops them. The backward pass only multiplies by the loss's gradient.
 - Exact: logits, log-sum-exp, softmax, the loss and the sum of the weights' gradient are float32 also for half-precision
   inputs (float64 for float64). On a GPU the product itself gives float32, and one kernel makes loss and gradient from it
-  (engine/kernels/cross_entropy.py). Only what enters a matrix product is rounded to the input's dtype, as autocast does.
+  (engine/kernels/ops/cross_entropy.py). Only what enters a matrix product is rounded to the input's dtype, as autocast does.
 - Why not a library's. `torch.nn.functional.linear_cross_entropy` (torch 2.13) computes in the same order, but older versions
   do not have it, it has no z-loss, and it leaves compiled code. Liger's needs Triton and a GPU, and takes logits in the
   input's dtype. Cut cross-entropy never writes logits at all: it computes them again in the backward pass, a third more

@@ -79,8 +79,8 @@ def one(
     substeps: int = 1,
 ) -> None:
     """The chunk kernels for J writes to memories of K by V."""
-    from prism.engine.kernels import memory as chunks
-    from prism.engine.kernels.configurations import MEASURED, default, forced
+    from prism.engine.kernels.memory import operator as chunks
+    from prism.engine.kernels.memory.configurations import MEASURED, default, forced
 
     B, T, H, single = 1, 70, 2, torch.float32
     G, R = groups, T * substeps
@@ -97,7 +97,7 @@ def one(
 
 def memory() -> None:
     """The chunk and decode kernels, with every option in some call."""
-    from prism.engine.kernels import decode
+    from prism.engine.kernels.token import decode
 
     B, H, single = 1, 2, torch.float32
     one(128, 128, 2)
@@ -123,9 +123,9 @@ def sizes() -> None:
 
 def channels() -> None:
     """The chunk kernels of a decay per key channel."""
-    from prism.engine.kernels.channel_configurations import MEASURED, default
-    from prism.engine.kernels.channel_memory import channel_memory
-    from prism.engine.kernels.configurations import forced
+    from prism.engine.kernels.memory.channel_configurations import MEASURED, default
+    from prism.engine.kernels.memory.channel_operator import channel_memory
+    from prism.engine.kernels.memory.configurations import forced
 
     T, single = 40, torch.float32
 
@@ -152,11 +152,11 @@ def channels() -> None:
 
 def around_the_memory() -> None:
     """The kernels of `prism.engine.layer_ops`."""
-    from prism.engine.kernels.columns import columns
-    from prism.engine.kernels.conv_columns import conv_columns
-    from prism.engine.kernels.cross_entropy import token_losses
-    from prism.engine.kernels.short_conv import short_conv
-    from prism.engine.kernels.solver import solve
+    from prism.engine.kernels.ops.columns import columns
+    from prism.engine.kernels.ops.conv_columns import conv_columns
+    from prism.engine.kernels.ops.cross_entropy import token_losses
+    from prism.engine.kernels.ops.short_conv import short_conv
+    from prism.engine.kernels.ops.solver import solve
 
     B, T, H, K, V, N = 1, 70, 2, 64, 36, 2
     mixed, beta, scale = leaf(B, T, H * (2 * K + V)), leaf(B, T, H), leaf(N, H, V, dtype=torch.float32)
@@ -183,7 +183,7 @@ def around_the_memory() -> None:
 
 def pieces_of_a_layer() -> None:
     """The kernels of `prism.engine.layer_ops`."""
-    from prism.engine.kernels import pieces
+    from prism.engine.kernels.ops import layer_ops as pieces
 
     x, delta, weight = torch.zeros(5, 768), torch.zeros(5, 768, dtype=torch.bfloat16), torch.zeros(768)
     for added in (delta, None):
@@ -201,7 +201,7 @@ def pieces_of_a_layer() -> None:
 
 def networks() -> None:
     """The kernels of memories that are networks."""
-    from prism.engine.kernels.serial_mlp import serial_mlp
+    from prism.engine.kernels.network.serial_mlp import serial_mlp
 
     B, T, H, D, M = 1, 5, 2, 64, 256
     single = torch.float32

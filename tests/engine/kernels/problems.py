@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import prism
-from prism.engine.kernels.configurations import Configuration, Tiling
+from prism.engine.kernels.memory.configurations import Configuration, Tiling
 from prism.rules.parts import l2_normalize
 from tests.engine.kernels.where import DEVICE
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import prism
 from prism.engine import engine_of, layer_ops
-from prism.engine.kernels import available, serve
+from prism.engine.kernels import available
+from prism.engine.kernels.memory import dispatch
 from prism.engine.networks import Averaged, InnerUpdate, Network
 
 
@@ -91,7 +92,7 @@ def test_falling_back_to_torch_is_warned_about_once(monkeypatch: pytest.MonkeyPa
         assert not layer_ops.use_kernel(on_gpu())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert serve.on_gpu(SimpleNamespace(w=on_gpu()))
+        assert dispatch.on_gpu(SimpleNamespace(w=on_gpu()))
         assert not layer_ops.use_kernel(on_gpu())
 
 

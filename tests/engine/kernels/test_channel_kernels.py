@@ -17,8 +17,8 @@ from torch import Tensor
 import prism
 from prism import rules
 from prism.engine import memory
-from prism.engine.kernels.channel_configurations import ChannelConfiguration, default
-from prism.engine.kernels.configurations import Tiling, forced
+from prism.engine.kernels.memory.channel_configurations import ChannelConfiguration, default
+from prism.engine.kernels.memory.configurations import Tiling, forced
 from prism.engine.memories.slots import Slots
 from prism.engine.memory import chosen, engine_of
 from prism.rules.parts import l2_normalize
@@ -162,7 +162,7 @@ def test_a_gate_that_forgets_everything_does_not_affect_its_neighbours() -> None
 
 def test_torch_compile_without_graph_breaks() -> None:
     """Which also runs the operator on fake tensors: their shapes must be the real ones."""
-    from prism.engine.kernels.channel_memory import channel_memory
+    from prism.engine.kernels.memory.channel_operator import channel_memory
 
     case = Channels(20, heads=2, groups=1, erase="write first")
     x = {name: z.requires_grad_() for name, z in case.leaves().items()}

@@ -20,7 +20,7 @@ from tests.engine.kernels.where import CAN_START, DEVICE, needs_kernels
 pytestmark = needs_kernels
 
 if CAN_START:
-    from prism.engine.kernels import segments
+    from prism.engine.kernels.memory import segments
 
 
 def test_a_tensor_with_a_tangent_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:

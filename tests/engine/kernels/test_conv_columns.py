@@ -22,7 +22,7 @@ from tests.helpers import assert_close, unwritten_memory_is_nan
 pytestmark = needs_kernels
 
 if CAN_START:
-    from prism.engine.kernels import conv_columns as kernel
+    from prism.engine.kernels.ops import conv_columns as kernel
 
 Given = tuple[Tensor | None, ...]
 

@@ -17,7 +17,7 @@ from tests.engine.kernels.where import CAN_START, DEVICE, needs_kernels
 pytestmark = needs_kernels
 
 if CAN_START:
-    from prism.engine.kernels import decode
+    from prism.engine.kernels.token import decode
 
 
 @st.composite

@@ -22,8 +22,8 @@ from tests.helpers import unwritten_memory_is_nan
 pytestmark = needs_kernels
 
 if CAN_START:
-    from prism.engine.kernels import memory
-    from prism.engine.kernels.configurations import Configuration, forced
+    from prism.engine.kernels.memory import operator as memory
+    from prism.engine.kernels.memory.configurations import Configuration, forced
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 

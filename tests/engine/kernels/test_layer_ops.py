@@ -24,10 +24,10 @@ from tests.helpers import assert_close, relative_error, unwritten_memory_is_nan
 pytestmark = needs_kernels
 
 if CAN_START:
-    from prism.engine.kernels.columns import columns
-    from prism.engine.kernels.cross_entropy import token_losses
-    from prism.engine.kernels.short_conv import short_conv
-    from prism.engine.kernels.solver import solve as solve_by_kernel
+    from prism.engine.kernels.ops.columns import columns
+    from prism.engine.kernels.ops.cross_entropy import token_losses
+    from prism.engine.kernels.ops.short_conv import short_conv
+    from prism.engine.kernels.ops.solver import solve as solve_by_kernel
 
 
 @pytest.mark.parametrize("solver", ["gelu", "closed"])

@@ -22,11 +22,13 @@ if CAN_START:
     import triton
     import triton.language as tl
 
-    from prism.engine.kernels import decode, memory, segments
-    from prism.engine.kernels.configurations import Tiling, forced
-    from prism.engine.kernels.launch import KernelInputs, Launch
+    from prism.engine.kernels.memory import operator as memory
+    from prism.engine.kernels.memory import segments
+    from prism.engine.kernels.memory.configurations import Tiling, forced
+    from prism.engine.kernels.memory.launch import KernelInputs, Launch
+    from prism.engine.kernels.memory.tiles import lasting_chunks
     from prism.engine.kernels.runtime import Compiled, compiled
-    from prism.engine.kernels.tiles import lasting_chunks
+    from prism.engine.kernels.token import decode
 
     @triton.jit
     def count_lasting(reach, found, near, count, direction):

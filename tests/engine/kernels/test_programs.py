@@ -13,7 +13,7 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is for Linux")
 
 from prism.engine.kernels import compat, runtime  # noqa: E402 (they import Triton)
-from prism.engine.kernels.configurations import Tiling  # noqa: E402 (likewise)
+from prism.engine.kernels.memory.configurations import Tiling  # noqa: E402 (likewise)
 
 
 class Ready:

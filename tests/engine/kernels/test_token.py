@@ -27,7 +27,7 @@ from tests.models.stacks import model, tokens
 pytestmark = needs_kernels
 
 if CAN_START:
-    from prism.engine.kernels import token_memory
+    from prism.engine.kernels.token import layer_memory as token_memory
 
 LAYERS = {
     "prism": {},

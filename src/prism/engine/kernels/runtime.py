@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import copy_context
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,9 @@ from prism.engine import compat as torch_compat
 from prism.engine.kernels import compat
 from prism.engine.kernels.available import INTERPRETED
 from prism.engine.kernels.compat import descriptor_on
-from prism.engine.kernels.configurations import Configuration, Tiling
+
+if TYPE_CHECKING:
+    from prism.engine.kernels.memory.configurations import Configuration, Tiling
 
 THREADS = 16
 """Threads that compile kernels in parallel."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prism.engine.inputs import describe, zero_padding
-from prism.engine.kernels import serve
+from prism.engine.kernels.memory import dispatch
 from prism.engine.linear.block import from_blocks, incoming_states, to_blocks
 from prism.engine.linear.chunkwise import chunkwise as linear_chunkwise
 from prism.engine.linear.decay import ChannelDecay
@@ -101,17 +101,17 @@ def chunkwise(
 def chunkwise_by_kernel(update: Slots, state: Memories | None = None) -> tuple[Tensor, Memories]:
     """`chunkwise` with Ṽ in the GPU kernels. K̃, which decays along what is read, stays in torch: the kernels' memories
     decay along what is looked up."""
-    return chunkwise(update, state, values=serve.run_chunks)
+    return chunkwise(update, state, values=dispatch.run_chunks)
 
 
 def kernel_refuses(update: Slots) -> str | None:
     """Why the kernels cannot compute Ṽ, in one clause; None if they can."""
-    return serve.refuses(update.written(update.v))
+    return dispatch.refuses(update.written(update.v))
 
 
 def on_gpu(update: Slots) -> bool:
     """Whether `backend="auto"` tries the kernels."""
-    return serve.on_gpu(update.written(update.v))
+    return dispatch.on_gpu(update.written(update.v))
 
 
 def check_state(update: Slots, state: Memories | None) -> None:

@@ -143,7 +143,7 @@ def serial_by_kernel(u: InnerUpdate, state: dict[str, Tensor] | None = None) -> 
     save = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (*tokens, w1, w2, b1, b2, scale, shift)
     )
-    from prism.engine.kernels.serial_mlp import serial_mlp
+    from prism.engine.kernels.network.serial_mlp import serial_mlp
 
     z, *end = serial_mlp(*tokens, w1, w2, b1, b2, scale, shift, save)[:5]
     o = network.answer(z.transpose(1, 2), u.q.transpose(1, 2)).transpose(1, 2)

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard
+from prism.engine.kernels.ops.sigmoid import sigmoid
 from prism.engine.kernels.runtime import Operator, all_contiguous_aligned, gradient_like, present, schema_of
-from prism.engine.kernels.sigmoid import sigmoid
 
 # One warp walks along STRIP tokens and loads UNROLL of them at a time.
 TILE: dict[str, int] = {"COLUMNS": 128, "STRIP": 32, "UNROLL": 4, "num_warps": 1}

@@ -19,8 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.forward import invert_unit_lower
-from prism.engine.kernels.tiles import load_rows
+from prism.engine.kernels.memory.forward import invert_unit_lower
+from prism.engine.kernels.memory.tiles import load_rows
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 from prism.engine.inputs import real_resets, repeat_heads, repeat_mask, zero_padding
 from prism.engine.kernels import available
 from prism.engine.kernels.available import device_refuses, tile_widths
-from prism.engine.kernels.channel_serve import by_channel, run_channels
+from prism.engine.kernels.memory.channel_dispatch import by_channel, run_channels
 from prism.engine.update import Update, wants_gradients
 
 WIDEST_KEY, WIDEST_VALUE = 256, 512
@@ -44,7 +44,7 @@ def run_chunks(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """Run the chunk kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`."""
     if by_channel(u):
         return run_channels(u, state, _erases_first(u))
-    from prism.engine.kernels import memory
+    from prism.engine.kernels.memory import operator as memory
 
     K, V = u.key_dim, u.value_dim
     columns = _kernel_inputs(u)
@@ -61,7 +61,7 @@ def run_step(u: Update, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """
     if wants_gradients(*u.tensors, state):
         return run_chunks(u, state)
-    from prism.engine.kernels import decode
+    from prism.engine.kernels.token import decode
 
     given = None if state is None else state.float()
     return decode.step(*u.tensors, u.reset, u.mask, given, *decode_options(u))

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prism.engine.kernels.channel_configurations import ChannelConfiguration, channel_configuration
-from prism.engine.kernels.channel_prepare import channel_prepare_kernel
-from prism.engine.kernels.channel_scan import channel_backward_scan_kernel, channel_forward_scan_kernel
-from prism.engine.kernels.channel_tokens import channel_tokens_kernel
-from prism.engine.kernels.configurations import Tiling
+from prism.engine.kernels.memory.channel_configurations import ChannelConfiguration, channel_configuration
+from prism.engine.kernels.memory.channel_prepare import channel_prepare_kernel
+from prism.engine.kernels.memory.channel_scan import channel_backward_scan_kernel, channel_forward_scan_kernel
+from prism.engine.kernels.memory.channel_tokens import channel_tokens_kernel
+from prism.engine.kernels.memory.configurations import Tiling
 from prism.engine.kernels.runtime import Compiled, rows, tiles
 
 BEFORE, UNDECAYED = 1, 2

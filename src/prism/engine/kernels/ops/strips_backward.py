@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.short_conv import (
+from prism.engine.kernels.ops.short_conv import (
     convolved,
     document,
     documents_before,
@@ -17,9 +17,9 @@ from prism.engine.kernels.short_conv import (
     weight_sums,
     weights_of,
 )
-from prism.engine.kernels.sigmoid import sigmoid
-from prism.engine.kernels.solver import correction
-from prism.engine.kernels.strips import gain_of, number_at, put_number, put_row, row_at, strip_of_a_head
+from prism.engine.kernels.ops.sigmoid import sigmoid
+from prism.engine.kernels.ops.solver import correction
+from prism.engine.kernels.ops.strips import gain_of, number_at, put_number, put_row, row_at, strip_of_a_head
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import load_rows, store_rows
+from prism.engine.kernels.memory.tiles import load_rows, store_rows
 
 
 @triton.jit(do_not_specialize=["T", "H", "padded", "per_segment", "segments"])

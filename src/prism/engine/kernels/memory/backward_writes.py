@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import (
+from prism.engine.kernels.memory.tiles import (
     borders,
     diagonal,
     heads_first,

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from prism.engine.kernels.backward_queries import backward_queries_kernel
-from prism.engine.kernels.backward_scan import backward_decay_kernel, backward_scan_kernel
-from prism.engine.kernels.backward_writes import backward_writes_kernel
-from prism.engine.kernels.configurations import Configuration, Tiling, configuration
-from prism.engine.kernels.forward import forward_scan_kernel, prepare_kernel
+from prism.engine.kernels.memory.backward_queries import backward_queries_kernel
+from prism.engine.kernels.memory.backward_scan import backward_decay_kernel, backward_scan_kernel
+from prism.engine.kernels.memory.backward_writes import backward_writes_kernel
+from prism.engine.kernels.memory.configurations import Configuration, Tiling, configuration
+from prism.engine.kernels.memory.forward import forward_scan_kernel, prepare_kernel
 from prism.engine.kernels.runtime import compiled, rows, tiles
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.short_conv import (
+from prism.engine.kernels.ops.short_conv import (
     convolved,
     document,
     documents_before,
@@ -22,8 +22,8 @@ from prism.engine.kernels.short_conv import (
     rows_before,
     weights_of,
 )
-from prism.engine.kernels.sigmoid import sigmoid
-from prism.engine.kernels.solver import correction
+from prism.engine.kernels.ops.sigmoid import sigmoid
+from prism.engine.kernels.ops.solver import correction
 
 
 @triton.jit

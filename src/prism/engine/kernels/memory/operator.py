@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard
-from prism.engine.kernels.launch import ChunkTables, KernelInputs, Launch
+from prism.engine.kernels.memory.launch import ChunkTables, KernelInputs, Launch
+from prism.engine.kernels.memory.segments import incoming, outgoing, segment_count, segment_counts
 from prism.engine.kernels.runtime import (
     Operator,
     all_contiguous_aligned,
@@ -23,7 +24,6 @@ from prism.engine.kernels.runtime import (
     only_given,
     schema_of,
 )
-from prism.engine.kernels.segments import incoming, outgoing, segment_count, segment_counts
 
 
 class Saved(NamedTuple):

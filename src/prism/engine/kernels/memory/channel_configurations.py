@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from prism.engine.kernels.configurations import Tiling, architecture, latest_forced
+from prism.engine.kernels.memory.configurations import Tiling, architecture, latest_forced
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard, tile_width
-from prism.engine.kernels.runtime import (
-    Operator,
-    all_contiguous_aligned,
-    all_present,
-    gradient_like,
-    only_given,
-    schema_of,
-)
-from prism.engine.kernels.solver import (
+from prism.engine.kernels.ops.solver import (
     ELEMENTS,
     Grid,
     differentiate_solution,
@@ -35,6 +27,14 @@ from prism.engine.kernels.solver import (
     token_grid,
     tokens_of_a_head,
     write_solution,
+)
+from prism.engine.kernels.runtime import (
+    Operator,
+    all_contiguous_aligned,
+    all_present,
+    gradient_like,
+    only_given,
+    schema_of,
 )
 
 BACKWARD_ELEMENTS, BACKWARD_WARPS = 1024, 2

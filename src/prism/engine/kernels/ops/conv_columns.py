@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard
+from prism.engine.kernels.ops.solver import empty_like, summed_shares
+from prism.engine.kernels.ops.strips import unit_strip_kernel, write_strip_kernel
+from prism.engine.kernels.ops.strips_backward import unit_strip_backward_kernel, write_strip_backward_kernel
 from prism.engine.kernels.runtime import (
     Operator,
     all_contiguous_aligned,
@@ -23,9 +26,6 @@ from prism.engine.kernels.runtime import (
     only_given,
     schema_of,
 )
-from prism.engine.kernels.solver import empty_like, summed_shares
-from prism.engine.kernels.strips import unit_strip_kernel, write_strip_kernel
-from prism.engine.kernels.strips_backward import unit_strip_backward_kernel, write_strip_backward_kernel
 
 # One warp walks along STRIP tokens and loads UNROLL of them at a time.
 TILE: dict[str, int] = {"STRIP": 32, "UNROLL": 4, "num_warps": 1}

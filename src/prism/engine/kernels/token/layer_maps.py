@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard, tile_width
-from prism.engine.kernels.short_conv import joined
+from prism.engine.kernels.ops.short_conv import joined
 
 PROGRAMS = 132
 """Programs that a launch should have at least: multiprocessors of an H100 or H200."""

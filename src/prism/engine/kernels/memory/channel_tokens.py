@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.channel_prepare import (
+from prism.engine.kernels.memory.channel_prepare import (
     document_ends,
     from_middle,
     in_corner,
@@ -29,7 +29,7 @@ from prism.engine.kernels.channel_prepare import (
     load_strength,
     visible,
 )
-from prism.engine.kernels.tiles import diagonal, load_rows, store_rows
+from prism.engine.kernels.memory.tiles import diagonal, load_rows, store_rows
 
 
 @triton.jit

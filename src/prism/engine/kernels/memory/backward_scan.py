@@ -18,7 +18,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from prism.engine.kernels.tiles import UNROLLED, borders, lasting_chunks, load_gate, load_rows, load_tokens, store_rows
+from prism.engine.kernels.memory.tiles import (
+    UNROLLED,
+    borders,
+    lasting_chunks,
+    load_gate,
+    load_rows,
+    load_tokens,
+    store_rows,
+)
 
 
 # Repeats the argument list of `forward_scan_kernel`: a Triton kernel takes no structures.

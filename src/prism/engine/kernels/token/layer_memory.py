@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard, tile_width
-from prism.engine.kernels.short_conv import joined
-from prism.engine.kernels.solver import correction
+from prism.engine.kernels.ops.short_conv import joined
+from prism.engine.kernels.ops.solver import correction
 
 if TYPE_CHECKING:
     from prism.engine.token import DeltaWeights

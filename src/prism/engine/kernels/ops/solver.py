@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard, tile_width
+from prism.engine.kernels.ops.sigmoid import sigmoid
 from prism.engine.kernels.runtime import (
     Operator,
     all_contiguous_aligned,
@@ -26,7 +27,6 @@ from prism.engine.kernels.runtime import (
     only_given,
     schema_of,
 )
-from prism.engine.kernels.sigmoid import sigmoid
 
 ELEMENTS = 2048
 """Tokens × channels per program, of the kernels here and in columns.py."""

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prism.engine.kernels.available import device_guard
-from prism.engine.kernels.sigmoid import sigmoid
+from prism.engine.kernels.ops.sigmoid import sigmoid
 
 ELEMENTS = 2048
 """Numbers per tile of a norm."""

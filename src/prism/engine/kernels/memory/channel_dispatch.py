@@ -25,8 +25,8 @@ def by_channel(u: Update) -> bool:
 def run_channels(u: Update, state: Tensor | None, along_first: bool) -> tuple[Tensor, Tensor]:
     """Run the channel kernels: the outputs `[B, T, H, V]` and the final state `[B, H, K, V]`. `along_first`: the erase goes
     along the first key written."""
-    from prism.engine.kernels.channel_launch import BEFORE, UNDECAYED
-    from prism.engine.kernels.channel_memory import channel_memory
+    from prism.engine.kernels.memory.channel_launch import BEFORE, UNDECAYED
+    from prism.engine.kernels.memory.channel_operator import channel_memory
 
     K, V, n, before = u.key_dim, u.value_dim, u.substeps, u.read == "before"
     inputs = _inputs(u, along_first)

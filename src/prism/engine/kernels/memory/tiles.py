@@ -1,7 +1,7 @@
 """Device functions that all chunk kernels share: tiles through tensor descriptors, and how much of a write remains.
 
 A descriptor sees token tensors as `[B, T, H · columns · width]`, and a tile is C tokens of one column, so that rows beyond T
-read as zeros and are never written. Widths are powers of two ≥ 16 (`serve.py` pads them). Gates are `[B, H, padded]` here,
+read as zeros and are never written. Widths are powers of two ≥ 16 (`dispatch.py` pads them). Gates are `[B, H, padded]` here,
 with T padded to whole chunks. Cumulative log-decays are in base 2 and restart every STEP tokens, the chunk of the scans,
 which may be shorter than that of the parallel passes.
 

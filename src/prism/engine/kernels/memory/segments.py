@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from prism.engine.kernels.configurations import Tiling
-from prism.engine.kernels.launch import ChunkTables, Launch
+from prism.engine.kernels.memory.configurations import Tiling
+from prism.engine.kernels.memory.launch import ChunkTables, Launch
 from prism.engine.kernels.runtime import side_stream
 
 WIDEST_MAP = 128

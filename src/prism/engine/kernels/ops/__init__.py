@@ -1,0 +1,1 @@
+"""The operations of a layer around its memory."""

@@ -1,0 +1,1 @@
+"""One token: of a memory alone, and of a whole layer."""
