@@ -73,6 +73,15 @@ def test_what_serves_a_model_loads_nothing_that_trains_one(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(
+    "first", ["prism", "prism.models", "prism.recommend.config", "transformers", "prism.models.language"]
+)
+def test_transformers_knows_our_models_whatever_is_imported_first(first: str) -> None:
+    code = f"import {first}, prism; from transformers import AutoConfig; print(AutoConfig.for_model('prism_rec').num_items)"
+    done = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "1000", done.stderr
+
+
 @pytest.mark.parametrize("registered", REGISTERED)
 def test_what_a_registry_names_exists(registered: str) -> None:
     module, _, name = registered.partition(":")

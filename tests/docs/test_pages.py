@@ -237,6 +237,6 @@ def test_the_check_of_archives_runs_the_readme_first_example() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     example = module.first_example((ROOT / "README.md").read_text(encoding="utf-8"))
-    assert "prism.Mixer(" in example and "mixer.step(" in example
+    assert "prism.Mixer(" in example and "mixer.decode(" in example
     with pytest.raises(ValueError, match="no Python block"):
         module.first_example("no code")

@@ -99,9 +99,10 @@ class Interrupt(torch.overrides.TorchFunctionMode):
         self.at, self.count = at, 0
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        if self.count == self.at:
-            raise KeyboardInterrupt
-        self.count += 1
+        if "grad_enabled" not in getattr(function, "__name__", ""):  # `no_grad` ends also when it is interrupted
+            if self.count == self.at:
+                raise KeyboardInterrupt
+            self.count += 1
         return function(*arguments, **(named or {}))
 
 

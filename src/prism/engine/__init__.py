@@ -1,6 +1,8 @@
 """Compute memories, exactly, in several forms. Knows no rule.
 
-Read update.py (the normal form), linear/recurrent.py (its definition) and linear/chunkwise.py (the fast form) first.
+What enters here computes what an update says, on any device, with a definition in torch to test it against. Start with
+update.py (the normal form), linear/recurrent.py (its definition) and linear/chunkwise.py with chunks.py (the fast form); then
+memory.py (the call) and implementations.py (what it chooses from).
 """
 
 from prism.engine import implementations  # noqa: F401 - registers every memory with `memory`

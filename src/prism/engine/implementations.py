@@ -36,6 +36,10 @@ def _recurrent_or(form: str) -> Callable[[Any], str]:
     return lambda update: "recurrent" if update.tokens == 1 else form
 
 
+def _on_gpu(update: Update) -> bool:
+    return update.w.is_cuda and serve.on_gpu(update)  # asked first: on a CPU nothing of the kernels runs
+
+
 def _choose_linear(update: Update) -> str:
     return "recurrent" if update.tokens * update.substeps == 1 else "chunkwise"
 
@@ -63,13 +67,13 @@ register(
     Engine(
         {
             "recurrent": [
-                Implementation(serve.run_step, "triton", serve.refuses, serve.on_gpu),
+                Implementation(serve.run_step, "triton", serve.refuses, _on_gpu),
                 Implementation(recurrent),
             ],
             "parallel": [Implementation(parallel)],
             "chunkwise": [
-                Implementation(serve.run_chunks, "triton", serve.refuses, serve.on_gpu),
-                Implementation(fla.run, "fla", fla.refuses, serve.on_gpu),
+                Implementation(serve.run_chunks, "triton", serve.refuses, _on_gpu),
+                Implementation(fla.run, "fla", fla.refuses, _on_gpu),
                 Implementation(chunkwise),
             ],
             "scan": [Implementation(scan)],

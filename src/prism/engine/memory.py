@@ -227,7 +227,8 @@ def one_token(update: Any, state: Any, overwrite: bool = False) -> tuple[Any, An
     if engine.delegate is not None:
         return engine.delegate(update, state, form, backend)
     if type(update) is Update and not update.w.is_cuda and backend in ("auto", "torch"):
-        return recurrent_token(update, state)
+        o, new = recurrent_token(update, state)
+        return (o, state.copy_(new)) if overwrite and state is not None else (o, new)
     if overwrite and state is not None and in_place_equivalent(update, form, state):
         return memory_(update, state, backend), state
     run = chosen(engine, update, form, backend)[1].run

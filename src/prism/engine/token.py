@@ -4,7 +4,7 @@
 to rounding. A rule says which weights play which role (`DeltaWeights`), and where they are they are read:
 
 - In torch, the definition, for a CPU. `Merged` holds copies of the weights in which one product computes all maps of a
-  token, stored so that a product with one row reads them as fast as memory allows. Whoever keeps them must notice changes.
+  token, stored so that a product with one row reads them as fast as memory allows. What keeps them must notice changes.
 - On a GPU in seven kernels. Nothing is copied or kept between steps.
 
     1  norm, PRISM's anchor                                                                          token_maps.py

@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 
 import transformers
-from transformers.models.auto.configuration_auto import AutoConfig
 
 from prism.files import read_json, write_json
 from prism.models.config import PrismConfig
@@ -34,6 +33,9 @@ __all__ = ["PrismConfig", "PrismForCausalLM", "PrismModel"]
 
 def register(kind: type[PrismConfig], **models: str) -> None:
     """Register a kind of configuration, and models of it, `AutoModel="module:class"`, when the first one is created."""
+    # Imported here: the first import makes prism.autoload import recommend.config, which calls this function.
+    from transformers.models.auto.configuration_auto import AutoConfig
+
     AutoConfig.register(kind.model_type, kind, exist_ok=True)
     _waiting[kind] = models
 

@@ -307,7 +307,7 @@ class PrismForCausalLM(PrismPreTrainedModel, GenerationMixin):
         # Not a parameter: transformers' Trainer expects a column in the data for every one with "label" in its name.
         shift_labels: Tensor | None = kwargs.pop("shift_labels", None)
         return_dict = self.config.return_dict if return_dict is None else return_dict
-        if past_key_values is not None and past_key_values.states:
+        if isinstance(past_key_values, PrismCache) and past_key_values.states:
             special = (
                 position_ids,
                 inputs_embeds,

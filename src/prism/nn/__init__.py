@@ -1,4 +1,8 @@
-"""Modules: one mixer for all rules, its state, blocks, and layer patterns."""
+"""Modules: one mixer for all rules, its state, blocks, and layer patterns.
+
+What enters here is a torch module that works with every rule. Start with mixer.py: `Mixer.forward` for sequences,
+`Mixer.decode` for a token.
+"""
 
 from prism.nn.block import Block
 from prism.nn.mixer import Mixer

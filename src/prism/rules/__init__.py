@@ -1,7 +1,8 @@
 """The registry of rules. A rule says what a memory forgets and writes.
 
 A rule inside the package is a class in one of these files and a line in `_RULES`: tests, benchmarks, models and tables find
-it here. A rule outside the package is a subclass of `Rule` that is added with `register`, or found by rules/outside.py.
+it here. A rule outside the package is a subclass of `Rule` that is added with `register`, or found by outside.py. Start with
+rule.py (what a rule is), then gla.py (decay and add) and delta.py (erase and write).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """`prism serve`: a trained model behind HTTP.
 
-`app`, `docs`, `errors`, `middleware`, `metrics`, `logs` and `run` are the shell that both services share; `rec` is the
-recommender, `lm` the language model, `pages` what a browser shows.
+What enters here answers requests and stores what it has acknowledged before it answers; nothing here trains. `app`, `errors`,
+`middleware`, `metrics`, `logs` and `run` are the shell that both services share; `rec` is the recommender (start with
+rec/routes.py), `lm` the language model (lm/scheduler.py), `pages` what a browser shows.
 """
