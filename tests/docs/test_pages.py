@@ -65,7 +65,7 @@ def check_prism(words: list[str]) -> None:
     command = next((c for n in (2, 1) if (c := " ".join(words[:n])) in COMMANDS), None)
     assert command is not None or any(c.split()[0] == words[0] for c in COMMANDS), f"no command prism {words[0]}"
     if command is not None:
-        used = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help"}
+        used = {word.split("=")[0] for word in words if word.startswith("--")} - {"--help", "--import"}
         assert used <= flags(command), f"prism {command} has no {', '.join(sorted(used - flags(command)))}"
 
 

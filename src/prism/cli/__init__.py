@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    imports, words = _imports(words)
     if not words or words[0] in ("-h", "--help"):
         print(_overview())
         if find_spec("tyro") is None:  # only the core is installed: none of the commands runs
@@ -86,6 +87,10 @@ def _run(words: list[str]) -> int:
             from prism.cli.flags import run_command
 
             run = getattr(import_module(module), function)
+            if imports:
+                from prism.rules.outside import import_modules
+
+                import_modules(imports)
         if COMMANDS[name].own_arguments:
             return run(rest) or 0
         return run_command(run, name, rest)
@@ -125,6 +130,21 @@ def _interrupts_wait() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+def _imports(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The modules of every `--import MODULE`, and the other words."""
+    modules, others, rest = list[str](), list[str](), iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag != "--import":
+            others.append(word)
+            continue
+        module = value if equals else next(rest, "")
+        if not module or module.startswith("-"):
+            _fail("prism: --import needs the name of a module that registers rules, such as --import own_rule")
+        modules.append(module)
+    return modules, others
+
+
 def _choose(words: list[str]) -> tuple[str, list[str]]:
     """The command that the words name, and the words after it. Prints help or an error and exits if there is none."""
     for length in (2, 1):
@@ -153,4 +173,5 @@ def _overview(names: Sequence[str] = ()) -> str:
     """The help text that lists commands: all, or those given."""
     lines = ["usage: prism COMMAND [OPTIONS]", "", "commands:"]
     lines += [f"  {name:<14}{command.summary}" for name, command in COMMANDS.items() if not names or name in names]
-    return "\n".join([*lines, "", "`prism COMMAND --help` lists the options of a command."])
+    lines += ["", "`prism COMMAND --help` lists the options of a command."]
+    return "\n".join([*lines, "`--import MODULE`, with any command, adds the rules that a module registers."])

@@ -94,6 +94,8 @@ class PlanSettings:
     precision: Literal["float32", "bfloat16"] = "float32"
     jobs: int | None = None
     """Trainings side by side. By default one per core, or four on a GPU."""
+    imports: tuple[str, ...] = ()
+    """Modules that register rules of one's own, as by `--import`."""
     budget: Budget = field(default_factory=Budget)
     learning_rate: Rates = field(default_factory=Rates)
 

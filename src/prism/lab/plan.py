@@ -38,6 +38,7 @@ from prism.lab.kinds import Compared, Kind, kind_of
 from prism.messages import did_you_mean
 from prism.overrides import override, read_toml
 from prism.rules.options import RULE_DEFAULTS
+from prism.rules.outside import import_modules
 
 _TEXT_KEYS = ("model", "optimizer")
 _NOT_DEFAULTS = ("conv_size", "layer_index", "layer_count")
@@ -140,6 +141,10 @@ def make_plan(values: Mapping[str, Any], where: str) -> Plan:
     values = dict(values)
     rule_values, tasks = values.pop("rules", None), values.pop("tasks", None)
     settings = override(PlanSettings(), _with_lists(values), where)
+    try:
+        import_modules(settings.imports)
+    except ValueError as error:
+        raise ValueError(f"{where}: imports: {error}") from error
     named = _rules(rule_values, where)
     if not isinstance(tasks, list) or not tasks or not all(isinstance(task, dict) for task in tasks):
         raise ValueError(f"{where}: tasks must be one or more tables [[tasks]]")

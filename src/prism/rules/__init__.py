@@ -1,8 +1,8 @@
 """The registry of rules. A rule says what a memory forgets and writes.
 
 A rule inside the package is a class in one of these files and a line in `_RULES`: tests, benchmarks, models and tables find
-it here. A rule outside the package is a subclass of `Rule` that is added with `register`. Start with rule.py (what a rule is),
-then gla.py (decay and add) and delta.py (erase and write).
+it here. A rule outside the package is a subclass of `Rule` that is added with `register`, or found by outside.py. Start with
+rule.py (what a rule is), then gla.py (decay and add) and delta.py (erase and write).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from prism.messages import did_you_mean
+from prism.rules import outside
 from prism.rules.description import HEADS, WIDTH, Description, description_of
 from prism.rules.options import Option
 from prism.rules.rule import Rule, set_rule_lookup
@@ -58,8 +59,8 @@ _REGISTERED: dict[str, type[Rule]] = {}
 
 
 def names() -> tuple[str, ...]:
-    """The names of all rules, PRISM first, registered ones last."""
-    return (*_RULES, *_REGISTERED)
+    """The names of all rules, PRISM first, those from outside the package last."""
+    return tuple(dict.fromkeys([*_RULES, *_REGISTERED, *outside.installed()]))
 
 
 def register(name: str, rule: type[Rule]) -> None:
@@ -93,9 +94,10 @@ def get(name: str | type[Rule]) -> type[Rule]:
     """
     if isinstance(name, type):
         return _check_class(name)
-    if isinstance(name, str) and name in _REGISTERED:
-        return _REGISTERED[name]
     if not isinstance(name, str) or name not in _RULES:
+        found = _from_outside(name) if isinstance(name, str) else None
+        if found is not None:
+            return found
         base, _, options = str(name).partition(":")
         if base in _RULES:
             raise ValueError(
@@ -104,7 +106,7 @@ def get(name: str | type[Rule]) -> type[Rule]:
         hint = did_you_mean(str(name), names())
         raise ValueError(
             f"unknown rule {name!r}{hint}: choose from {', '.join(names())}, "
-            "or register your own rule first with prism.rules.register(name, class)"
+            "or give --import MODULE with a module that registers your own by prism.rules.register(name, class)"
         )
     module, attribute = _RULES[name].split(":")
     rule: type[Rule] = getattr(import_module(module), attribute)
@@ -128,6 +130,15 @@ def describe(name: str | type[Rule], width: int = WIDTH, heads: int = HEADS) -> 
     ['key_dim', 'value_dim', 'gate_rank', 'conv_size']
     """
     return description_of(get(name), width, heads)
+
+
+def _from_outside(name: str) -> type[Rule] | None:
+    """A registered rule; one that is not is looked for in named modules, then in installed packages."""
+    if name not in _REGISTERED:
+        outside.import_named_modules()
+    if name not in _REGISTERED and (found := outside.installed().get(name)) is not None:
+        outside.load(found, register)
+    return _REGISTERED.get(name)
 
 
 def _check_class(rule: type) -> type[Rule]:

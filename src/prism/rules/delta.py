@@ -22,7 +22,6 @@ from prism.engine import Update, token
 from prism.engine.compat import is_unmodified
 from prism.engine.layer_ops import (
     Columns,
-    Convolution,
     Corrections,
     conv_columns,
     delta_columns,
@@ -34,6 +33,7 @@ from prism.engine.token import DeltaWeights
 from prism.rules.parts import Carry, ShortConv, fused_linears, is_plain_conv, linear_groups, map_weights, recall_taps
 from prism.rules.parts.decays import DRAWN, SoftplusDecay, channel_decay
 from prism.rules.parts.norms import HeadNorm, gated_output
+from prism.rules.parts.writes import ResidualWrites
 from prism.rules.rule import (
     DECAYED_REGRESSION,
     REGRESSION,
@@ -64,7 +64,7 @@ class DeltaFamily(Rule):
 
     shared_maps = ("gate", "out")
     query_first_maps = ("qkv",)
-    described = (*Rule.described, "beta_and_decay", "anchor", "anchor_operands", "corrections", "placed", "erasure")
+    described = (*Rule.described, "beta_and_decay")
 
     def __init__(
         self,
@@ -99,6 +99,8 @@ class DeltaFamily(Rule):
         self.out = nn.Linear(values, width, bias=False)
         self.decay_in: nn.Module | None = nn.Linear(width, heads, bias=False) if forget_gate else None
         self.decay: SoftplusDecay | None = SoftplusDecay(heads, timescales=timescales) if forget_gate else None
+        self.writes: ResidualWrites | None = None
+        """Further writes of each token after its first; a subclass may set them. Only PRISM has them."""
         self.recalls = start == RECALL and conv_size > 1
         for name, value in DeltaFamily.initial_weights(self).items():  # a subclass's own come when it has been built
             self.get_parameter(name).data.copy_(value)
@@ -130,51 +132,26 @@ class DeltaFamily(Rule):
         beta = beta.sigmoid() if self.beta_scale == 1.0 else self.beta_scale * beta.sigmoid()
         return beta, None if self.decay is None else self.decay(decay[0])
 
-    def anchor(
-        self, x: Tensor, carry: Carry, span: Span, u: Tensor | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """What further writes are computed from, `[B, T, width]` (u if it is known), and its carry. Only PRISM has it.
-
-        A rule that overrides this method overrides `anchor_operands` too, which describes the same convolution.
-        """
-        return None, {}
-
-    def anchor_operands(self, x: Tensor, carry: Carry, span: Span) -> Convolution | None:
-        """The convolution that makes the anchor, to be computed with the maps of x; None if there is none, or it cannot."""
-        return None
-
-    def corrections(
-        self, x: Tensor, u: Tensor | None, carry: Carry, span: Span
-    ) -> tuple[Corrections | None, dict[str, Tensor]]:
-        """Further writes of each token after its first, from x and the anchor u, and their carry. Only PRISM has them."""
-        return None, {}
-
-    def placed(self, k: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
-        """The unit keys k `[B, T·n, H, L, K]` of all writes, and their carry. PRISM may derive later keys from the first."""
-        return k, {}
-
-    def erasure(self, x: Tensor, beta: Tensor, k: Tensor) -> dict[str, Any]:
-        """How the memory is erased: fields of `Update`. By default as strongly as the first key is written."""
-        return {"erase_strength": beta, "erase_first": True}
-
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
         """As in `Rule`; the extra is the gate's map of x, or None if `output` is to compute it."""
         projected, rates, gate, x, u = self._maps(x, carry, span)
         beta, log_decay = self.beta_and_decay(x, rates)
-        found, carried = self._columns(x, u, projected, beta, carry, span)
-        q, k, w = found
-        k, of_keys = self.placed(k, carry, span)
+        (q, k, w), carried = self._columns(x, u, projected, beta, carry, span)
+        if self.writes is not None:
+            k, of_keys = self.writes.placed(k, carry, span)
+            carried |= of_keys
         update = Update(
             q,
             k,
             w,
             log_decay,
+            erase_strength=beta,
+            erase_first=True,
             reset=span.reset,
             mask=span.mask,
             substeps=self.substeps,
-            **self.erasure(x, beta, k),
         )
-        return update, {**carried, **of_keys}, gate
+        return update, carried, gate
 
     def _maps(
         self, x: Tensor, carry: Carry, span: Span
@@ -184,7 +161,7 @@ class DeltaFamily(Rule):
         gates = [] if self.gate is None else [(self.gate,)]
         # Where one operator computes the columns, the anchor is kept; elsewhere it is computed again with them.
         keeps = products_serve(x) and self._taps_of_one_operator(x, carry.get("conv"), span) is not None
-        conv = self.anchor_operands(x, carry, span) if keeps else None
+        conv = self.writes.anchor_operands(x, carry, span) if keeps and self.writes is not None else None
         found = linear_groups(x, (self.qkv,), self.rate_maps, *gates, conv=conv)
         if found is None:
             return self.qkv(x), None, None, x, None
@@ -198,19 +175,15 @@ class DeltaFamily(Rule):
 
         u is the anchor, if it is known.
         """
-        window = carry.get("conv")
-
-        def later(
-            x: Tensor, u: Tensor | None
-        ) -> tuple[tuple[Tensor, ...], tuple[Corrections | None, dict[str, Tensor]]]:
-            corrections, carried = self.corrections(x, u, carry, span)
-            found = () if corrections is None else corrections[:4]
-            return tuple(z for z in found if z is not None), (corrections, carried)
+        window, writes = carry.get("conv"), self.writes
+        corrections: Corrections | None = None
 
         def columns(x: Tensor, u: Tensor | None, projected: Tensor, beta: Tensor) -> tuple[Columns, dict[str, Tensor]]:
             mixed, conv_state = self.conv(projected, window, span)
-            u, anchored = self.anchor(x, carry, span, u)
-            corrections, carried = self.corrections(x, u, carry, span)
+            if writes is None:
+                return delta_columns(mixed, beta, self.key_dim, self.substeps), {"conv": conv_state}
+            u, anchored = writes.anchor(x, carry, span, u)
+            corrections, carried = writes(x, u, carry, span)
             found = delta_columns(mixed, beta, self.key_dim, self.substeps, corrections)
             return found, {"conv": conv_state, **anchored, **carried}
 
@@ -218,10 +191,18 @@ class DeltaFamily(Rule):
         if taps is None:
             return cheap(columns, x, u, projected, beta)
         # The operator saves its inputs only. To keep q, k, w and the anchor is faster than to compute them again.
-        u, anchored = self.anchor(x, carry, span, u)
-        _, (corrections, carried) = cheap(later, x, u)
+        carried = {}
+        if writes is not None:
+
+            def later(x: Tensor, u: Tensor) -> tuple[tuple[Tensor, ...], tuple[Corrections, dict[str, Tensor]]]:
+                corrections, carried = writes(x, u, carry, span)
+                return tuple(z for z in corrections[:4] if z is not None), (corrections, carried)
+
+            u, anchored = writes.anchor(x, carry, span, u)
+            _, (corrections, of_writes) = cheap(later, x, u)
+            carried = {**anchored, **of_writes}
         found = conv_columns(projected, taps, window, span.documents, beta, self.key_dim, corrections)
-        return found, {"conv": self.conv.next_state(projected, window, span), **anchored, **carried}
+        return found, {"conv": self.conv.next_state(projected, window, span), **carried}
 
     def _taps_of_one_operator(self, x: Tensor, window: Tensor | None, span: Span) -> Tensor | None:
         """The convolution's weights if one operator computes the columns, convolution included, of a projection like x."""
@@ -256,7 +237,8 @@ class DeltaFamily(Rule):
         if missing or not is_plain_conv(self.conv) or norm is None:
             return None
         decay = self.decay.decoding_weights() if isinstance(self.decay, SoftplusDecay) else None
-        if (decay is None) != (self.decay is None):
+        writes = None if self.writes is None else self.writes.decoding_weights()
+        if (decay is None) != (self.decay is None) or (writes is None) != (self.writes is None):
             return None
         return DeltaWeights(
             heads=self.heads,
@@ -268,6 +250,7 @@ class DeltaFamily(Rule):
             decay=decay,
             norm=norm,
             gate_by=self.gate_by,
+            writes=writes,
             **maps,  # type: ignore[arg-type]  # what must exist does
         )
 

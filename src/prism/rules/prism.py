@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,12 +34,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prism.engine import Update
-from prism.engine.layer_ops import SOLVERS, Convolution, Corrections, solved_writes
+from prism.engine.layer_ops import SOLVERS, solved_writes
 from prism.engine.token import DeltaWeights
 from prism.rules.delta import RECALL, GatedDelta
 from prism.rules.parts import Carry, LowRank, ShortConv, l2_normalize, split_heads
 from prism.rules.parts.norms import HeadNorm, gated_output
-from prism.rules.parts.writes import KEYS, RESIDUALS, SCALINGS, ResidualWrites
+from prism.rules.parts.writes import KEYS, RESIDUALS, SCALINGS, ResidualWrites, read_name
 from prism.rules.rule import (
     RESIDUAL_PROXY,
     Paper,
@@ -174,7 +175,6 @@ class Prism(GatedDelta):
         if erase != "tied":
             channels = heads * self.key_dim
             self.erase = LowRank(width, channels, rank) if erase == "channel" else nn.Linear(width, heads, bias=False)
-        self.writes = None
         if steps > 1:
             self.writes = ResidualWrites(
                 width,
@@ -193,6 +193,7 @@ class Prism(GatedDelta):
                 step_scale=step_scale,
                 scaling=scaling,
                 conv_size=conv_size,
+                layer_index=layer_index,
             )
 
     @classmethod
@@ -217,63 +218,28 @@ class Prism(GatedDelta):
         gate = default_gate(options.get("steps", 2), options.get("step_scale"), options.get("gate", True))
         return {"gate_by": "silu" if number < 1 else gate, **options}
 
-    def anchor(
-        self, x: Tensor, carry: Carry, span: Span, u: Tensor | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        return (None, {}) if self.writes is None else self.writes.anchor(x, carry, span, u)
-
-    def anchor_operands(self, x: Tensor, carry: Carry, span: Span) -> Convolution | None:
-        return None if self.writes is None else self.writes.anchor_operands(x, carry, span)
-
-    def corrections(
-        self, x: Tensor, u: Tensor | None, carry: Carry, span: Span
-    ) -> tuple[Corrections | None, dict[str, Tensor]]:
-        if self.writes is None or u is None:
-            return None, {}
-        return self.writes(x, u, carry, span, self._read_below(span))
-
-    def placed(self, k: Tensor, carry: Carry, span: Span) -> tuple[Tensor, dict[str, Tensor]]:
-        return (k, {}) if self.writes is None else self.writes.placed(k, carry, span)
-
-    def erasure(self, x: Tensor, beta: Tensor, k: Tensor) -> dict[str, Any]:
-        if self.erase is None:
-            return super().erasure(x, beta, k)
-        strength = self.beta_scale * self.erase(x).sigmoid()
-        if self.erase_by == "head":
-            return {"erase_strength": strength, "erase_first": True}
-        return {"erase_key": split_heads(strength, self.heads) * k[..., 0, :], "erase_write_first": True}
-
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
         """As in `DeltaFamily`; the extra is the gate's map of x and where to put the read, if other layers want it."""
         update, carried, gate = super().update(x, carry, span)
+        if self.erase is not None:
+            update = self._erasing(update, self.beta_scale * self.erase(x).sigmoid())
         return update, carried, (gate, span.shared if self.hands_over else None)
+
+    def _erasing(self, update: Update, strength: Tensor) -> Update:
+        """The update with an erase of another strength: `[B, T, H]`, or `[B, T, H·K]` with erase="channel"."""
+        if self.erase_by == "head":
+            return replace(update, erase_strength=strength)
+        key = split_heads(strength, self.heads) * update.k[..., 0, :]
+        return replace(update, erase_strength=None, erase_first=False, erase_key=key, erase_write_first=True)
 
     def output(self, o: Tensor, x: Tensor, extra: Any) -> Tensor:
         gate, shared = (None, None) if extra is None else extra
         if shared is not None:
-            shared[f"prism read {self.layer_index}"] = o
+            shared[read_name(self.layer_index)] = o
         return super().output(o, x, gate)
 
-    def _read_below(self, span: Span) -> Tensor | None:
-        """What the next layer below with residual="below" has read, `[B, T, H, V]`. Layers do not overwrite each other's: one
-        that is computed again in the backward pass must find the same."""
-        if not self.hands_over or span.shared is None:
-            return None
-        names = (f"prism read {index}" for index in reversed(range(self.layer_index)))
-        found = next((span.shared[name] for name in names if name in span.shared), None)
-        if found is not None and found.shape[2:] != (self.heads, self.value_dim):
-            raise ValueError(
-                f"residual='below' needs layers with equal heads: {self.heads} of {self.value_dim} values here, "
-                f"{found.shape[2]} of {found.shape[3]} below; set another residual for one of them"
-            )
-        return found
-
     def decoding_weights(self) -> DeltaWeights | None:
-        plan = None if self.erase is not None or self.hands_over else super().decoding_weights()
-        if plan is None or self.writes is None:
-            return plan
-        writes = self.writes.decoding_weights()
-        return None if writes is None else plan._replace(writes=writes)
+        return None if self.erase is not None or self.hands_over else super().decoding_weights()
 
 
 class PaperPrism(Rule):

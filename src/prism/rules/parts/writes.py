@@ -51,7 +51,8 @@ class ResidualWrites(nn.Module):
         up_std: initial standard deviation of the second halves of the maps to keys and gains; None: as other maps.
         step_scale: initial γ: one number, or two, between which heads are spread evenly in log.
         scaling: γ per `"channel"` or per `"head"`; `"fixed"`: γ stays `step_scale`.
-        residual: e is a map of u (`"anchored"`), of what the layer below has read (`"below"`), or 0 (`"value"`).
+        residual: e is a map of u (`"anchored"`), of what the next layer below with this option has read (`"below"`), or 0
+            (`"value"`).
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ResidualWrites(nn.Module):
         step_scale: float | Sequence[float],
         scaling: str,
         conv_size: int,
+        layer_index: int = 0,
     ) -> None:
         super().__init__()
         check_scale(step_scale)
@@ -95,7 +97,7 @@ class ResidualWrites(nn.Module):
         self.beta = nn.Linear(width, heads * self.count, bias=False)
         shape = (self.count, heads, 1 if scaling == "head" else value_dim)
         self.scale = None if scaling == "fixed" else nn.Parameter(torch.empty(shape))
-        self.value_dim, self.below = value_dim, residual == "below"
+        self.value_dim, self.below, self.layer_index = value_dim, residual == "below", layer_index
         self.step_scale, self.up_std = step_scale, up_std
         low_rank = {name: m for name, m in {"key": self.key, "gain": self.gain}.items() if isinstance(m, LowRank)}
         self.ups = {f"{name}.up.weight": tuple(m.up.weight.shape) for name, m in low_rank.items()}
@@ -123,13 +125,8 @@ class ResidualWrites(nn.Module):
         """The anchor's convolution as an operand of `products`; None if `anchor` must compute it."""
         return self.conv.operands(x, carry.get("anchor"), span)
 
-    def forward(
-        self, x: Tensor, u: Tensor, carry: Carry, span: Span, below: Tensor | None = None
-    ) -> tuple[Corrections, dict[str, Tensor]]:
-        """x and its anchor u `[B, T, width]` → the corrections, and what the next call needs.
-
-        `below` `[B, T, H, V]` is what the layer below has read; the residual is v without it.
-        """
+    def forward(self, x: Tensor, u: Tensor, carry: Carry, span: Span) -> tuple[Corrections, dict[str, Tensor]]:
+        """x and its anchor u `[B, T, width]` → the corrections, and what the next call needs."""
         carried: dict[str, Tensor] = {}
         H, n = self.heads, self.count
         of_u = (None if self.key_conv is not None else self.key, self.gain, None if self.below else self.expected)
@@ -137,6 +134,7 @@ class ResidualWrites(nn.Module):
         keys, gains, expected = (None if m is None else outputs.pop(0) for m in of_u)
         if self.key_conv is not None and self.key is not None:
             keys, carried["key"] = self.key_conv(self.key(x), carry.get("key"), span)
+        below = self._read_below(span)
         if self.expected is not None and below is not None:
             expected = self.expected(unit_rms(below).flatten(-2))
         corrections = Corrections(
@@ -149,6 +147,20 @@ class ResidualWrites(nn.Module):
             nonlinearity=self.nonlinearity,
         )
         return corrections, carried
+
+    def _read_below(self, span: Span) -> Tensor | None:
+        """What the next layer below with residual="below" has read, `[B, T, H, V]`; None if e is something else, or there is
+        none. Layers do not overwrite each other's: one that is computed again in the backward pass must find the same."""
+        if not self.below or span.shared is None:
+            return None
+        names = map(read_name, reversed(range(self.layer_index)))
+        found = next((span.shared[name] for name in names if name in span.shared), None)
+        if found is not None and found.shape[2:] != (self.heads, self.value_dim):
+            raise ValueError(
+                f"residual='below' needs layers with equal heads: {self.heads} of {self.value_dim} values here, "
+                f"{found.shape[2]} of {found.shape[3]} below; set another residual for one of them"
+            )
+        return found
 
     def first_scale(self) -> Tensor:
         """Initial γ `[H, 1]`."""
@@ -198,6 +210,11 @@ class ResidualWrites(nn.Module):
         key, gain, expected = (None if m is None else plans[m] for m in (self.key, self.gain, self.expected))
         given = (self.conv.weight, key, gain, expected, self.beta.weight, self.gamma())
         return WritesWeights(*given, self.solver, self.nonlinearity)
+
+
+def read_name(layer_index: int) -> str:
+    """Where `Span.shared` has what a layer has read."""
+    return f"prism read {layer_index}"
 
 
 def check_scale(step_scale: float | Sequence[float]) -> None:
