@@ -36,10 +36,9 @@ from prism.overrides import override
 from prism.train.checkpoint import NotFiniteError
 from prism.train.distributed import World
 from prism.train.graph import check_graph
-from prism.train.loop import lr_factor
-from prism.train.readback import HostCopy, decides_on_device
+from prism.train.loop import HostCopy, decides_on_device
 from prism.train.settings import BatchSettings, OptimizerSettings, ScheduleSettings, ValidationSettings
-from prism.train.step import Step, Stepper
+from prism.train.step import Step, Stepper, lr_factor
 
 Report = Callable[[int, float], None]
 MODEL_KEYS = [name for name in inspect.signature(PrismConfig.__init__).parameters if name not in ("self", "kwargs")]
