@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,13 @@ from prism.train.task import ShowsSamples, Task
 Report = Callable[[int, float], None]
 
 
+class _Screen(Console):
+    """stderr, whose reader may leave: a run goes on without."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 class Bar(Callback):
     """A progress bar with loss, speed and time left, or a line now and then where there is no terminal.
 
@@ -35,7 +43,7 @@ class Bar(Callback):
     """
 
     def __init__(self, step: int, task: Task, shown: bool) -> None:
-        self.console = Console(stderr=True, quiet=not shown, soft_wrap=True, highlight=False)
+        self.console = _Screen(stderr=True, quiet=not shown, soft_wrap=True, highlight=False)
         self._lines = not self.console.is_terminal
         self._steps, self._unit, self._every = task.settings.steps, task.unit, task.settings.log.every
         self._progress = Progress(
@@ -51,7 +59,8 @@ class Bar(Callback):
 
     def say(self, message: str) -> None:
         """Print a line above the bar."""
-        self.console.print(message, markup=False)
+        with suppress(OSError):  # the terminal is gone
+            self.console.print(message, markup=False)
 
     def settled(self, loop: Loop, step: Settled) -> None:
         self._progress.update(self._task, completed=step.number, loss=f"{step.loss:.4f}", speed=f"{step.speed:,.0f}")
@@ -70,7 +79,8 @@ class Bar(Callback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        with suppress(OSError):
+            self._progress.stop()
 
 
 class WriteLog(Callback):

@@ -1,4 +1,8 @@
-"""Signals from the user: SIGTERM and SIGINT ask a run to save and stop; a second signal stops it at once."""
+"""Signals from the user: SIGTERM, SIGINT and SIGHUP ask a run to save and stop; a second signal stops it at once.
+
+SIGHUP says that the terminal was closed. It often comes twice, from the system and from the shell, so the second changes
+nothing; under nohup it is ignored.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+_HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # not on Windows
+
 
 class StopRequest:
-    """A context that catches SIGTERM and SIGINT; `name` is the signal received, or None."""
+    """A context that catches these signals; `name` is the one received, or None."""
 
     def __init__(self) -> None:
         self.name: str | None = None
@@ -17,7 +23,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
-            for number in (signal.SIGTERM, signal.SIGINT):
+            hangup = [] if _HANGUP is None or signal.getsignal(_HANGUP) == signal.SIG_IGN else [_HANGUP]
+            for number in (signal.SIGTERM, signal.SIGINT, *hangup):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -29,6 +36,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name
         self._restore()
+        if number == _HANGUP:
+            self._before[_HANGUP] = signal.signal(number, signal.SIG_IGN)
 
     def _restore(self) -> None:
         while self._before:
