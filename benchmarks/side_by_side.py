@@ -48,7 +48,7 @@ def serve(connection: Any) -> None:
 
     from prism.lab.text import TextRun, prepare
     from prism.language.corpus import open_corpus
-    from prism.train.readback import HostCopy
+    from prism.train.loop import HostCopy
     from prism.train.step import Step
 
     torch.set_num_threads(1)

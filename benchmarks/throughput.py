@@ -40,7 +40,7 @@ from prism.language.tokens import Batch
 from prism.models import PrismCache, PrismForCausalLM
 from prism.models.decode import PATIENCE, Patience
 from prism.train.distributed import World, spread
-from prism.train.readback import HostCopy
+from prism.train.loop import HostCopy
 from prism.train.settings import BatchSettings
 from prism.train.step import Step, Stepper
 

@@ -123,7 +123,7 @@ def test_sizes_need_no_weights(data: Path) -> None:
 
 
 def test_a_loss_that_is_never_finite_ends_the_run(data: Path) -> None:
-    with pytest.raises(NotFiniteError, match="10 steps in a row"):
+    with pytest.raises(NotFiniteError, match="not finite 10 times in a row"):
         train_text(settings(data, steps=30, learning_rate=1e30, clip=None), nothing)
 
 

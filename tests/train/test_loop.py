@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import math
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from prism.train import loop
 from prism.train.checkpoint import NotFiniteError
 from prism.train.export import resolve_model_folder
 from prism.train.run import read_log
+from prism.train.signals import StopRequest
 from tests.children import checkpoint_tensors, final_tensors, finish, reached, same_tensors, signal_when
 from tests.train.runs import losses, small, start
 from tests.train.standin import Poisoned, build_plain, build_with_dropout
@@ -134,7 +138,8 @@ def test_the_device_decides_as_the_host_does(
 
 
 @pytest.mark.parametrize(
-    ("number", "on_device"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)]
+    ("number", "on_device"),
+    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGHUP, False), (signal.SIGTERM, True)],
 )
 def test_a_signal_saves_and_ends_cleanly_and_the_run_resumes(tmp_path: Path, number: int, on_device: bool) -> None:
     settings = small(tmp_path / "stopped", checkpoint={"every": 0})
@@ -147,6 +152,29 @@ def test_a_signal_saves_and_ends_cleanly_and_the_run_resumes(tmp_path: Path, num
     assert finish([*start(settings, build_with_dropout), *start(calm, build_with_dropout)]) == [0, 0]
     assert losses(settings.out) == losses(calm.out)
     assert same_tensors(final_tensors(settings.out), final_tensors(calm.out))
+
+
+def test_the_second_signal_of_a_closed_terminal_does_not_stop_at_once() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with StopRequest() as stop:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.name == "SIGHUP"
+    assert signal.getsignal(signal.SIGHUP) == before
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.EIO, "the terminal is gone")])
+def test_a_run_that_nobody_watches_any_more_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    train_lm(small(tmp_path, steps=1), build_plain)  # says that it prepares tokens
+
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    assert train_lm(small(tmp_path, steps=3), build_plain).step == 3
 
 
 def test_a_finished_run_is_not_trained_again_but_can_be_prolonged(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism.train.loop import lr_factor
 from prism.train.settings import ScheduleSettings
+from prism.train.step import lr_factor
 
 
 def test_warm_up_is_linear_and_never_zero() -> None:

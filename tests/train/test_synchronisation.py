@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,11 @@ from prism.recommend.events import prepare_dataset
 from prism.recommend.settings import RecSettings
 from prism.recommend.task import RecTask
 from prism.train import loop
+from prism.train.callbacks import Tell
 from prism.train.distributed import World, spread
+from prism.train.loop import HostCopy
 from prism.train.optimizer import Optimizers
-from prism.train.progress import StopRequest
-from prism.train.readback import HostCopy
+from prism.train.step import Stepper
 from prism.train.task import Task
 from tests.train.runs import small
 from tests.train.standin import Poisoned
@@ -65,17 +65,15 @@ def recommender_task(root: Path, loss: dict[str, Any], optimizer: str = "adamw")
     return RecTask(settings, prepare_dataset(settings.data.recipe(), settings.data.cache, False, lambda _: None))
 
 
-def stepper(task: Task, device: torch.device, folder: Path) -> tuple[loop._Run, Callable[[], Any]]:
-    """A run that writes nothing, and a function that makes its next step as `train` would."""
+def make_loop(task: Task, device: torch.device, *callbacks: loop.Callback) -> tuple[Stepper, loop.Loop]:
+    """The steps of a task, ready for the first, without a run folder."""
     world = World(device)
-    model = spread(task.build, task.initialize, world).train()
-    run = loop._Run(task, world, model, folder, lambda *_: None)
-    run.stepper.prepare()
-    bar, stop = run.bar(), StopRequest()
-    return run, lambda: run.advance(None, bar, stop)
+    stepper = Stepper(task, world, spread(task.build, task.initialize, world).train())
+    stepper.prepare()
+    return stepper, loop.Loop(stepper, callbacks)
 
 
-def without_values(task: Task, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_values(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three whole steps, the update included, on tensors that have no values: the host reads one step late."""
     seen: list[str] = []
 
@@ -101,11 +99,11 @@ def without_values(task: Task, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(loop, "decides_on_device", lambda _: True)
     monkeypatch.setattr(loop, "HostCopy", NoValues)
     monkeypatch.setattr(Optimizers, "step", update)
-    run, step = stepper(task, torch.device("meta"), folder)
-    for group in run.optimizers.all[0].param_groups:
+    stepper, run = make_loop(task, torch.device("meta"))
+    for group in stepper.optimizers.all[0].param_groups:
         group["fused"] = True
     for _ in range(3):
-        step()
+        run.advance()
     assert seen == ["update", "queue", "update", "queue", "read", "update", "queue", "read"]
 
 
@@ -113,18 +111,18 @@ def without_values(task: Task, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_language_step_needs_no_value_from_the_device(
     layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_values(language_task(tmp_path, layers), tmp_path, monkeypatch)
+    without_values(language_task(tmp_path, layers), monkeypatch)
 
 
 def test_a_step_with_muon_needs_no_value_from_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_values(language_task(tmp_path, "prism", "muon"), tmp_path, monkeypatch)
+    without_values(language_task(tmp_path, "prism", "muon"), monkeypatch)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss["name"])
 def test_a_recommender_step_needs_no_value_from_the_device(
     loss: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_values(recommender_task(tmp_path, loss), tmp_path, monkeypatch)
+    without_values(recommender_task(tmp_path, loss), monkeypatch)
 
 
 def test_a_reset_that_changes_nothing_stays_behind() -> None:
@@ -136,41 +134,41 @@ def test_a_reset_that_changes_nothing_stays_behind() -> None:
     assert [batch[row : row + 1].to(cpu).reset is None for row in range(3)] == [True, False, True]
 
 
-def on_a_gpu(task: Task, folder: Path) -> None:
+def on_a_gpu(task: Task) -> None:
     """Several whole steps in which torch raises where the host would wait for the device; one has a NaN."""
-    run, step = stepper(task, torch.device("cuda", torch.cuda.current_device()), folder)
-    for _ in range(2):  # kernels are compiled, tables moved, optimizer states made
-        step()
-    plain = run.task.loss
     losses: list[tuple[int, float]] = []
-    run.report = lambda *values: losses.append(values)
+    report = Tell(lambda *values: losses.append(values))
+    stepper, run = make_loop(task, torch.device("cuda", torch.cuda.current_device()), report)
+    for _ in range(2):  # kernels are compiled, tables moved, optimizer states made
+        run.advance()
+    plain = task.loss
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step()
-        run.task.loss = lambda *arguments: plain(*arguments) * math.nan
-        step()
-        run.task.loss = plain
-        step()
+        run.advance()
+        task.loss = lambda *arguments: plain(*arguments) * math.nan
+        run.advance()
+        task.loss = plain
+        run.advance()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    run.settle(None, run.bar())
-    assert [number for number, _ in losses] == [2, 3, 4, 5] and run.skipped == 1
+    run.settle()
+    assert [number for number, _ in losses] == [1, 2, 3, 4, 5] and run.skipped == 1
     assert [number for number, loss in losses if not math.isfinite(loss)] == [4]
-    assert all(bool(parameter.isfinite().all()) for parameter in run.model.parameters())
+    assert all(bool(parameter.isfinite().all()) for parameter in stepper.model.parameters())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layers", LANGUAGE)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_language_step_does_not_wait_for_a_gpu(layers: str, optimizer: str, tmp_path: Path) -> None:
-    on_a_gpu(language_task(tmp_path, layers, optimizer), tmp_path)
+    on_a_gpu(language_task(tmp_path, layers, optimizer))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss["name"])
 def test_a_recommender_step_does_not_wait_for_a_gpu(loss: dict[str, Any], optimizer: str, tmp_path: Path) -> None:
-    on_a_gpu(recommender_task(tmp_path, loss, optimizer), tmp_path)
+    on_a_gpu(recommender_task(tmp_path, loss, optimizer))
 
 
 @pytest.mark.gpu
@@ -199,14 +197,14 @@ def test_the_host_queues_a_step_while_the_gpu_is_busy(tmp_path: Path) -> None:
     """Torch's own check does not see every wait (copies from pageable memory, events): here the GPU is still busy."""
     # One micro-batch: CUDA queues about a thousand launches, and then makes the host wait whatever it asks for.
     task = language_task(tmp_path, "prism", micro=4)
-    run, step = stepper(task, torch.device("cuda", torch.cuda.current_device()), tmp_path)
-    for _ in range(3):  # loads every kernel; steps 6 and 8 would save and validate
-        step()
+    _, run = make_loop(task, torch.device("cuda", torch.cuda.current_device()))
+    for _ in range(3):  # loads every kernel
+        run.advance()
     torch.cuda.synchronize()
     torch.cuda._sleep(4 * 10**9)  # cycles: about two seconds
-    step()
+    run.advance()
     assert not torch.cuda.current_stream().query(), "the host waited for the GPU"
-    run.settle(None, run.bar())
+    run.settle()
     assert run.skipped == 0 and run.loss is not None
 
 

@@ -21,7 +21,7 @@ from prism.language.tokenizer import check_unicode
 from prism.messages import INTERRUPTED, progress_bars, say
 from prism.models.loading import stable_fingerprint
 from prism.train.export import resolve_model_folder
-from prism.train.progress import StopRequest
+from prism.train.signals import StopRequest
 
 
 def generate(

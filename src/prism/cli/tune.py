@@ -11,7 +11,7 @@ from prism.language.dpo import train_dpo
 from prism.language.sft import train_sft
 from prism.language.tune_settings import BLANK, no_presets
 from prism.messages import INTERRUPTED
-from prism.train.loop import RunResult
+from prism.train.train import RunResult
 
 
 def sft(arguments: Sequence[str]) -> int:

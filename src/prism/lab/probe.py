@@ -2,7 +2,8 @@
 
 - Trained on the split `train`, judged during training on `validation`, tested once, at the end, on `test`.
 - AdamW, linear warm-up, cosine decay to 5 %, clipped gradients. Sequences are new at every step.
-- On a GPU the whole step is one CUDA graph: models this small would spend their time starting kernels.
+- The product's training loop makes the steps. On a GPU a whole step is one CUDA graph: models this small would spend their
+  time starting kernels.
 - A loss that is not finite ends the run with an error.
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,8 +29,10 @@ from prism.lab.tasks.batches import Curriculum, Questions, held_out, is_asked, q
 from prism.lab.tasks.catalogue import build_task
 from prism.lab.tasks.task import Batch, Task
 from prism.nn import no_weight_decay
+from prism.train.callbacks import Report
+from prism.train.loop import Callback, DivergedError, Loop, Settled
+from prism.train.step import Step
 
-Report = Callable[[int, float], None]
 POINTS = 40
 """Points of the training curve."""
 SHAPES = 16
@@ -122,36 +126,14 @@ def train_probe(run: ProbeRun, report: Report = lambda step, loss: None) -> dict
     tests, started = run.build_tests(), time.perf_counter()
     main = next(iter(tests))
     model = ProbeModel(run.build_task(), run.model).to(device)
-    trainer = Trainer(model, run, device)
-    validation = held_out(tests[main], run.validation_sequences, "validation", run.seed)
-    judged = {max(1, round(run.steps * (i + 1) / run.evaluations)) for i in range(run.evaluations)}
-    noted = judged | {max(1, round(run.steps * (i + 1) / POINTS)) for i in range(POINTS)}
-    curve: list[dict[str, Any]] = []
-    step = tokens = counted = 0
-    spent, total, score = 0.0, torch.zeros((), device=device), math.nan
-    since = time.perf_counter()
-    for batch in training_batches(run.stages(), run.batch, run.seed, device):
+    with closing(training_batches(run.stages(), run.batch, run.seed, device)) as batches:
+        trainer = Trainer(model, run, device, batches)
+        curve = Curve(run, trainer, tests[main], report)
+        loop = Loop(trainer, [curve])
         try:
-            total += trainer.step(batch, run.learning_rate * schedule(step, run.steps, run.warmup))
-        except InvalidValueError as error:  # the engine's checks met a NaN before it could reach the loss
-            raise FloatingPointError(f"the training diverged at step {step + 1} of {run.steps}: {error}") from error
-        step, tokens, counted = step + 1, tokens + batch.inputs.shape[0] * batch.inputs.shape[1], counted + 1
-        if step not in noted:
-            continue
-        loss = total.item() / counted
-        spent += time.perf_counter() - since
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"the loss is not finite ({loss}) at step {step} of {run.steps}")
-        total.zero_()
-        counted = 0
-        curve.append({"step": step, "tokens": tokens, "seconds": round(spent, 3), "loss": loss})
-        if step in judged:
-            score = evaluate(model, tests[main], validation, trainer.autocast)
-            curve[-1]["score"] = score
-        report(step, loss)
-        if run.stop_at is not None and score >= run.stop_at:
-            break
-        since = time.perf_counter()
+            loop.run()
+        except DivergedError as error:
+            raise FloatingPointError(f"the loss is not finite at step {error.step.number} of {run.steps}") from None
     scores = {}
     for label, task in tests.items() if run.test else ():
         data = held_out(task, run.test_sequences, "test", run.seed, label)
@@ -159,29 +141,70 @@ def train_probe(run: ProbeRun, report: Report = lambda step, loss: None) -> dict
     return {
         "metric": tests[main].metric,
         "better": "higher",
-        "validation": score,
+        "validation": curve.score,
         "scores": scores,
         "ceiling": {label: task.ceiling() for label, task in tests.items()},
         "baseline": {label: task.baseline() for label, task in tests.items()},
-        "loss": loss,
-        "curve": curve,
+        "loss": curve.points[-1]["loss"],
+        "curve": curve.points,
         "state_size": model.state_size,
         "parameters": model.parameter_count,
-        "steps": step,
-        "tokens": tokens,
-        "seconds": round(spent, 3),
+        "steps": loop.step,
+        "tokens": trainer.tokens,
+        "seconds": round(curve.seconds, 3),
         "seconds_with_tests": round(time.perf_counter() - started, 3),
         "device": device.type,
         "graph": trainer.captures,
     }
 
 
-class Trainer:
-    """A model with its optimizer: one training step after the other, on a GPU replayed as a CUDA graph."""
+class Curve(Callback):
+    """Points of a training: the mean loss since the last one and, now and then, the score on the split validation."""
 
-    def __init__(self, model: ProbeModel, run: ProbeRun, device: torch.device) -> None:
-        self.model, self.clip = model, run.clip
-        self.on_gpu = device.type == "cuda"
+    def __init__(self, run: ProbeRun, trainer: Trainer, task: Task, report: Report) -> None:
+        self.run, self.trainer, self.task, self.report = run, trainer, task, report
+        self.data = held_out(task, run.validation_sequences, "validation", run.seed)
+        self.judged = {max(1, round(run.steps * (i + 1) / run.evaluations)) for i in range(run.evaluations)}
+        self.noted_at = self.judged | {max(1, round(run.steps * (i + 1) / POINTS)) for i in range(POINTS)}
+        self.points: list[dict[str, Any]] = []
+        self.score = math.nan
+        self.total, self.count = np.float32(0), 0
+        """Sum of the losses since the last point, in float32 as in stored results, and how many they are."""
+        self.seconds = 0.0
+        """Of training, without validations."""
+        self.started = time.perf_counter()
+
+    def settled(self, loop: Loop, step: Settled) -> None:
+        self.total, self.count = self.total + np.float32(step.loss), self.count + 1
+
+    def due(self, loop: Loop) -> bool:
+        return loop.step in self.noted_at
+
+    def after(self, loop: Loop) -> bool:
+        if loop.step not in self.noted_at:
+            return False
+        loss = float(self.total) / self.count
+        self.total, self.count = np.float32(0), 0
+        self.seconds += time.perf_counter() - self.started
+        seconds = round(self.seconds, 3)
+        self.points.append({"step": loop.step, "tokens": self.trainer.tokens, "seconds": seconds, "loss": loss})
+        if loop.step in self.judged:
+            self.score = evaluate(self.trainer.model, self.task, self.data, self.trainer.autocast)
+            self.points[-1]["score"] = self.score
+        self.report(loop.step, loss)
+        self.started = time.perf_counter()
+        return self.run.stop_at is not None and self.score >= self.run.stop_at
+
+
+class Trainer:
+    """The steps of a probe for the training loop: a model with its optimizer; a GPU replays a step as a CUDA graph."""
+
+    max_skips = 1
+
+    def __init__(self, model: ProbeModel, run: ProbeRun, device: torch.device, batches: Iterator[Questions]) -> None:
+        self.model, self.run, self.device, self.batches = model, run, device, batches
+        self.steps, self.tokens = run.steps, 0
+        on_gpu = device.type == "cuda"
         low = run.precision == "bfloat16"
         self.autocast: Callable[[], Any] = (lambda: torch.autocast(device.type, torch.bfloat16)) if low else nullcontext
         exempt = no_weight_decay(model)
@@ -190,49 +213,81 @@ class Trainer:
             {"params": [p for name, p in named if name not in exempt], "weight_decay": run.weight_decay},
             {"params": [p for name, p in named if name in exempt], "weight_decay": 0.0},
         ]
-        self.rate = torch.zeros((), device=device) if self.on_gpu else 0.0  # a graph reads it from the device
+        self.rate = torch.zeros((), device=device) if on_gpu else 0.0  # a graph reads it from the device
         self.optimizer = torch.optim.AdamW(
-            groups, lr=self.rate, betas=(0.9, 0.98), fused=self.on_gpu or None, capturable=self.on_gpu
+            groups, lr=self.rate, betas=(0.9, 0.98), fused=on_gpu or None, capturable=on_gpu
         )
         self.graphs: dict[Any, _Graph | None] = {}
         """By the shapes of a batch; None: a batch of these shapes has been computed once."""
-        self.captures = self.on_gpu
+        self.captures = on_gpu
         """Whether steps are captured. False after a rule that reads values from the device could not be."""
 
-    def step(self, batch: Questions, rate: float) -> Tensor:
-        """Update the weights; returns the loss, which the next step may overwrite."""
+    def draw(self, number: int) -> Step:
+        started, batch = time.perf_counter(), next(self.batches)
+        tokens = batch.inputs.shape[0] * batch.inputs.shape[1]
+        self.tokens += tokens
+        return Step(number, cast(Any, batch), tokens, started)
+
+    def factor(self, number: int) -> float:
+        return schedule(number - 1, self.steps, self.run.warmup)
+
+    def compute(self, step: Step, factor: float, stopping: bool, update: bool) -> Tensor:
+        """Loss, no stops, no faults, gradient norm `[4]`; with `update`, which a GPU asks for, also new weights.
+
+        A gradient that is not finite shows in the next loss.
+        """
+        batch = cast(Questions, step.samples)
+        try:
+            if not update:
+                return self.differentiate(batch)
+            self.set_rate(factor)
+            return self.whole_step(batch)
+        except InvalidValueError as error:  # the engine's checks met a NaN before it could reach the loss
+            raise FloatingPointError(f"the training diverged at step {step.number} of {self.steps}: {error}") from error
+
+    def update(self, factor: float) -> None:
+        self.set_rate(factor)
+        self.optimizer.step()
+
+    def set_rate(self, factor: float) -> None:
+        rate = self.run.learning_rate * factor
         if isinstance(self.rate, Tensor):
             self.rate.fill_(rate)
         else:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
+
+    def whole_step(self, batch: Questions) -> Tensor:
+        """Loss, gradients and update; a graph from the second batch of its shapes on."""
         shapes = tuple(x.shape for x in batch)
         graph = self.graphs.get(shapes)
-        if graph is not None:
-            return graph.replay(batch)
-        if self.captures and shapes in self.graphs and len(self.graphs) <= SHAPES:
+        if graph is None and self.captures and shapes in self.graphs and len(self.graphs) <= SHAPES:
             try:
-                self.graphs[shapes] = graph = _Graph(self, batch)
+                graph = _Graph(self, batch)
             except RuntimeError:  # the rule waits for the device within a step
                 self.captures = False
                 torch.cuda.synchronize()
-                return self.compute(batch)
-            return graph.replay(batch)
-        self.graphs[shapes] = None
-        return self.compute(batch)
+        self.graphs[shapes] = graph
+        return self.launch(batch) if graph is None else graph.replay(batch)
 
-    def compute(self, batch: Questions) -> Tensor:
-        """Loss, gradients and update."""
-        self.optimizer.zero_grad(set_to_none=not self.on_gpu)
+    def launch(self, batch: Questions) -> Tensor:
+        """`whole_step`, kernel by kernel."""
+        numbers = self.differentiate(batch)
+        self.optimizer.step()
+        return numbers
+
+    def differentiate(self, batch: Questions) -> Tensor:
+        """The numbers of a batch, and its clipped gradients."""
+        self.optimizer.zero_grad(set_to_none=self.device.type != "cuda")
         shared: dict[str, Tensor] = {}
         with self.autocast():
             loss = loss_of(self.model(batch.inputs, batch.asked, shared), batch.targets)
             if "balance_loss" in shared:
                 loss = loss + shared["balance_loss"]
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
-        return loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip)
+        zero = torch.zeros_like(norm)
+        return torch.stack([loss.detach(), zero, zero, norm])
 
 
 class _Graph:
@@ -240,13 +295,13 @@ class _Graph:
 
     def __init__(self, trainer: Trainer, batch: Questions) -> None:
         self.batch = Questions(*(x.clone() for x in batch))
-        self.loss, self.graph = capture(lambda: trainer.compute(self.batch), self.batch.inputs.device)
+        self.numbers, self.graph = capture(lambda: trainer.launch(self.batch), self.batch.inputs.device)
 
     def replay(self, batch: Questions) -> Tensor:
         for held, new in zip(self.batch, batch, strict=True):
             held.copy_(new, non_blocking=True)
         self.graph.replay()
-        return self.loss
+        return self.numbers
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -33,15 +33,13 @@ from prism.messages import did_you_mean
 from prism.models import PrismConfig, PrismForCausalLM
 from prism.nn.mixer import Mixer
 from prism.overrides import override
-from prism.train.checkpoint import NotFiniteError
+from prism.train.callbacks import Report, Tell
 from prism.train.distributed import World
 from prism.train.graph import check_graph
-from prism.train.loop import lr_factor
-from prism.train.readback import HostCopy, decides_on_device
+from prism.train.loop import Callback, Loop, Settled
 from prism.train.settings import BatchSettings, OptimizerSettings, ScheduleSettings, ValidationSettings
-from prism.train.step import Step, Stepper
+from prism.train.step import Stepper
 
-Report = Callable[[int, float], None]
 MODEL_KEYS = [name for name in inspect.signature(PrismConfig.__init__).parameters if name not in ("self", "kwargs")]
 """What a model's configuration takes. transformers would keep any other name without using it."""
 
@@ -195,8 +193,9 @@ def train_text(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
     corpus = open_corpus(Path(run.data), verify=False)
     check_contexts(run, corpus)
     task, stepper = prepare(run, corpus)
-    loop = Loop(run, task, stepper, report)
-    loop.train()
+    curve = Curve(run, task, stepper)
+    loop = Loop(stepper, [Tell(report), curve])
+    loop.run()
     stepper.graphed = None  # a captured graph keeps its memory, and other trainings share the GPU
     model = stepper.model.eval()
     assert isinstance(model, PrismForCausalLM)
@@ -216,13 +215,13 @@ def train_text(settings: Mapping[str, Any], report: Report) -> dict[str, Any]:
         "validation": validation["nats_per_token"],
         "better": "lower",
         "metric": "nats a token",
-        "curve": loop.curve,
+        "curve": curve.points,
         "parameters": count_parameters(model),
         "state_size": state_size(model),
         "state_bytes": 4 * state_size(model),
         "tokens": run.steps * run.batch * run.context,
-        "seconds": loop.seconds,
-        "tokens_per_second": loop.speed,
+        "seconds": curve.seconds,
+        "tokens_per_second": curve.speed,
         "skipped": loop.skipped,
         "corpus": about_corpus(corpus),
         "text": measured,
@@ -267,81 +266,54 @@ def prepare(run: TextRun, corpus: Corpus) -> tuple[LanguageTask, Stepper]:
     return task, stepper
 
 
-@dataclass
-class Loop:
-    """The steps of a run, without a run folder: what a step found is read one step later on a GPU, as in `prism.train.loop`."""
+class Curve(Callback):
+    """Points of a training: the mean loss since the last one, and a short validation."""
 
-    run: TextRun
-    task: LanguageTask
-    stepper: Stepper
-    report: Report
-    curve: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
-    """Of training, without validations."""
-    skipped: int = 0
-    speed: float = 0.0
-    """Tokens a second, without the first steps, which compile kernels."""
-
-    def train(self) -> None:
-        run, on_device = self.run, decides_on_device(self.stepper.world.device)
-        pending: tuple[int, HostCopy] | None = None
+    def __init__(self, run: TextRun, task: LanguageTask, stepper: Stepper) -> None:
+        self.run, self.task, self.stepper = run, task, stepper
+        self.points: list[dict[str, Any]] = []
         self.losses: list[float] = []
-        self.in_a_row = 0
-        due = {round(run.steps * (i + 1) / max(1, run.evaluations)) for i in range(run.evaluations)} | {run.steps}
-        steady: tuple[int, float] | None = None
-        started = time.perf_counter()
-        for number in range(1, run.steps + 1):
-            first = (number - 1) * run.batch
-            chosen = np.arange(first, first + run.batch)
-            step = Step(number, self.task.samples(chosen, self.stepper.world.device), self.task.weight(chosen), started)
-            factor = self._factor(number)
-            queued = number, HostCopy(self.stepper.compute(step, factor, False, on_device))
-            if pending is not None:
-                self._settle(*pending, on_device)
-            pending = queued
-            if not on_device or number in due or number == _WARM:
-                self._settle(*pending, on_device)
-                pending = None
-            now = time.perf_counter()
-            if number == _WARM:
-                steady = number, self.seconds + now - started
-            if number in due:
-                self.seconds += now - started
-                self._validate(number)
-                started = time.perf_counter()
-        if steady is not None and run.steps > steady[0]:
-            self.speed = (run.steps - steady[0]) * run.batch * run.context / max(1e-9, self.seconds - steady[1])
+        """Of the steps since the last point."""
+        self.wanted = {round(run.steps * (i + 1) / run.evaluations) for i in range(run.evaluations)}
+        self.seconds = 0.0
+        """Of training, without validations."""
+        self.started = time.perf_counter()
+        self.warm: float | None = None
+        """Seconds of the first steps, which compile kernels."""
 
-    def _factor(self, number: int) -> float:
-        return lr_factor(number, self.run.steps, self.task.settings.schedule)
+    def settled(self, loop: Loop, step: Settled) -> None:
+        if step.finite:
+            self.losses.append(step.loss)
 
-    def _settle(self, number: int, numbers: HostCopy, on_device: bool) -> None:
-        """Read a step's numbers; on a CPU also update the weights."""
-        loss, _, faults, _ = numbers.read()
-        if math.isfinite(loss) and not faults:
-            if not on_device:
-                self.stepper.optimizers.step(self._factor(number))
-            self.in_a_row = 0
-            self.losses.append(loss)
-        else:
-            self.skipped += 1
-            self.in_a_row += 1
-            if self.in_a_row >= self.task.settings.max_skips:
-                raise NotFiniteError(
-                    f"{self.in_a_row} steps in a row, up to step {number}, had no finite loss or gradient"
-                )
-        self.report(number, loss)
+    def due(self, loop: Loop) -> bool:
+        return loop.step in self.wanted or loop.step == _WARM
 
-    def _validate(self, number: int) -> None:
-        """Add a point to the curve: mean training loss since the last one, and a short validation."""
+    def after(self, loop: Loop) -> bool:
+        seconds = self.seconds + time.perf_counter() - self.started
+        if loop.step == _WARM:
+            self.warm = seconds
+        if loop.step in self.wanted:
+            self.seconds = seconds
+            self.add_point(loop.step)
+            self.started = time.perf_counter()
+        return False
+
+    def add_point(self, step: int) -> None:
         with self.stepper.autocast():
             score = self.task.validation.score(self.stepper.model, self.stepper.world, self.stepper.at_once)
         recent = float(np.mean(self.losses)) if self.losses else None
         self.losses = []
-        tokens = number * self.run.batch * self.run.context
-        self.curve.append(
-            {"step": number, "tokens": tokens, "seconds": self.seconds, "loss": recent, "validation": score.nats}
+        tokens = step * self.run.batch * self.run.context
+        self.points.append(
+            {"step": step, "tokens": tokens, "seconds": self.seconds, "loss": recent, "validation": score.nats}
         )
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second after the first steps; 0 if there were no others."""
+        if self.warm is None or self.run.steps <= _WARM:
+            return 0.0
+        return (self.run.steps - _WARM) * self.run.batch * self.run.context / max(1e-9, self.seconds - self.warm)
 
 
 _WARM = 10

@@ -24,9 +24,10 @@ from prism.language.task import TextTask, loss_sum
 from prism.language.tokens import Batch
 from prism.messages import say
 from prism.overrides import to_plain
+from prism.train.callbacks import Report
 from prism.train.checkpoint import Checkpoint
-from prism.train.loop import Report, RunResult, train
 from prism.train.run import check_folder
+from prism.train.train import RunResult, train
 
 
 def adapt(settings: AdaptSettings, report: Report | None = None) -> RunResult:

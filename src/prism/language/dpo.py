@@ -30,11 +30,12 @@ from prism.language.tune import TunedTask, opened, prepared
 from prism.language.tune_settings import DpoSettings
 from prism.messages import progress_bars
 from prism.models.cross_entropy import IGNORED
+from prism.train.callbacks import Report
 from prism.train.distributed import World
-from prism.train.loop import Report, RunResult, train
 from prism.train.order import sequence_of
 from prism.train.step import autocast
 from prism.train.task import ValidationResult
+from prism.train.train import RunResult, train
 
 
 def train_dpo(settings: DpoSettings, report: Report | None = None) -> RunResult:

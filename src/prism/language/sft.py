@@ -21,10 +21,11 @@ from prism.language.tokens import Batch
 from prism.language.tune import TunedTask, opened, prepared
 from prism.language.tune_settings import SftSettings
 from prism.messages import say
+from prism.train.callbacks import Report
 from prism.train.distributed import World
-from prism.train.loop import Report, RunResult, train
 from prism.train.order import sequence_of
 from prism.train.task import ValidationResult
+from prism.train.train import RunResult, train
 
 
 def train_sft(settings: SftSettings, report: Report | None = None) -> RunResult:

@@ -28,13 +28,14 @@ from prism.models import PrismForCausalLM
 from prism.nn.mixer import Mixer
 from prism.overrides import to_plain
 from prism.rules.options import RULE_DEFAULTS
+from prism.train.callbacks import Report
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.export import resolve_model_folder
-from prism.train.loop import Report, RunResult, train
 from prism.train.model import check_stack, initialize, read_weights
 from prism.train.run import check_folder, stored_settings
 from prism.train.task import ValidationResult
+from prism.train.train import RunResult, train
 
 
 def loss_sum(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:

@@ -30,13 +30,14 @@ from prism.recommend.ranking import CUTOFFS, Ranking
 from prism.recommend.settings import RecSettings, RecValidationSettings, preset
 from prism.recommend.update import LOG, prepare_update, read_new_events, start_update, update_order, update_settings
 from prism.train import tensors
+from prism.train.callbacks import Report
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World, whole
-from prism.train.loop import Report, RunResult, train
 from prism.train.model import check_stack, read_weights
 from prism.train.order import Order, ReplayOrder
 from prism.train.run import check_folder
 from prism.train.task import ValidationResult
+from prism.train.train import RunResult, train
 
 LOGGED = ("HR@10", "NDCG@10", "MRR@10")
 METRICS = (*(f"{name}@{k}" for name in ("HR", "NDCG", "MRR") for k in CUTOFFS), "AUC")

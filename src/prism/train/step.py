@@ -1,7 +1,12 @@
-"""Compute a training step: gradients by micro-batches, the gradient norm, and on a GPU the update of the weights.
+"""Draw and compute a training step: gradients by micro-batches, the gradient norm, the update of the weights.
 
-The loop (loop.py) draws samples and settles what a step found. A benchmark makes the same steps without a run folder:
+The loop (loop.py) settles what a step found. A benchmark makes the same steps without a loop:
 `Stepper(task, World(device), model)`, `prepare()`, then `compute(…)`.
+
+- Step s uses samples (s-1)·B … s·B-1 of the endless order, no matter which process computes them: the position in the
+  data is one number.
+- The loss is summed over units (tokens, events) and divided by those of the whole global batch, so no split of the batch
+  changes it.
 
 What makes steps fast is here or is chosen here: bfloat16 products, kernels and recomputation in the layers
 (`prism.engine.layer_ops`, `prism.engine.recompute`), compilation, fused optimizers.
@@ -10,12 +15,14 @@ What makes steps fast is here or is chosen here: bfloat16 products, kernels and 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +31,7 @@ from prism.nn.block import Block
 from prism.train.distributed import World, accumulating, layers_of, parallel_forward, whole
 from prism.train.graph import GraphedPasses
 from prism.train.optimizer import Optimizers
-from prism.train.settings import RunSettings
+from prism.train.settings import RunSettings, ScheduleSettings
 from prism.train.task import Samples, Task
 
 
@@ -45,12 +52,30 @@ def autocast(settings: RunSettings, device: torch.device) -> Callable[[], Abstra
     return partial(torch.autocast, device.type, torch.bfloat16) if bf16 else nullcontext
 
 
+def lr_factor(step: int, steps: int, schedule: ScheduleSettings) -> float:
+    """Factor of the learning rate in step 1 … `steps`: a function of the step alone, so checkpoints need not hold it."""
+    warmup = min(schedule.warmup, steps)
+    if step <= warmup:
+        return step / warmup
+    if schedule.name == "constant":
+        return 1.0
+    if schedule.name == "cosine":
+        done = (step - warmup) / (steps - warmup)
+        return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * done)) / 2
+    decaying = min(round(steps * schedule.decay), steps - warmup)
+    plateau_end = steps - decaying
+    if step <= plateau_end:
+        return 1.0
+    return 1 - (1 - schedule.final) * (step - plateau_end) / decaying
+
+
 class Stepper:
     """A task's model and optimizers in this process, and how a step is computed with them."""
 
     def __init__(self, task: Task, world: World, model: nn.Module) -> None:
         self.task, self.world, self.model = task, world, model
         self.settings = settings = task.settings
+        self.steps, self.max_skips, self.device = settings.steps, settings.max_skips, world.device
         self.share = world.share(settings.batch.sequences)
         self.at_once = min(settings.batch.micro or self.share, self.share)
         self.optimizers = Optimizers(model, settings.optimizer)
@@ -71,6 +96,17 @@ class Stepper:
         self.forward = parallel_forward(self.model, self.world)
         if self.settings.graph:
             self.graphed = GraphedPasses(self.model, self.differentiate)
+
+    def draw(self, number: int) -> Step:
+        """A step's samples of this process, and the weight of everyone's."""
+        started = time.perf_counter()
+        first = (number - 1) * self.settings.batch.sequences
+        everyone = np.arange(first, first + self.settings.batch.sequences)
+        samples = self.task.samples(self.world.numbers(everyone), self.world.device)
+        return Step(number, samples, self.task.weight(everyone), started)
+
+    def factor(self, number: int) -> float:
+        return lr_factor(number, self.steps, self.settings.schedule)
 
     def compute(self, step: Step, factor: float, stopping: bool, update: bool) -> Tensor:
         """Compute gradients and, with `update`, the new weights; nothing waits for the device.
@@ -103,6 +139,10 @@ class Stepper:
             skip = ~sums[0].isfinite() | (sums[2] > 0)
             self.optimizers.step(factor, skip.float())
         return torch.cat([sums, norm.double().unsqueeze(0)])
+
+    def update(self, factor: float) -> None:
+        """Update the weights with the gradients of the last step."""
+        self.optimizers.step(factor)
 
     def backward(self, step: Step) -> Tensor:
         """Accumulate the gradients of this process's samples; its part of the loss, a scalar on the device."""

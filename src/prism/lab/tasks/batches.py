@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
@@ -99,7 +99,7 @@ class Curriculum:
 
 def training_batches(
     stages: Sequence[tuple[int, Task]], batch: int, seed: int, device: torch.device
-) -> Iterator[Questions]:
+) -> Generator[Questions, None, None]:
     """Batches of the split `train` on a device."""
     if all(draws_on(task, device) for _, task in stages):
         groups = _drawn(stages, batch, seed, device)
