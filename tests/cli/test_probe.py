@@ -176,14 +176,6 @@ def test_an_interrupt_leaves_what_was_trained_and_the_command_continues(
     assert [line["seed"] for line in finished(out)] == [1, 0] and finished(out)[:1] == kept
 
 
-def test_results_of_an_earlier_version_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "results.json").write_text("old")
-    words = ["probe", "mqar", "--rules", "linear", "--setting", "easy", "--seeds", "1", "--output", str(tmp_path)]
-    assert main([*words, *SMALL]) == 0
-    assert "results.json is of an earlier version: it is neither read nor changed" in capsys.readouterr().out
-    assert (tmp_path / "results.json").read_text() == "old" and len(finished(tmp_path)) == 1
-
-
 def line(rule: str, state_size: int, accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
     by_pairs = {"pairs=4": accuracy, "pairs=2": 1.0}
     about = {"status": "done", "phase": "final", "task": "easy", "rule": rule, "seed": seed, "state_size": state_size}

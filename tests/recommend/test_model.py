@@ -15,6 +15,7 @@ from prism.models import PrismConfig, PrismForCausalLM
 from prism.recommend.config import PrismRecConfig, hstu, sasrec
 from prism.recommend.losses import full_softmax
 from prism.recommend.model import GAP_BUCKETS, PrismForRecommendation, gap_bucket
+from prism.rules.prism import Prism
 
 ITEMS = 30
 
@@ -114,6 +115,27 @@ def test_everything_is_saved(tmp_path: Path) -> None:
     assert torch.equal(again.item_counts, torch.arange(ITEMS + 1))
     gaps = torch.rand(3, 7) * 100
     assert torch.equal(again(items, gaps=gaps).hidden, recommender(items, gaps=gaps).hidden)
+
+
+@pytest.mark.parametrize(
+    ("layers", "given", "found"),
+    [
+        ("prism*2+softmax", {}, {"prism": {"gate_by": "silu"}}),
+        ("prism(steps=3)", {"prism": {"rank": 4}}, {"prism": {"gate_by": "silu", "rank": 4}}),
+        ("prism", {"prism": {"gate_by": "sigmoid"}}, {"prism": {"gate_by": "sigmoid"}}),
+        ("prism(preset=paper)", {}, {}),
+        ("kda+gated_delta", {}, {}),
+        ("titans(mini_batch=1)", {}, {"titans": {"base_lr": 1.0}}),
+        ("titans", {"titans": {"mini_batch": 1, "base_lr": 0.2}}, {"titans": {"mini_batch": 1, "base_lr": 0.2}}),
+        ("titans(mini_batch=1, momentum=false)+titans(mini_batch=1)", {}, {}),
+    ],
+)
+def test_a_configuration_says_what_recommenders_were_measured_with(layers: str, given: Any, found: Any) -> None:
+    made = PrismRecConfig(5, 16, 2, layers, rule_options=given)
+    assert made.rule_options == found and PrismRecConfig(**made.to_dict()).rule_options == found
+    rules = [layer.mixer.rule for layer in PrismForRecommendation(made).model.layers]
+    gate = found.get("prism", {}).get("gate_by", "silu")
+    assert {rule.gate_by for rule in rules if type(rule) is Prism} <= {gate}
 
 
 def test_features_keep_their_codes_whatever_their_names_and_order(tmp_path: Path) -> None:

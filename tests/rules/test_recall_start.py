@@ -165,10 +165,11 @@ def test_weights_are_drawn_where_recall_does_not_help(layers: str, options: Any,
     assert drawn_start(options, layers) == found
 
 
-def test_models_of_bytes_start_with_drawn_weights() -> None:
+def test_models_of_bytes_start_with_drawn_weights_and_keep_silu() -> None:
     settings = ModelSettings(hidden_size=32, num_hidden_layers=1, head_dim=16)
     bytes_, words = (build_model(settings, size, 0).model.layers[0].mixer.rule for size in (257, 1024))
     assert not aligned(bytes_) and aligned(words)
+    assert (bytes_.gate_by, words.gate_by) == ("silu", "sigmoid")
 
 
 @pytest.mark.parametrize("wrong", ["much", [1], [1, 2, 3], [0, 1], [1, float("inf")], float("nan")])

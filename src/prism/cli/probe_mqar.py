@@ -103,9 +103,6 @@ def mqar(
         },
         FLAGS,
     )
-    old = output / "results.json"
-    if old.exists():
-        print(f"{old} is of an earlier version: it is neither read nor changed, results are now in {RESULTS}")
     try:
         code = run_plan(plan, output, jobs, retry, dry_run=dry_run)
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prism.cli.flags import given_settings, parse_settings
-from prism.language.settings import BLANK_RUN, Settings, preset
+from prism.language.settings import Settings, preset
 from prism.language.task import continued, train_lm
 from prism.messages import INTERRUPTED
 
@@ -21,4 +21,4 @@ def train(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> Settings:
     """Settings from the words after `prism train lm`."""
-    return parse_settings(arguments, "lm", BLANK_RUN, lambda name: preset(name or "tiny"))
+    return parse_settings(arguments, "lm", Settings(), lambda name: preset(name or "tiny"))

@@ -37,8 +37,8 @@ from prism.lab.grid import Records
 from prism.lab.kinds import Compared, Kind, kind_of
 from prism.messages import did_you_mean
 from prism.overrides import override, read_toml
-from prism.rules.options import RULE_DEFAULTS
 from prism.rules.outside import import_modules
+from prism.rules.prism import default_gate
 
 _TEXT_KEYS = ("model", "optimizer")
 _NOT_DEFAULTS = ("conv_size", "layer_index", "layer_count")
@@ -308,7 +308,9 @@ def _defaults(rule: Compared) -> dict[str, Any]:
     """The rule's own values of options that the plan does not give. None stands for a value that depends on others."""
     kind = registry.get(rule.name)
     options = {name: parameter.default for name, parameter in kind.option_parameters().items()}
-    options |= kind.with_defaults(RULE_DEFAULTS, rule.options)
+    given = {**options, **rule.options}
+    if given.get("gate_by", "") is None and given.get("preset", "lm") == "lm":  # PRISM's: a mean must not mix two gates
+        options["gate_by"] = default_gate(given.get("steps", 2), given.get("step_scale"), given.get("gate", True))
     return {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in options.items()

@@ -12,7 +12,7 @@ from typing import Any
 from prism.files import whole_folder
 from prism.language.cards import metadata, validation_text
 from prism.language.model import Builder, build_model
-from prism.language.settings import BLANK_RUN, Settings, command_line
+from prism.language.settings import Settings, command_line
 from prism.language.tokenizer import load_tokenizer
 from prism.language.tune_export import write_tuned
 from prism.language.tune_settings import BLANK
@@ -45,7 +45,7 @@ def write_model(run: Path, checkpoint: Checkpoint, folder: Path, build: Builder 
     if (stored_config(run) or {}).get("task") in BLANK:  # fine-tuned: another kind of run, the same kind of model
         write_tuned(run, checkpoint, folder)
         return
-    trained = TrainedRun.open(run, checkpoint, "lm", BLANK_RUN)
+    trained = TrainedRun.open(run, checkpoint, "lm", Settings())
     tokenizer = load_tokenizer(run / "tokenizer.json", trained.settings.data.end_token)
     model = build(trained.settings.model, trained.config["identity"]["model.vocab_size"], tokenizer.end)
     parameters = trained.load(model)

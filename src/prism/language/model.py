@@ -48,7 +48,6 @@ def build_model(settings: ModelSettings, vocab_size: int, end: int) -> nn.Module
         eos_token_id=end,
         pad_token_id=end,
         norm_eps=1e-6 if settings.norm_eps is None else settings.norm_eps,
-        rule_defaults=settings.rule_defaults,
     )
     model = PrismForCausalLM(config)
     if settings.gradient_checkpointing:
@@ -77,7 +76,7 @@ def started_from(settings: Settings, given: Collection[str] = (), model_folder: 
     _check_model_settings(settings, given, config)
     model = replace(
         settings.model,
-        layers=format_layers(config.given_plan),
+        layers=format_layers(config.layer_plan),
         hidden_size=config.hidden_size,
         num_hidden_layers=config.num_hidden_layers,
         num_heads=config.num_heads,
@@ -87,7 +86,6 @@ def started_from(settings: Settings, given: Collection[str] = (), model_folder: 
         intermediate_size=config.intermediate_size,
         tie_word_embeddings=config.tie_word_embeddings,
         norm_eps=config.norm_eps,
-        rule_defaults=config.rule_defaults,
         weights=folder,
     )
     return replace(settings, init=None, model=model, data=_with_tokenizer(settings.data, folder, files))
@@ -101,7 +99,7 @@ def _check_model_settings(settings: Settings, given: Collection[str], config: Pr
         value = getattr(ours, name)
         if value is None or (value == getattr(start, name) and name not in given):
             continue
-        there: Any = format_layers(config.given_plan)
+        there: Any = format_layers(plan)
         if name == "layers":
             wanted = parse_layers(value, len(plan))
             same = [layer.rule for layer in wanted] == [layer.rule for layer in plan]

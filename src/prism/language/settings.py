@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from prism.language.corpus import Recipe
 from prism.messages import did_you_mean
 from prism.overrides import train_command
-from prism.rules.options import RULE_DEFAULTS
 from prism.train.settings import (
     BatchSettings,
     CheckpointSettings,
@@ -32,8 +31,6 @@ class ModelSettings(StackSettings):
     """Share one matrix between input and output embeddings."""
     norm_eps: float | None = None
     """Epsilon of the norms outside the mixers. None: 1e-6."""
-    rule_defaults: int | None = field(default=None, metadata={"min": 0})
-    """Version of rule defaults. None: the run's, or newest."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +93,6 @@ class Settings(RunSettings):
     def check(self) -> None:
         super().check()
         self.data.check()
-
-
-BLANK_RUN = Settings(model=ModelSettings(rule_defaults=0))
-"""What the stored settings of a run are applied to: those that it lacks came later, and are as they were before."""
 
 
 # Presets. Heads are 64 or 128 wide: the sizes at which the kernels are fastest.
@@ -181,6 +174,4 @@ def preset(name: str) -> Settings:
 
 def command_line(settings: Settings) -> str:
     """The `prism train lm …` command that gives these settings."""
-    if settings.model.rule_defaults == RULE_DEFAULTS:  # as without the flag
-        settings = replace(settings, model=replace(settings.model, rule_defaults=None))
     return train_command("lm", settings, preset(settings.preset or "tiny"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,20 +19,19 @@ from prism.language.export import write_model
 from prism.language.generate import LanguageModel, Sampling, Session
 from prism.language.model import Builder, build_model, started_from, vocabulary
 from prism.language.perplexity import Score
-from prism.language.settings import BLANK_RUN, Settings
+from prism.language.settings import Settings
 from prism.language.tokenizer import load_tokenizer
 from prism.language.tokens import Batch, Sequences
 from prism.messages import say
 from prism.models import PrismForCausalLM
 from prism.nn.mixer import Mixer
 from prism.overrides import to_plain
-from prism.rules.options import RULE_DEFAULTS
 from prism.train.callbacks import Report
 from prism.train.checkpoint import Checkpoint
 from prism.train.distributed import World
 from prism.train.export import resolve_model_folder
 from prism.train.model import check_stack, initialize, read_weights
-from prism.train.run import check_folder, stored_settings
+from prism.train.run import check_folder
 from prism.train.task import ValidationResult
 from prism.train.train import RunResult, train
 
@@ -132,7 +130,6 @@ def train_lm(settings: Settings, build: Builder = build_model, report: Report | 
     settings.check()
     settings = continued(settings)
     check_folder(settings.out, settings.resume)
-    settings = _with_rule_defaults(settings)
     check_stack(settings.model)
     weights = None
     if settings.model.weights is not None:
@@ -149,15 +146,6 @@ def continued(settings: Settings, given: Collection[str] = ()) -> Settings:
         return settings
     with resolve_model_folder(settings.init, write_model, say) as folder:
         return started_from(settings, given, folder)
-
-
-def _with_rule_defaults(settings: Settings) -> Settings:
-    """The settings with the number of the rules' defaults: that of the run to be resumed, or today's for a new one."""
-    if settings.model.rule_defaults is not None:
-        return settings
-    run = stored_settings(settings.out, "lm", BLANK_RUN)
-    number = RULE_DEFAULTS if run is None else run.model.rule_defaults
-    return replace(settings, model=replace(settings.model, rule_defaults=number))
 
 
 class TextTask:
@@ -214,7 +202,6 @@ class LanguageTask(TextTask):
         model = {f"model.{name}": value for name, value in to_plain(settings.model).items()}
         for name in ("weights", "gradient_checkpointing"):  # these may change
             del model[f"model.{name}"]
-        model["model.rule_defaults"] = settings.model.rule_defaults or None  # runs of version 0.1.0 have no such entry
         return {
             **model,
             "model.vocab_size": self.vocab_size,

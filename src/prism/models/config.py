@@ -11,7 +11,6 @@ from prism import rules
 from prism.engine.memory import check_choice
 from prism.models.compat import warn_of_missing
 from prism.nn.pattern import LayerSpec, parse_layers
-from prism.rules.options import RULE_DEFAULTS
 from prism.rules.rule import check_integers, check_nonnegative
 
 
@@ -32,8 +31,6 @@ class PrismConfig(PreTrainedConfig):
         initializer_range: initial standard deviation of embeddings and linear maps; rules initialise their gates.
         tie_word_embeddings: whether input and output embeddings are one matrix.
         use_cache: whether a forward pass outside training returns its state.
-        rule_defaults: number of the defaults of rule options; None: today's (`prism.rules.options.RULE_DEFAULTS`). A saved
-            configuration without one is of version 0.1.0, number 0: what it leaves open keeps the meaning that it had.
         form, backend: how every layer computes its memory, as in `prism.memory`; `"auto"` leaves the choice to
             `prism.engine.using` around the call, or to the engine.
     """
@@ -59,7 +56,6 @@ class PrismConfig(PreTrainedConfig):
         initializer_range: float = 0.02,
         tie_word_embeddings: bool = True,
         use_cache: bool = True,
-        rule_defaults: int | None = None,
         form: str = "auto",
         backend: str = "auto",
         pad_token_id: int | None = None,
@@ -70,12 +66,6 @@ class PrismConfig(PreTrainedConfig):
         check_integers(vocab_size=vocab_size, hidden_size=hidden_size, num_heads=num_heads)
         check_nonnegative(norm_eps=norm_eps, initializer_range=initializer_range)
         check_probabilities(dropout=dropout)
-        if rule_defaults is None:
-            rule_defaults = 0 if "transformers_version" in kwargs else RULE_DEFAULTS  # a saved one has that entry
-        if rule_defaults not in range(RULE_DEFAULTS + 1):
-            raise ValueError(
-                f"rule_defaults must be 0 to {RULE_DEFAULTS}, got {rule_defaults!r}: a later version may have saved this model"
-            )
         check_choice(form, backend)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -89,7 +79,6 @@ class PrismConfig(PreTrainedConfig):
         self.initializer_range = initializer_range
         self.tie_word_embeddings = tie_word_embeddings
         self.use_cache = use_cache
-        self.rule_defaults = rule_defaults
         self.form = form
         self.backend = backend
         self.pad_token_id = pad_token_id
@@ -102,22 +91,9 @@ class PrismConfig(PreTrainedConfig):
 
     @property
     def layer_plan(self) -> list[LayerSpec]:
-        """Every layer's rule and its options, with those that had another default when the model was made."""
-        given = self.given_plan
-        if self.rule_defaults == RULE_DEFAULTS:
-            return given
-        return [LayerSpec(rule, rules.get(rule).with_defaults(self.rule_defaults, options)) for rule, options in given]
-
-    @property
-    def given_plan(self) -> list[LayerSpec]:
         """Every layer's rule and the options that `layers` and `rule_options` give."""
         plan = parse_layers(self.layers, self.num_hidden_layers)
         return [LayerSpec(rule, {**self.rule_options.get(rule, {}), **options}) for rule, options in plan]
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """A configuration from the contents of a config.json; see `rule_defaults` for one of an earlier version."""
-        return super().from_dict({"rule_defaults": 0, **config_dict}, **kwargs)
 
     @property
     def constant_state(self) -> bool:

@@ -47,22 +47,16 @@ _IRRELEVANT = (
 """Entries of a configuration that do not affect what a model computes."""
 _SAMPLE = 1024
 """About how many numbers of a matrix are hashed."""
-_LATER = ("item_lists", "item_vectors", "user_features", "grown_from", "rule_defaults")
-"""Entries that came later: without a value they are not hashed, so that states of earlier versions stay valid."""
 
 
 def config_sha256(model: PreTrainedModel) -> str:
     """Hash of the configuration: equal for models that compute the same function, given the same weights.
 
-    How weights start (the option `start`) is not part of it: earlier versions did not write it. A model that has got new
-    items (grow.py) keeps its hash: the states of users stay valid.
+    A model that has got new items (resize.py) keeps its hash: the states of users stay valid.
     """
-    contents = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT and (v or k not in _LATER)}
-    if "grown_from" in contents:
+    contents = {k: v for k, v in model.config.to_dict().items() if k not in _IRRELEVANT}
+    if contents.get("grown_from"):
         return str(contents["grown_from"])
-    if by_rule := contents.get("rule_options"):
-        kept = {rule: {k: v for k, v in options.items() if k != "start"} for rule, options in by_rule.items()}
-        contents["rule_options"] = {rule: options for rule, options in kept.items() if options or not by_rule[rule]}
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
@@ -94,7 +88,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
 
 
 def stable_fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """The part of the fingerprint that every version has written; states of users have no more: their model may grow."""
+    """The part of the fingerprint that stays when a model grows; states of users have no more."""
     return {"config_sha256": config_sha256(model), "weights_sha256": weights_sha256(model)}
 
 
@@ -104,7 +98,7 @@ def fingerprint_mismatch(found: Mapping[str, str], model: PreTrainedModel) -> st
 
 
 def mismatch(found: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """As `fingerprint_mismatch`, for two fingerprints. States of earlier versions have no hash of the matrices."""
+    """As `fingerprint_mismatch`, for two fingerprints. States of users have no hash of the matrices."""
     if found.get("config_sha256") != here["config_sha256"]:
         return "another configuration"
     same = found.get("weights_sha256") == here["weights_sha256"]

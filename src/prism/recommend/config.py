@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from prism import rules
 from prism.models.auto import register
 from prism.models.config import PrismConfig, check_probabilities
+from prism.nn.pattern import parse_layers
 from prism.rules.rule import check_integers
 
 
@@ -31,10 +33,8 @@ class PrismRecConfig(PrismConfig):
         grown_from: hash of the configuration before items were added; see resize.py.
         max_length: number of events per history in training. Not a limit; evaluation uses it as a default.
         embedding_scale: factor of the items' vectors in the input (not the output); √hidden_size in SASRec.
-        rule_defaults: as in `PrismConfig`; 0, so that PRISM's output gate is SiLU: a sigmoid is better on text, and was not
-            measured on events.
-        kwargs: further arguments of `PrismConfig`: `rule_options`, `intermediate_size`, `dropout` (here also of the input),
-            `initializer_range` …
+        kwargs: further arguments of `PrismConfig`: `rule_options` (with those of `_as_measured`), `intermediate_size`,
+            `dropout` (here also of the input), `initializer_range` …
     """
 
     model_type: ClassVar[str] = "prism_rec"
@@ -56,7 +56,6 @@ class PrismRecConfig(PrismConfig):
         grown_from: str | None = None,
         max_length: int = 200,
         embedding_scale: float = 1.0,
-        rule_defaults: int = 0,
         **kwargs: Any,
     ) -> None:
         sizes: dict[str, Any] = {"num_items": num_items, "max_length": max_length}
@@ -84,13 +83,31 @@ class PrismRecConfig(PrismConfig):
         self.max_length = max_length
         self.embedding_scale = embedding_scale
         kwargs.setdefault("pad_token_id", 0)
-        super().__init__(
-            num_items + 1, hidden_size, num_heads, layers, num_hidden_layers, rule_defaults=rule_defaults, **kwargs
-        )
+        super().__init__(num_items + 1, hidden_size, num_heads, layers, num_hidden_layers, **kwargs)
+        self.rule_options = _as_measured(self.layers, self.rule_options)
 
     def _get_generation_parameters(self) -> dict[str, Any]:
         """No generation parameters: transformers would take `max_length` for one and refuse to save it."""
         return {}
+
+
+def _as_measured(layers: str | Sequence[Any], given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Options by rule, with those that recommenders were measured with where the rules' defaults are others.
+
+    They are SiLU as PRISM's output gate (a sigmoid is better on text) and full steps of Titans' single tokens.
+    """
+    plan, chosen = parse_layers(layers), dict(given)
+    for rule in {layer.rule for layer in plan}:
+        has = [{**given.get(rule, {}), **options} for name, options in plan if name == rule]
+        gate = rules.get(rule).option_parameters().get("gate_by")
+        measured: dict[str, Any] = {}
+        if gate is not None and gate.default is None and all(one.get("preset", "lm") == "lm" for one in has):
+            measured = {"gate_by": "silu"}
+        elif rule == "titans" and all(one.get("mini_batch") == 1 and one.get("momentum", True) for one in has):
+            measured = {"base_lr": 1.0}
+        if measured:
+            chosen[rule] = {**measured, **given.get(rule, {})}
+    return chosen
 
 
 SASREC = {"layers": "softmax", "num_hidden_layers": 2, "dropout": 0.2}

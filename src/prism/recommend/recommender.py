@@ -226,12 +226,6 @@ class Recommender(Growing):
         if states is not None:
             self._check(states)
             hidden, events, seen = states.hidden, states.events, states.seen.excluded()
-            if filter_seen and exclude is None and not bool(states.knows_seen.all()):
-                warnings.warn(
-                    "some states do not know all items that were seen, because an older version saved them: name those "
-                    "items in exclude",
-                    stacklevel=3,
-                )
         else:
             if users is not None:
                 names, histories = self._histories(users, unknown)

@@ -38,7 +38,7 @@ class UserStates:
     model: dict[str, str]
     """Identity of the model that the states belong to."""
     seen: SeenItems = field(default=None)  # type: ignore[assignment]  # set by __post_init__
-    """The items of each user; states made without them, or by an older version, know of none."""
+    """The items of each user; states made without them know of none."""
 
     def __post_init__(self) -> None:
         if self.seen is None:
@@ -50,11 +50,6 @@ class UserStates:
     @property
     def device(self) -> torch.device:
         return self.hidden.device
-
-    @property
-    def knows_seen(self) -> Tensor:
-        """bool `[n]`: whether the items of all events of a user were recorded."""
-        return torch.from_numpy(self.seen.events).to(self.device) >= self.events
 
     @property
     def nbytes(self) -> int:

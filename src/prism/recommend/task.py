@@ -217,8 +217,6 @@ class RecTask:
         model = {f"model.{name}": value for name, value in to_plain(given.model).items()}
         for free in ("weights", "gradient_checkpointing"):
             del model[f"model.{free}"]
-        if not given.model.id_dropout:  # runs of earlier versions have no such entry
-            del model["model.id_dropout"]
         split = {name: getattr(given.data, name) for name in ("split", "valid_from", "test_from", "length", "order")}
         return {
             **self.marks,

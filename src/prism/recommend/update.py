@@ -51,7 +51,7 @@ EPOCHS, RATE = 0.5, 1.0
 LOG, LEARNED = "events", "learned.safetensors"
 """In the run's folder: the whole log, and how much of it the old model had learned from."""
 NEW_EVENTS, BASE = "new events", "base"
-"""Entries of the run's identity: digests of what the update was started with. Updates of earlier versions have none."""
+"""Entries of the run's identity: digests of what the update was started with."""
 _PREFIX = "recommender."
 """The recommender within the module that is trained."""
 
@@ -116,8 +116,6 @@ def prepare_update(
     learned[: len(trained_on)] = trained_on
     whole = replace(merged.dataset, folder=log)
     marks = {NEW_EVENTS: new.digest, BASE: weights_digest(base)}
-    if before is not None and NEW_EVENTS not in before["identity"]:
-        marks = {}
     return Update(whole, np.minimum(learned, merged.first_new), base, marks)
 
 
@@ -129,11 +127,8 @@ def _marks(settings: RecSettings, base: Path, new: Dataset | None, before: dict[
     Args:
         before: the run's config.json.
     """
-    started, marks = before["settings"], {name: before["identity"].get(name, "") for name in (NEW_EVENTS, BASE)}
-    if not all(marks.values()):
-        say(f"{settings.out} is an update of an earlier version: it resumes with the events that it was started with")
-        return {}
-    there = Path(before.get("started_in", "")) / (started.get("update") or "")
+    started, marks = before["settings"], {name: before["identity"][name] for name in (NEW_EVENTS, BASE)}
+    there = Path(before["started_in"]) / (started["update"] or "")
     same_place = _run_of(base).resolve() == _run_of(there).resolve()
     if not base.is_dir() and same_place:
         say(f"{base} is gone: the update resumes from what it was")

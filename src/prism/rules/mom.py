@@ -192,12 +192,6 @@ class Mom(Rule):
         self.write_rank = (top_k + shared) * self.inner.write_rank
 
     @classmethod
-    def with_defaults(cls, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """As in `Rule`; the defaults are those of the inner rule."""
-        inner = rule_named(options.get("inner", cls.option_parameters()["inner"].default))
-        return {**options, "inner_options": inner.with_defaults(number, options.get("inner_options") or {})}
-
-    @classmethod
     def with_sizes(cls, sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Any]:
         """As in `Rule`; sizes are those of the inner rule."""
         inner = rule_named(options.get("inner", cls.option_parameters()["inner"].default))

@@ -12,9 +12,7 @@ As published, gradients of a mini-batch are taken at the weights it started with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,7 +129,7 @@ class Titans(NeuralMemory):
     M is linear if `depth` is 1. η, θ and α come from the token, one per head. Our choice is θ = base_lr · σ(·) with
     base_lr = 1 / b: the b steps of a mini-batch do not see one another, and with initial weights (σ = ½) all of them together
     make one full step along a unit key (a step is 2θ). With b = 1 and momentum, which adds steps up to twice their size, it is
-    1/2: at 1 many untrained layers overflow. Recommenders and earlier models have 1 there.
+    1/2: at 1 many untrained layers overflow. Recommenders have 1 there.
 
     With depth 1, no momentum and b = 1, M_t is Gated DeltaNet's memory, except that the erase sees the undecayed memory.
     """
@@ -170,13 +168,6 @@ class Titans(NeuralMemory):
             conv_size=conv_size,
             gate=gate,
         )
-
-    @classmethod
-    def with_defaults(cls, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        single = options.get("mini_batch") == 1 and options.get("momentum", True)
-        if options.get("base_lr") is not None or not single or "base_lr" not in cls.option_names():
-            return dict(options)
-        return {**options, "base_lr": 1.0 if number < 2 else default_rate(1, True)}
 
 
 class Polynomial(nn.Module):

@@ -14,13 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from prism.rules.rule import Rule
 
-RULE_DEFAULTS = 2
-"""Number of the defaults of rule options today. A saved model has the number of those that it was built with.
-
-    0   of version 0.1.0
-    1   the output gate of `prism` (preset `lm`) is a sigmoid; it was SiLU
-    2   `base_lr` of `titans` is 1/2 where mini_batch is 1 and there is momentum; it was 1
-"""
 _ENTRY = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 

@@ -25,7 +25,7 @@ H·V = width (`paper`), or mapped to them by a low-rank W_u (`lm`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -210,13 +210,6 @@ class Prism(GatedDelta):
         """`preset` and the options of `lm`, which include all of `paper`."""
         preset = inspect.Parameter("preset", inspect.Parameter.KEYWORD_ONLY, default="lm", annotation="str")
         return {"preset": preset, **super().option_parameters()}
-
-    @classmethod
-    def with_defaults(cls, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        if options.get("preset", "lm") != "lm" or "gate_by" not in cls.option_names():  # a subclass may not have it
-            return dict(options)
-        gate = default_gate(options.get("steps", 2), options.get("step_scale"), options.get("gate", True))
-        return {"gate_by": "silu" if number < 1 else gate, **options}
 
     def update(self, x: Tensor, carry: Carry, span: Span) -> tuple[Update, dict[str, Tensor], Any]:
         """As in `DeltaFamily`; the extra is the gate's map of x and where to put the read, if other layers want it."""

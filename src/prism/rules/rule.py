@@ -286,11 +286,6 @@ class Rule(nn.Module):
         }
 
     @classmethod
-    def with_defaults(cls, number: int, options: Mapping[str, Any]) -> dict[str, Any]:
-        """`options`, and the defaults `number` (`RULE_DEFAULTS`) of those that changed or depend on others, where not given."""
-        return dict(options)
-
-    @classmethod
     def with_sizes(cls, sizes: Mapping[str, int], options: Mapping[str, Any]) -> dict[str, Any]:
         """`options` with those of `sizes` (`key_dim`, `value_dim`, `conv_size`) that the rule takes; options win."""
         taken = cls.option_names()

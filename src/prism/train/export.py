@@ -53,7 +53,7 @@ def resolve_model_folder(
     if newest is None and checkpoint_names(path / "checkpoints"):
         raise all_damaged(path / "checkpoints")
     if newest is None:
-        command = command_of(config.get("task", "lm"))
+        command = command_of(config["task"])
         raise ValueError(
             f"{path} is a run without a checkpoint: resume it with `{command} --out {path}` until it has one"
         )

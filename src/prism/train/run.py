@@ -52,7 +52,7 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
     stored = read_json(path)
     if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict):
         raise ValueError(f"{path} is not the config.json of a run")
-    return {"task": "lm", **stored}
+    return stored
 
 
 def stored_settings(folder: Path, task: str, blank: S) -> S | None:
@@ -70,13 +70,12 @@ def stored_settings(folder: Path, task: str, blank: S) -> S | None:
 def resumed_settings(folder: Path, task: str, blank: S) -> S | None:
     """`stored_settings` with relative paths rewritten for the current folder, so that they still lead to the same files.
 
-    Paths that no longer exist stay as they are, and so do all paths of a run that did not record where it was started.
+    Paths that no longer exist stay as they are.
     """
-    settings = stored_settings(folder, task, blank)
-    stored = stored_config(folder) or {}
-    start = stored.get("started_in")
-    if settings is None or start is None:
-        return settings
+    settings, stored = stored_settings(folder, task, blank), stored_config(folder)
+    if settings is None or stored is None:
+        return None
+    start = stored["started_in"]
     changes: dict[str, Any] = {}
     for section, name in _PATHS:
         value = (stored["settings"] if section is None else stored["settings"].get(section, {})).get(name)
@@ -122,7 +121,7 @@ def open_run(task: Task, world: World) -> Iterator[Path]:
             raise ValueError(f"another process is training in {folder}") from None
         stored = stored_config(folder)
         if stored is not None:
-            _check_identity({"task": stored["task"], **stored["identity"]}, identity, folder)
+            _check_identity(stored["identity"], identity, folder)
         else:
             store_settings(task, folder)
 

@@ -37,7 +37,7 @@ configurations; nothing is tuned at run time. The first call of a kind compiles 
 | memory/configurations.py | measured tile sizes per shape and GPU |
 | memory/channel_dispatch.py, _operator, _launch, _configurations | the same for a decay per key channel |
 | memory/channel_prepare.py, channel_scan.py, channel_tokens.py | its kernels |
-| ops/short_conv.py, solver.py, columns.py | an operation around the memory each (engine/layer_ops.py): kernel, launch, operator |
+| ops/short_conv.py, solver.py, columns.py | one operation around the memory each (engine/layer_ops.py) |
 | ops/conv_columns.py, strips.py, strips_backward.py | convolution and columns in one: launch and operator, kernels |
 | ops/layer_ops.py, cross_entropy.py, sigmoid.py | norms, sums, products; the loss over a vocabulary; a gate's sigmoid |
 | token/decode.py | one token of a memory: kernel, launch and operator |

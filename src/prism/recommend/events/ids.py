@@ -258,7 +258,7 @@ class Catalogue(Ids):
 
 
 def _features_json(features: dict[str, Feature]) -> dict[str, Any]:
-    """The entry of the features; none without features, so that files of earlier versions keep their hash."""
+    """The entry of the features; none without features."""
     return {"features": {name: feature.to_json() for name, feature in features.items()}} if features else {}
 
 

@@ -22,11 +22,8 @@ from prism.recommend.events.synthetic import synthetic_dataset
 
 VERSION = 2
 """Raise it when the same events would give other arrays: old cache entries are then ignored."""
-_CACHE_FOLDER = "logs"
-"""Stays as it is, so that caches of earlier versions are found."""
 _FILES = ("items", "item_vectors", "users")
-_LATER = (*_FILES, "user_features", "list_separator")
-"""Settings that came later; at their defaults they are no part of a cache key."""
+"""Settings that name tables."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ def prepare_dataset(
     for table in (recipe.items, recipe.item_vectors, recipe.users):
         if table is not None and not Path(table).expanduser().is_file():
             raise FileNotFoundError(not_there(table))
-    cache = check_target((cache or default_cache()) / _CACHE_FOLDER, folder=True, name="data.cache")
+    cache = check_target((cache or default_cache()) / "logs", folder=True, name="data.cache")
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / _key(recipe, source)
     with FileLock(f"{folder}.lock"):
@@ -192,10 +189,8 @@ def make_dataset(recipe: EventRecipe, source: Any, tables: Any = None, any_lengt
 def _key(recipe: EventRecipe, source: Path | None) -> str:
     """The cache key: a file is the same as long as its path, size and modification time are."""
     what: dict[str, Any] = asdict(recipe)
-    for name in _LATER:
-        if what[name] == getattr(EventRecipe, name):  # as before the setting existed: old cache entries are found
-            del what[name]
-        elif name in _FILES:
+    for name in _FILES:
+        if what[name] is not None:
             what[name] = _mark(Path(what[name]).expanduser())
     if source is not None:
         what["source"] = [_mark(part) for part in parquet_parts(source)] if source.is_dir() else _mark(source)
