@@ -71,7 +71,9 @@ def _usual_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    if hasattr(signal, "SIGHUP"):
+        usual[signal.SIGHUP] = signal.SIG_DFL
     inherited = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
     for number, handler in inherited.items():

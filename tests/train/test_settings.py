@@ -36,7 +36,10 @@ def test_a_run_folder_remembers_its_settings(tmp_path: Path) -> None:
     before = parse(
         ["--preset", "30m", "--out", str(tmp_path), "--model.layers", "prism*3+softmax", "--batch.micro", "None"]
     )
-    write_json(tmp_path / "config.json", {"settings": to_plain(before), "identity": {}})
+    write_json(
+        tmp_path / "config.json",
+        {"task": "lm", "started_in": str(tmp_path), "settings": to_plain(before), "identity": {}},
+    )
     assert parse(["--out", str(tmp_path)]) == before
     assert parse(["--out", str(tmp_path), "--steps", "3"]) == dataclasses.replace(before, steps=3)
     assert parse(["--out", str(tmp_path), "--preset", "tiny"]).model.layers == "prism", "a preset that is named counts"
@@ -51,7 +54,10 @@ def test_the_bare_name_of_a_section_sets_its_short_field(tmp_path: Path) -> None
     assert parse(["--config", str(toml)]).parallel == ParallelSettings("none")
     toml.write_text('[parallel]\nmode = "fsdp"\ncontext = 4\n')
     assert parse(["--config", str(toml), "--parallel", "auto"]).parallel == ParallelSettings("auto", 4)
-    write_json(tmp_path / "config.json", {"settings": {"parallel": "ddp"}, "identity": {}})
+    write_json(
+        tmp_path / "config.json",
+        {"task": "lm", "started_in": str(tmp_path), "settings": {"parallel": "ddp"}, "identity": {}},
+    )
     assert parse(["--out", str(tmp_path)]).parallel == ParallelSettings("ddp", 1)
     with pytest.raises(ValueError, match=r"^here: batch is a section of settings, got 3$"):
         override(Settings(), {"batch": 3}, "here")

@@ -40,7 +40,7 @@ class Snapshot:
         self.weights = [*module.parameters(), *module.buffers()]
         self.in_place = in_place and not any(w.is_inference() for w in self.weights)  # those have no version
         self.hooked = any(self.hooks)
-        self.found = self._modules(), self._weights()
+        self.found = self._kinds(), self._weights()
 
     def holds(self) -> bool:
         """Whether nothing has changed."""
@@ -48,10 +48,10 @@ class Snapshot:
             return False
         if not all(map(is_, map(dict.get, self.holders, self.names), self.contents)):
             return False
-        return (self._modules(), self._weights()) == self.found
+        return (self._kinds(), self._weights()) == self.found
 
     # Called before every token, so without loops in Python.
-    def _modules(self) -> list[Any]:
+    def _kinds(self) -> list[Any]:
         """Of every module: mode, an overridden `forward` (by accelerate), class, number of entries, whether it has hooks."""
         modes = map(dict.get, self.attributes, repeat("training"))
         forwards = map(dict.get, self.attributes, repeat("forward"))
