@@ -65,16 +65,21 @@ def _quick_interpreter() -> None:
         make_quick()
 
 
+USUAL: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+if hasattr(signal, "SIGHUP"):
+    USUAL[signal.SIGHUP] = signal.SIG_DFL
+if threading.current_thread() is threading.main_thread():  # for children of fixtures that live longer than a test
+    for number, handler in USUAL.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(autouse=True)
 def _usual_signals() -> Iterator[None]:
     """Signals arrive, also where the shell ignores them for its children (nohup, `&` in a script)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    if hasattr(signal, "SIGHUP"):
-        usual[signal.SIGHUP] = signal.SIG_DFL
-    inherited = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    inherited = {number: signal.signal(number, handler) for number, handler in USUAL.items()}
     yield
     for number, handler in inherited.items():
         signal.signal(number, handler)

@@ -50,11 +50,7 @@ def stored_config(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     stored = read_json(path)
-    if (
-        not isinstance(stored, dict)
-        or not isinstance(stored.get("settings"), dict)
-        or not {"task", "started_in"} <= {*stored}
-    ):
+    if not isinstance(stored, dict) or not isinstance(stored.get("settings"), dict) or "task" not in stored:
         raise ValueError(f"{path} is not the config.json of a run")
     return stored
 

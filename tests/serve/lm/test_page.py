@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,9 @@ def test_the_curl_lines_of_the_page_run(tmp_path: Path) -> None:
     requests = len(re.findall(r"\bcurl ", lines))
     with serving(folder(), store=tmp_path) as (http, service):
         lines = lines.replace("http://127.0.0.1:8000", str(http.base_url))
-        done = subprocess.run(["bash", "-euo", "pipefail", "-c", lines], capture_output=True, text=True, timeout=60)
+        paths = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # `python` is there
+        bash = ["bash", "-euo", "pipefail", "-c", lines]
+        done = subprocess.run(bash, capture_output=True, text=True, timeout=60, env=paths)
         assert done.returncode == 0, done.stderr
         counted = http.get("/metrics").text
     answered = re.findall(r'^prism_requests_total\{.*status="200"\} ([\d.]+)', counted, re.MULTILINE)
