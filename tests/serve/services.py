@@ -79,9 +79,9 @@ def event(user: str, item: str, second: int | None = None, kind: str = "click", 
     return {"FeedbackType": kind, "UserId": user, "ItemId": item, "Timestamp": when, **more}
 
 
-def until(moment: Any) -> None:
+def until(moment: Any, patience: float = PATIENCE) -> None:
     """Wait for a moment."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while not moment():
         assert time.monotonic() < deadline, "the moment never came"
         time.sleep(0.005)

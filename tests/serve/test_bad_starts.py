@@ -14,10 +14,10 @@ import httpx
 import pytest
 
 from prism.cli import main
-from prism.serve.run import bind
+from prism.serve.run import START_SECONDS, bind
 from prism.serve.settings import ServerSettings, read_api_key
 from tests.children import free_port
-from tests.serve.services import Postgres, event, recommender, replayed, serving, until
+from tests.serve.services import PATIENCE, Postgres, event, recommender, replayed, serving, until
 from tests.serve.test_rec_service import post, recommended
 
 
@@ -172,7 +172,8 @@ def test_a_worker_that_dies_is_replaced_and_all_end_with_the_supervisor(
     assert len(first) == 2
     if end is signal.SIGTERM:
         os.kill(min(first), signal.SIGKILL)
-        until(lambda: len(workers_of(supervisor.pid) - first) == 1)
+        # uvicorn waits START_SECONDS for the first sign of life of a worker, also of one that is killed before it.
+        until(lambda: len(workers_of(supervisor.pid) - first) == 1, PATIENCE + START_SECONDS)
         until(lambda: stored("i2"))
     workers = workers_of(supervisor.pid)
     os.kill(supervisor.pid, end)
