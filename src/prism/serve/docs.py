@@ -13,7 +13,7 @@ from prism.serve.pages import HEADERS
 
 
 def docs_page(title: str) -> HTMLResponse:
-    """FastAPI's page, which may run its one script and the files beside it, and no other."""
+    """FastAPI's page, which may run its one script and the files with it, and no other."""
     page = get_swagger_ui_html(
         openapi_url="openapi.json",
         title=title,

@@ -158,9 +158,22 @@ def supervise(
         workers=workers,
         timeout_worker_healthcheck=START_SECONDS,
     )
-    supervisor = Multiprocess(config, [bound])
+    supervisor = Supervisor(config, [bound])
     supervisor.run()
     return max((STARTUP_FAILURE for one in supervisor.processes if one.exitcode == STARTUP_FAILURE), default=0)
+
+
+class Supervisor(Multiprocess):
+    """Notices at once when a worker is gone.
+
+    A worker answers over a pipe. While the supervisor holds the worker's end of it too, a worker that was killed looks like one
+    that is slow to answer, for START_SECONDS, in which no signal is heard either.
+    """
+
+    def keep_subprocess_alive(self) -> None:
+        for process in self.processes:
+            process.child_conn.close()  # the worker has its own
+        super().keep_subprocess_alive()
 
 
 def _worker(make_app: Callable[[], FastAPI], log_level: str) -> FastAPI:

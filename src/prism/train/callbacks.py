@@ -29,7 +29,7 @@ Report = Callable[[int, float], None]
 
 
 class _Screen(Console):
-    """stderr, whose reader may leave: a run goes on without."""
+    """stderr, whose reader may leave: a run continues without it."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -126,7 +126,7 @@ class Engine:
             pass
 
     def _flush(self, most: int) -> bool:
-        """Have states stored, while this thread goes on; returns whether there were any."""
+        """Have states stored, while this thread continues; returns whether there were any."""
         if not (rows := self.users.flush(most)):
             return False
         if self._stored is not None:
